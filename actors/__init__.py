@@ -1,0 +1,1 @@
+"""The runtime: `stage` obeys one schedule on one device, `controller` drives all stages."""

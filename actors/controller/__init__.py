@@ -1,0 +1,1 @@
+"""Drives the stages: layout, rendezvous, steps, validation, checkpoints, records."""

@@ -1,0 +1,1 @@
+"""One rank of a run: mesh, model, executor, optimizer, data and checkpoints."""

@@ -1,0 +1,1 @@
+"""Shows what traces and metrics hold; reads, never drives."""

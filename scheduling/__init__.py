@@ -1,0 +1,1 @@
+"""Plans and schedules: pure Python, importable without torch and ray."""
