@@ -1,0 +1,315 @@
+"""The configuration of a run: one YAML file, read safely, checked, frozen.
+
+Every object here is immutable and complete after `load_config`. Errors are `ConfigError`: one message with the
+path of the key, its value, and what would be right.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from braid.scheduling.lowering.pipelines import GENERATORS, needs_folding
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.spec import FAMILIES, ModelShape, ParallelLayout, Workload, check_fit
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names key, value and remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """The model. Sizes that are left out follow from ``hidden``."""
+
+    family: Literal["llama", "gpt"] = "llama"
+    hidden: Positive = 256
+    layers: Positive = 4
+    heads: Positive = 8
+    kv_heads: Positive | None = None  # default: heads (no grouping)
+    head_dim: Positive | None = None  # default: hidden / heads
+    ffn: Positive | None = None  # default: 4 x hidden (gpt), 8/3 x hidden rounded up to 64 (llama)
+    vocabulary: Positive | None = None  # default: the tokenizer's, rounded up to 64
+    sequence: Positive = 256
+    tied_head: bool = False
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    layer: str | None = None  # a layer of your own: "package.module:Class"
+
+    def shape(self, vocabulary: int) -> ModelShape:
+        """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ConfigError(
+                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
+                f"change one of them or set model.head_dim"
+            )
+        if self.vocabulary is not None and self.vocabulary < vocabulary:
+            raise ConfigError(
+                f"model.vocabulary={self.vocabulary} is smaller than the tokenizer's {vocabulary} tokens"
+            )
+        gated_ffn = -(-self.hidden * 8 // 3 // 64) * 64
+        return ModelShape(
+            family=self.family,
+            hidden=self.hidden,
+            ffn=self.ffn or (4 * self.hidden if self.family == "gpt" else gated_ffn),
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim or self.hidden // self.heads,
+            vocabulary=self.vocabulary or -(-vocabulary // 64) * 64,
+            sequence=self.sequence,
+            tied_head=self.tied_head,
+            norm_eps=self.norm_eps,
+            rotary_base=self.rotary_base,
+        )
+
+
+class DataConfig(_Section):
+    """The corpus. ``python-stdlib`` among the files stands for the sources of Python's standard library."""
+
+    files: tuple[str, ...] = ("python-stdlib",)
+    exclude: tuple[str, ...] = ()
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
+    text_field: str = "text"
+    encoding_errors: Literal["strict", "replace", "skip"] = "strict"
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
+    directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
+
+
+class TrainConfig(_Section):
+    """Steps, batch and optimizer."""
+
+    steps: Positive = 100
+    global_batch: Positive = 16  # samples per step
+    micro_batch: Positive = 4  # samples per micro-batch
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    seed: int = 0
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    min_lr_fraction: Fraction = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
+    recompute: str = "none"
+    bucket_mb: Positive = 25  # size of a gradient bucket
+    validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
+    validation_samples: Positive = 64
+
+    @model_validator(mode="after")
+    def _policy(self) -> "TrainConfig":
+        if self.recompute not in RECOMPUTE_POLICIES:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}")
+        return self
+
+
+class ParallelConfig(_Section):
+    """Degrees of the mesh axes; their product is the number of ranks."""
+
+    dp: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+
+
+class OverlapConfig(_Section):
+    """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``."""
+
+    schedule: str = "megatron"
+    schedule_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> "OverlapConfig":
+        if self.schedule not in GENERATORS:
+            raise ValueError(f"schedule must be one of {', '.join(sorted(GENERATORS))}")
+        return self
+
+
+class ClusterConfig(_Section):
+    """Where ranks run."""
+
+    launcher: Literal["ray", "processes"] = "ray"
+    address: str | None = None  # of a Ray cluster; default: $RAY_ADDRESS, else a private local one
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    threads_per_rank: Positive = 1
+    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class CheckpointConfig(_Section):
+    """When parameters and optimizer are saved. A checkpoint is always written at the end."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
+    keep: Positive = 2
+
+
+class TelemetryConfig(_Section):
+    """What is written down while training."""
+
+    progress: bool = True
+
+
+class ElasticConfig(_Section):
+    """Growing and shrinking while training; has no keys yet."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = "run"
+    runs: Path = Path("runs")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    elastic: ElasticConfig = ElasticConfig()
+
+    @property
+    def run_directory(self) -> Path:
+        """``runs/NAME``."""
+        return self.runs / self.name
+
+    def layout(self) -> ParallelLayout:
+        """The mesh, folded if the schedule asks for it."""
+        degrees = self.parallel.model_dump()
+        return ParallelLayout(**degrees, folded=needs_folding(self.overlap.schedule))
+
+    def workload(self) -> Workload:
+        """Batch sizes."""
+        return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
+
+    def check(self, vocabulary: int) -> ModelShape:
+        """The model's shape, after checking that model, layout and batch fit each other."""
+        try:
+            shape = self.model.shape(vocabulary)
+            check_fit(shape, self.layout(), self.workload())
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return shape
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; `load_config` reads it back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file and apply ``section.key=value`` overrides."""
+    return parse_config(_read(Path(path)), overrides, source=str(path))
+
+
+def parse_config(
+    content: Mapping[str, Any], overrides: Iterable[str] = (), source: str = "configuration"
+) -> Config:
+    """Check a configuration that is already in memory."""
+    merged = _plain(content)
+    for override in overrides:
+        _override(merged, override)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        problems = [_describe(dict(problem), merged) for problem in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold keys and values, found a {type(content).__name__}")
+    return content
+
+
+def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy in which an empty section (``data:`` and nothing below) stands for its defaults."""
+    sections = {name for name, info in Config.model_fields.items() if _section_of(info.annotation)}
+    return {
+        key: dict(value) if isinstance(value, Mapping) else {} if value is None and key in sections else value
+        for key, value in content.items()
+    }
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r} must be written key=value, such as --set train.lr=3e-4")
+    *sections, last = key.split(".")
+    place = content
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override!r}: {section} is not a section")
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML") from None
+
+
+def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
+    """One line: key, value, what is wrong, what would be right."""
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path) or "the file"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_suggestion(path)}"
+    value = problem.get("input")
+    message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
+    shown = "" if isinstance(value, (dict, _Section)) else f"={value!r}"
+    return f"{key}{shown}: {message}"
+
+
+def _suggestion(path: list[str]) -> str:
+    """``; did you mean ...`` for a misspelt key, also one that stands in the wrong section."""
+    *parents, last = path
+    section: type[BaseModel] | None = Config
+    for parent in parents:
+        field = section.model_fields.get(parent) if section else None
+        section = _section_of(field.annotation) if field else None
+    known = list(section.model_fields) if section else []
+    everywhere = {
+        f"{name}.{key}": key
+        for name, info in Config.model_fields.items()
+        if (inner := _section_of(info.annotation))
+        for key in inner.model_fields
+    }
+    if close := difflib.get_close_matches(last, known, n=1):
+        return f"; did you mean {'.'.join([*parents, close[0]])!r}?"
+    if elsewhere := [full for full, key in everywhere.items() if key == last]:
+        return f"; did you mean {elsewhere[0]!r}?"
+    return f"; known here: {', '.join(known)}" if known else "; this section has no keys"
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, _Section)), None)
+
+
+assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)

@@ -1,0 +1,202 @@
+"""Drives a run: start ranks, rendezvous, step, validate, save, write down. Never touches a tensor.
+
+A plain class: it runs in a Ray actor (`braid.actors.controller.actor`) or in the process of the command line.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from braid.actors.config import Config
+from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
+from braid.actors.controller.records import (
+    Event,
+    Finished,
+    RunDirectory,
+    Saved,
+    Started,
+    StepDone,
+    StepRecord,
+    build_report,
+)
+from braid.actors.stage.worker import Rendezvous, RunPlan, StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run starts and ends, beside its configuration."""
+
+    resume: bool = False
+    overwrite: bool = False
+    until: int | None = None
+    """Stop, with a checkpoint, after this step instead of ``train.steps``."""
+
+
+class Controller:
+    """One run from start to end; `run` yields events as they happen."""
+
+    def __init__(self, plan: RunPlan, launcher: Launcher, options: RunOptions) -> None:
+        self._plan = plan
+        self._config: Config = plan.config
+        self._launcher = launcher
+        self._options = options
+        self._stop = threading.Event()
+        self._generation = 0
+        self._last_saved: int | None = None
+
+    def stop(self) -> None:
+        """Ask the run to end after the step under way, with a checkpoint; callable from any thread."""
+        self._stop.set()
+
+    def run(self) -> Iterator[Event]:
+        """Train. Raises `ConfigError`, `CheckpointError` or `WorkerFailed`; leaves nothing running."""
+        directory = RunDirectory(
+            self._config, resume=self._options.resume, overwrite=self._options.overwrite
+        )
+        try:
+            store = CheckpointStore(directory.path / "checkpoints")
+            resumed, notes = self._find_checkpoint(store)
+            group = self._launcher.start(self._config.layout().ranks)
+            try:
+                yield from self._train(group, directory, store, resumed, notes)
+            finally:
+                group.shutdown()
+        finally:
+            directory.close()
+
+    def _find_checkpoint(self, store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
+        if not self._options.resume:
+            return None, []
+        path, manifest, complaints = store.newest_verified()
+        notes = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
+        shape = asdict(self._plan.shape)
+        if manifest.shape != shape:
+            odd = next(key for key in shape if manifest.shape.get(key) != shape[key])
+            raise CheckpointError(
+                f"checkpoint {path} is of a model with {odd}={manifest.shape.get(odd)}, "
+                f"the configuration says {odd}={shape[odd]}"
+            )
+        return (str(path), manifest), notes
+
+    def _train(
+        self,
+        group: WorkerGroup,
+        directory: RunDirectory,
+        store: CheckpointStore,
+        resumed: tuple[str, Manifest] | None,
+        notes: list[str],
+    ) -> Iterator[Event]:
+        self._rendezvous(group)
+        facts = group.call(0, "data_facts")
+        done = self._restore(group, resumed, facts)
+        directory.describe(self._config, self._plan.shape, self._plan.schedule, group.describe())
+        records = directory.rewind(done + 1)
+        last = min(self._config.train.steps, self._options.until or self._config.train.steps)
+        yield Started(
+            first_step=done + 1,
+            last_step=last,
+            ranks=self._config.layout().ranks,
+            layout=self._config.layout().describe(),
+            run_directory=str(directory.path),
+            notes=tuple(notes),
+        )
+        step = done
+        while step < last and not self._stop.is_set():
+            record = self._step(group, step, facts, validates=self._validates_after(step + 1, last))
+            directory.append(record)
+            records.append(record)
+            yield StepDone(record=record)
+            step += 1
+            every = self._config.checkpoint.every
+            if every and step % every == 0:
+                yield self._save(group, store, step, facts)
+        if self._last_saved != step and step > done:
+            yield self._save(group, store, step, facts)
+        validation = next(
+            (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
+            None,
+        )
+        report = build_report(records, self._config, validation)
+        directory.write_report(report)
+        yield Finished(complete=step == self._config.train.steps, report=report)
+
+    def _rendezvous(self, group: WorkerGroup) -> None:
+        self._generation += 1
+        port = group.call(0, "open_store", self._config.cluster.group_timeout_s)
+        meeting = Rendezvous(address=group.addresses[0], port=port, generation=self._generation)
+        group.call_all("setup", self._plan, meeting)
+
+    def _restore(
+        self, group: WorkerGroup, resumed: tuple[str, Manifest] | None, facts: dict[str, Any]
+    ) -> int:
+        """Load the checkpoint, if there is one; returns the number of finished steps."""
+        if resumed is None:
+            return 0
+        path, manifest = resumed
+        here = {**self._data_cursor(facts)}
+        if odd := [key for key in here if manifest.data.get(key) != here[key]]:
+            raise CheckpointError(
+                f"checkpoint {path} was trained with {odd[0]}={manifest.data.get(odd[0])!r}, "
+                f"this run has {here[odd[0]]!r}; the sample order would change"
+            )
+        group.call_all("load", path, manifest.step)
+        self._last_saved = manifest.step
+        return manifest.step
+
+    def _data_cursor(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """What fixes, together with the step, which samples come next (design section 10, rule 3)."""
+        return {
+            "fingerprint": facts["fingerprint"],
+            "seed": self._config.train.seed,
+            "global_batch": self._config.train.global_batch,
+        }
+
+    def _validates_after(self, step: int, last: int) -> bool:
+        every = self._config.train.validate_every
+        due = step == last or (every > 0 and step % every == 0)
+        return due and self._config.data.validation_fraction > 0
+
+    def _step(
+        self, group: WorkerGroup, step: int, facts: dict[str, Any], *, validates: bool
+    ) -> StepRecord:
+        results: list[StepResult] = group.call_all("train_step", step)
+        train = self._config.train
+        tokens = train.global_batch * self._plan.shape.sequence
+        bits = self._validate(group, facts) if validates else None
+        slowest = max(results, key=lambda result: result.seconds)
+        return StepRecord(
+            step=step + 1,
+            loss=sum(result.loss_sum for result in results) / tokens,
+            grad_norm=results[0].gradient_norm,
+            lr=results[0].lr,
+            seconds=slowest.seconds,
+            tokens=tokens,
+            communication_seconds=max(result.communication_seconds for result in results),
+            exposed_seconds=max(result.exposed_seconds for result in results),
+            peak_bytes=tuple(result.peak_bytes for result in results),
+            validation_bits_per_byte=bits,
+        )
+
+    def _validate(self, group: WorkerGroup, facts: dict[str, Any]) -> float:
+        results = group.call_all("validate")
+        loss = sum(result[0] for result in results) / sum(result[1] for result in results)
+        return float(loss / math.log(2) / facts["validation_bytes_per_token"])
+
+    def _save(self, group: WorkerGroup, store: CheckpointStore, step: int, facts: dict[str, Any]) -> Saved:
+        begin = time.perf_counter()
+        written = store.begin(step, self._generation)
+        group.call_all("save", str(written))
+        path = store.publish(
+            written,
+            step=step,
+            layout=asdict(self._config.layout()),
+            data=self._data_cursor(facts),
+            shape=asdict(self._plan.shape),
+        )
+        store.collect(self._config.checkpoint.keep)
+        self._last_saved = step
+        return Saved(step=step, path=str(path), seconds=time.perf_counter() - begin)

@@ -1,0 +1,48 @@
+"""The ranks of one generation as the controller sees them, wherever they run."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class WorkerFailed(RuntimeError):
+    """A rank raised or died. ``user_error``: its message is for the user and needs no trace."""
+
+    def __init__(self, rank: int, message: str, *, user_error: bool = False, trace: str = "") -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+        self.user_error = user_error
+        self.user_message = message
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive pickling with all fields."""
+        return _worker_failed, (self.rank, self.user_message, self.user_error, self.trace)
+
+
+def _worker_failed(rank: int, message: str, user_error: bool, trace: str) -> WorkerFailed:
+    return WorkerFailed(rank, message, user_error=user_error, trace=trace)
+
+
+class WorkerGroup(Protocol):
+    """All ranks of a run. Methods are those of `braid.actors.stage.worker.Worker`, by name."""
+
+    addresses: Sequence[str]
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call one rank and wait; raises `WorkerFailed`."""
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all ranks at once and wait for all results, in rank order; raises `WorkerFailed`."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the ranks run on, for ``cluster.json``."""
+
+    def shutdown(self) -> None:
+        """End all ranks; nothing is left running."""
+
+
+class Launcher(Protocol):
+    """Starts worker groups; picklable, so that it can be handed to a controller elsewhere."""
+
+    def start(self, ranks: int) -> WorkerGroup:
+        """Start that many ranks; `ConfigError` if there is no room for them."""

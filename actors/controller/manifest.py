@@ -1,0 +1,155 @@
+"""Checkpoints as directories: made aside, checksummed, published by one rename, verified before use.
+
+``checkpoints/step-N/`` holds what the ranks wrote and ``manifest.json``: size and SHA-256 of every file, the
+step, the layout that wrote it, the data it was trained on. ``latest`` names the newest. Nothing is ever
+overwritten, and nothing is loaded that does not match its manifest (design section 10, rule 5).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_STEP = re.compile(r"step-(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing or damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
+
+    version: int
+    step: int
+    layout: dict[str, Any]
+    data: dict[str, Any]
+    shape: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+class CheckpointStore:
+    """The ``checkpoints`` directory of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def begin(self, step: int, generation: int) -> Path:
+        """A fresh directory for the ranks to write into."""
+        path = self.directory / f"step-{step}.tmp-{generation}"
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def publish(
+        self,
+        written: Path,
+        *,
+        step: int,
+        layout: dict[str, Any],
+        data: dict[str, Any],
+        shape: dict[str, Any],
+    ) -> Path:
+        """Checksum what was written, make it durable, and give it its name."""
+        files = {
+            str(path.relative_to(written)): (path.stat().st_size, _sha256(path))
+            for path in sorted(written.rglob("*"))
+            if path.is_file()
+        }
+        manifest = Manifest(version=VERSION, step=step, layout=layout, data=data, shape=shape, files=files)
+        for name in files:
+            _sync(written / name)
+        write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        _sync(written)
+        final = self.directory / f"step-{step}"
+        if final.exists():
+            # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
+            aside = self.directory / f"step-{step}.replaced-{os.getpid()}"
+            os.rename(final, aside)
+            os.rename(written, final)
+            shutil.rmtree(aside)
+        else:
+            os.rename(written, final)
+        _sync(self.directory)
+        write_durably(self.directory / "latest", final.name)
+        return final
+
+    def collect(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints, and leftovers of saves that never finished."""
+        for path in self.directory.glob("step-*.tmp-*"):
+            shutil.rmtree(path)
+        for step in self.steps()[:-keep]:
+            shutil.rmtree(self.directory / f"step-{step}")
+
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = [_STEP.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def newest_verified(self) -> tuple[Path, Manifest, list[str]]:
+        """The newest checkpoint that matches its manifest, and what is wrong with those newer than it."""
+        complaints: list[str] = []
+        for step in reversed(self.steps()):
+            path = self.directory / f"step-{step}"
+            try:
+                return path, verify(path), complaints
+            except CheckpointError as error:
+                complaints.append(str(error))
+        if complaints:
+            raise CheckpointError("; ".join(complaints) + "; no older checkpoint is left to fall back to")
+        raise CheckpointError(f"there is no checkpoint in {self.directory}; start without --resume")
+
+
+def verify(path: Path) -> Manifest:
+    """Read a checkpoint's manifest and check every file against it; `CheckpointError` names the file."""
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = Manifest(**{**content, "files": {k: tuple(v) for k, v in content["files"].items()}})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
+    if manifest.version != VERSION:
+        raise CheckpointError(f"checkpoint {path} has version {manifest.version}, this Braid reads {VERSION}")
+    present = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
+    if odd := present ^ set(manifest.files):
+        raise CheckpointError(f"checkpoint {path}: file {min(odd)} is missing or was not written by the save")
+    for name, (size, digest) in manifest.files.items():
+        found = (path / name).stat().st_size
+        if found != size:
+            raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+        if _sha256(path / name) != digest:
+            raise CheckpointError(f"checkpoint {path}: the checksum of file {name} is wrong")
+    return manifest
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file atomically, so that a crash leaves the old or the new content."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,148 @@
+"""Ranks as plain processes of this machine, for use without Ray and as the yardstick of Ray's price."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.group import WorkerFailed
+
+LOOPBACK = "127.0.0.1"
+_EXIT_SECONDS = 5.0
+
+
+class ProcessLauncher:
+    """Starts one process per rank."""
+
+    def __init__(self, config: Config) -> None:
+        self._threads = config.cluster.threads_per_rank
+        self._device = config.cluster.device
+
+    def start(self, ranks: int) -> "ProcessGroup":
+        """Start the processes; `ConfigError` if there are more ranks than CPUs (or GPUs)."""
+        cpus = len(os.sched_getaffinity(0))
+        if self._device != "cuda" and ranks > cpus:
+            raise ConfigError(
+                f"the layout asks for {ranks} ranks, this machine has {cpus} CPUs; "
+                f"lower parallel.dp, parallel.tp or parallel.pp, or join a larger Ray cluster with --address"
+            )
+        return ProcessGroup(ranks, self._threads)
+
+
+class ProcessGroup:
+    """One child process per rank, each at the end of a private pipe."""
+
+    def __init__(self, ranks: int, threads: int) -> None:
+        self.addresses = [LOOPBACK] * ranks
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, theirs, os.getpid(), threads), name=f"braid rank {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call one rank and wait."""
+        self._send(rank, method, arguments)
+        return self._collect([rank])[rank]
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all ranks and wait; the first failure ends the waiting."""
+        ranks = range(len(self._processes))
+        for rank in ranks:
+            self._send(rank, method, arguments)
+        results = self._collect(list(ranks))
+        return [results[rank] for rank in ranks]
+
+    def _send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            self._connections[rank].send((method, arguments))
+        except OSError:
+            raise self._died(rank) from None
+
+    def _collect(self, ranks: list[int]) -> dict[int, Any]:
+        waiting = {self._connections[rank]: rank for rank in ranks}
+        results: dict[int, Any] = {}
+        while waiting:
+            for ready in multiprocessing.connection.wait(list(waiting)):
+                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                try:
+                    outcome = ready.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    raise self._died(rank) from None
+                if isinstance(outcome, WorkerFailed):
+                    raise outcome
+                results[rank] = outcome[0]
+        return results
+
+    def _died(self, rank: int) -> WorkerFailed:
+        self._processes[rank].join(1.0)
+        return WorkerFailed(rank, f"its process ended with exit code {self._processes[rank].exitcode}")
+
+    def describe(self) -> dict[str, Any]:
+        """The processes and this machine."""
+        return {
+            "launcher": "processes",
+            "addresses": list(self.addresses),
+            "processes": [process.pid for process in self._processes],
+        }
+
+    def shutdown(self) -> None:
+        """Ask every rank to end, then end those that do not."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(("close", ()))
+            connection.close()
+        for process in self._processes:
+            process.join(_EXIT_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, connection: Connection, parent: int, threads: int) -> None:
+    """A rank's main loop: a method's name and arguments in, its result or its failure out."""
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    from braid.actors.stage.worker import Worker
+
+    worker = Worker(rank, LOOPBACK)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            outcome: Any = (getattr(worker, method)(*arguments),)
+        except ValueError as error:
+            outcome = WorkerFailed(rank, str(error), user_error=True, trace=traceback.format_exc())
+        except Exception as error:
+            outcome = WorkerFailed(rank, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        try:
+            connection.send(outcome)
+        except OSError:
+            break
+        if method == "close":
+            break
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux to end this process when its parent dies, however that happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,186 @@
+"""What a run leaves behind: ``runs/NAME`` with its lock, metrics and report, and the events it tells."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.manifest import write_durably
+from braid.scheduling.spec import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``; steps count from 1. Seconds are the slowest rank's."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+    tokens: int
+    communication_seconds: float
+    exposed_seconds: float
+    peak_bytes: tuple[int, ...]
+    validation_bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The ranks are ready; training goes on after ``first_step - 1`` finished steps."""
+
+    first_step: int
+    last_step: int
+    ranks: int
+    layout: str
+    run_directory: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """A training step is over."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint was published."""
+
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The run is over, ``complete`` or stopped early; ``report`` is what ``report.json`` holds."""
+
+    complete: bool
+    report: dict[str, Any]
+
+
+Event = Started | StepDone | Saved | Finished
+
+
+class RunDirectory:
+    """``runs/NAME``, locked for as long as this object is open."""
+
+    def __init__(self, config: Config, *, resume: bool, overwrite: bool) -> None:
+        self.path = config.run_directory
+        resolved = self.path.resolve()
+        if resolved.parent != config.runs.resolve():
+            raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
+        existed = self.path.is_dir()
+        if resume and not existed:
+            raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire()
+        try:
+            if existed and not resume and (self.path / "config.yaml").exists():
+                if not overwrite:
+                    raise ConfigError(
+                        f"run directory {self.path} already holds a run; continue it with --resume, "
+                        f"choose another with --set name=..., or replace it with --overwrite"
+                    )
+                self._empty()
+        except BaseException:
+            self.close()
+            raise
+
+    def _acquire(self) -> IO[str]:
+        lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise ConfigError(
+                f"run directory {self.path} is in use by process {owner}; "
+                f"wait for it, or choose another with --set name=..."
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return lock
+
+    def _empty(self) -> None:
+        for path in self.path.iterdir():
+            if path.name != ".lock":
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def describe(self, config: Config, shape: ModelShape, schedule: str, cluster: dict[str, Any]) -> None:
+        """Write down what the run is before it starts."""
+        write_durably(self.path / "config.yaml", config.to_yaml())
+        write_durably(self.path / "schedule.txt", schedule)
+        write_durably(self.path / "cluster.json", json.dumps(cluster, indent=1))
+        write_durably(self.path / "model.json", json.dumps(asdict(shape), indent=1))
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    def rewind(self, first_step: int) -> list[StepRecord]:
+        """Drop the metrics of steps that will run again; returns the ones that stay."""
+        kept = [record for record in read_metrics(self.metrics) if record.step < first_step]
+        write_durably(self.metrics, "".join(_line(record) for record in kept))
+        return kept
+
+    def append(self, record: StepRecord) -> None:
+        """Add a step's line."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Write ``report.json``."""
+        write_durably(self.path / "report.json", json.dumps(report, indent=1))
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        with contextlib.suppress(OSError):
+            self._lock.close()
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """The records of a metrics file; a last line that a crash cut short is left out."""
+    records = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                content = json.loads(line)
+                records.append(StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])}))
+    return records
+
+
+def build_report(records: list[StepRecord], config: Config, validation: float | None) -> dict[str, Any]:
+    """The contents of ``report.json``."""
+    layout = config.layout()
+    timed = records[1:] or records
+    seconds = sum(record.seconds for record in timed)
+    peaks = [record.peak_bytes for record in records if len(record.peak_bytes) == layout.ranks]
+    return {
+        "steps": [
+            {key: getattr(r, key) for key in ("step", "loss", "grad_norm", "lr", "seconds", "tokens")}
+            for r in records
+        ],
+        "tokens_per_s": sum(r.tokens for r in timed) / seconds if seconds else 0.0,
+        "validation": {"bits_per_byte": validation},
+        "layout": {**asdict(layout), "ranks": layout.ranks, "schedule": config.overlap.schedule},
+        "memory": {"peak_bytes": [max(rank) for rank in zip(*peaks, strict=True)]},
+        "communication": {
+            "seconds": sum(r.communication_seconds for r in records),
+            "exposed_seconds": sum(r.exposed_seconds for r in records),
+        },
+    }

@@ -1,0 +1,161 @@
+"""Turns operator programs into bound actions: closures over modules, groups and value names.
+
+Everything that can be decided before a step is decided here: which method an operator calls, which values die
+after which action, which transfers are awaited at once. What cannot be bound fails here, when it is loaded.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.model import PartInstance
+from braid.actors.stage.slots import Values
+from braid.actors.stage.streams import Streams, Transfer
+from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
+from braid.kernels.operators.operator import ComputeOperator
+from braid.scheduling.operators import Kind, Operator, Part, Pass
+from braid.scheduling.schedule import Block, Compute, Direction, Program, Start, Wait
+
+BoundAction = Callable[[Values, Block], None]
+
+_COLLECTIVES = {
+    Kind.ALL_GATHER: all_gather,
+    Kind.REDUCE_SCATTER: reduce_scatter,
+    Kind.ALL_REDUCE: all_reduce,
+}
+
+
+class Binder:
+    """Binds programs of one rank."""
+
+    def __init__(self, mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
+        self._mesh = mesh
+        self._streams = streams
+        self._recorder = recorder
+
+    def bind(
+        self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
+    ) -> tuple[BoundAction, ...]:
+        """The actions of one part instance; ``trains``: a backward pass follows the forward pass."""
+        graph = part.forward if direction is Direction.FORWARD else part.backward
+        dying = _last_reads(program, part, direction, trains)
+        bound: list[BoundAction] = []
+        for position, action in enumerate(program):
+            operator = graph.named(action.operator)
+            frees = dying[position]
+            match action:
+                case Compute():
+                    bound.append(self._compute(operator, instance, frees))
+                case Start():
+                    following = program[position + 1] if position + 1 < len(program) else None
+                    bound.append(self._start(operator, instance, following == Wait(action.operator)))
+                case Wait():
+                    bound.append(self._wait(operator, frees))
+        return tuple(bound)
+
+    def _compute(self, operator: Operator, instance: PartInstance, frees: Iterable[str]) -> BoundAction:
+        call = _method(operator, instance)
+        reads, writes, gone = operator.reads, operator.writes, tuple(frees)
+        label = SpanLabel(operator.name, operator.stream, instance.index, flops=operator.flops)
+        mark, record = self._streams.mark, self._recorder.compute
+
+        def run(values: Values, block: Block) -> None:
+            begin = mark()
+            results = call(*[values[name] for name in reads])
+            if writes:
+                values.update(zip(writes, results, strict=True))
+            for name in gone:
+                del values[name]
+            record(label, block, begin, mark())
+
+        return run
+
+    def _start(self, operator: Operator, instance: PartInstance, awaited_next: bool) -> BoundAction:
+        assert operator.axis is not None
+        collective = _COLLECTIVES[operator.kind]
+        groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
+        (source,), key = operator.reads, _transfer_key(operator)
+        label = SpanLabel(operator.name, operator.stream, instance.index, bytes=operator.bytes)
+        start, record = self._streams.start, self._recorder.transfer
+
+        def run(values: Values, block: Block) -> None:
+            x, group = values[source], groups[block.strand]
+            transfer = start(operator.stream, lambda: collective(x, group), awaited_next=awaited_next)
+            values[key] = transfer
+            record(label, block, transfer)
+
+        return run
+
+    def _wait(self, operator: Operator, frees: Iterable[str]) -> BoundAction:
+        (target,), key = operator.writes, _transfer_key(operator)
+        gone = tuple(frees)
+        wait = self._streams.wait
+
+        def run(values: Values, block: Block) -> None:
+            transfer: Transfer = values.pop(key)
+            wait(transfer)
+            values[target] = transfer.result
+            for name in gone:
+                del values[name]
+
+        return run
+
+
+def _transfer_key(operator: Operator) -> str:
+    return f"transfer {operator.name}"
+
+
+def _method(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
+    if operator.kind is Kind.ADD:
+        return _add
+    module = instance.modules.get(operator.module)
+    if module is None:
+        raise ValueError(
+            f"operator {operator.name} of {instance.name} {instance.index} needs a module "
+            f"{operator.module!r}; there are {', '.join(instance.modules)}"
+        )
+    match operator.phase:
+        case Pass.FORWARD | Pass.RECOMPUTE:
+            return module.forward
+        case Pass.INPUT_GRADIENT:
+            return module.input_gradient
+        case Pass.WEIGHT_GRADIENT:
+            return module.weight_gradient
+        case Pass.GRADIENT:
+            return _both_gradients(module)
+
+
+def _both_gradients(module: ComputeOperator) -> Callable[..., Any]:
+    parameters = any(True for _ in module.parameters(recurse=False))
+
+    def run(*values: Any) -> Any:
+        if parameters:
+            module.weight_gradient(*values)
+        return module.input_gradient(*values)
+
+    return run
+
+
+def _add(partial: Any, part: Any) -> tuple[Any]:
+    return (partial + part,)
+
+
+def _last_reads(
+    program: Program, part: Part, direction: Direction, trains: bool
+) -> Mapping[int, tuple[str, ...]]:
+    """For every position of the program, the values that nothing reads after it."""
+    graph = part.forward if direction is Direction.FORWARD else part.backward
+    if direction is Direction.FORWARD:
+        kept = {part.output, *(part.saved() if trains else ())}
+    else:
+        kept = {f"d.{name}" for name in part.inputs if name not in part.constants}
+    last: dict[str, int] = {}
+    for position, action in enumerate(program):
+        if not isinstance(action, Start):
+            operator = graph.named(action.operator)
+            last |= {name: position for name in (*operator.reads, *operator.writes) if name not in kept}
+    return {
+        position: tuple(name for name, at in last.items() if at == position)
+        for position in range(len(program))
+    }

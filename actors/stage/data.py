@@ -1,0 +1,312 @@
+"""The reading side of training data: a prepared folder of token shards, and the order of its samples.
+
+A prepared data set (`braid.jobs.prepare` writes it) is a folder that never changes once it is visible:
+
+    index.json            what is there: tokenizer, dtype, and for every split its shards (`DataIndex`)
+    train-00000.bin ...   tokens, little-endian, nothing else; the split is the shards end to end
+    validation-00000.bin ...
+
+Sample i of a split is the window of sequence + 1 tokens that starts at token i * sequence, so that every
+token but the first is predicted once per epoch, and windows may cross document and shard borders.
+
+Shape suffixes: N samples, S = sequence + 1 tokens of a window.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+INDEX_FILE = "index.json"
+INDEX_FORMAT = "braid-tokens"
+INDEX_VERSION = 1
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TRAIN, VALIDATION = "train", "validation"
+
+_AGAIN = "prepare it again (`braid prepare`)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of a split; a document is counted in the shard that holds its end."""
+
+    file: str
+    tokens: int
+    bytes_of_text: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIndex:
+    """What `index.json` says.
+
+    ``request`` identifies what the data set was made from (inputs' path, size and time, tokenizer,
+    parameters); ``sources`` and ``parameters`` are the readable part of that, kept for people.
+    """
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocabulary: int
+    end_of_document: int
+    dtype: str
+    splits: Mapping[str, tuple[Shard, ...]]
+    documents_skipped: int  # not UTF-8, and left out for that
+    documents_empty: int  # nothing but white space, and left out
+    request: str
+    parameters: Mapping[str, Any]
+    sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the tokens themselves: the same wherever, whenever and from whatever path prepared."""
+        content = [
+            INDEX_VERSION,
+            self.tokenizer_fingerprint,
+            self.vocabulary,
+            self.end_of_document,
+            self.dtype,
+            {split: [[s.tokens, s.sha256] for s in shards] for split, shards in self.splits.items()},
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.splits[split])
+
+    def to_json(self) -> str:
+        """Text of `index.json`; `read_index` is its inverse."""
+        return json.dumps({"format": INDEX_FORMAT, "version": INDEX_VERSION, **asdict(self)}, indent=1)
+
+
+def read_index(directory: Path) -> DataIndex:
+    """Read a prepared folder's index and check it against the sizes of the shards.
+
+    Raises ValueError, naming the path and the remedy, if the folder is not a prepared data set, was written
+    by another version, is damaged, or has a shard that is missing or of another size.
+    """
+    path = directory / INDEX_FILE
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise ValueError(
+            f"data set {directory}: cannot read {INDEX_FILE} ({fault.strerror}); run `braid prepare`, "
+            "and put the folder where every node sees it"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is not JSON; {_AGAIN}") from None
+    if not isinstance(entries, dict) or entries.pop("format", None) != INDEX_FORMAT:
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is not that of a Braid data set; {_AGAIN}")
+    if (version := entries.pop("version", None)) != INDEX_VERSION:
+        raise ValueError(
+            f"data set {directory}: {INDEX_FILE} has version {version!r}, this Braid reads {INDEX_VERSION}; "
+            f"{_AGAIN}"
+        )
+    try:
+        index = _parse_index(entries)
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
+    for shards in index.splits.values():
+        for shard in shards:
+            _check_size(directory, shard, TOKEN_DTYPES[index.dtype].itemsize)
+    return index
+
+
+def _parse_index(entries: dict[str, Any]) -> DataIndex:
+    splits = {
+        str(split): tuple(Shard(**shard) for shard in shards) for split, shards in entries["splits"].items()
+    }
+    sources = tuple((str(path), int(size), int(time)) for path, size, time in entries["sources"])
+    index = DataIndex(**{**entries, "splits": splits, "sources": sources})
+    counts: list[tuple[str, Any]] = [
+        (name, getattr(index, name))
+        for name in ("vocabulary", "end_of_document", "documents_skipped", "documents_empty")
+    ]
+    for shard in (shard for shards in splits.values() for shard in shards):
+        # a plain file name: an index cannot point outside its folder
+        if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or not shard.tokens:
+            raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
+        counts += [("tokens", shard.tokens), ("bytes", shard.bytes_of_text), ("documents", shard.documents)]
+    for name, count in counts:
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name} is {count!r}")
+    if set(splits) != {TRAIN, VALIDATION}:
+        raise ValueError(f"splits are {sorted(splits)}")
+    if index.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"dtype is {index.dtype!r}")
+    return index
+
+
+def _check_size(directory: Path, shard: Shard, itemsize: int) -> None:
+    wanted = shard.tokens * itemsize
+    try:
+        size = (directory / shard.file).stat().st_size
+    except OSError as fault:
+        raise ValueError(f"data set {directory}: {shard.file}: {fault.strerror}; {_AGAIN}") from None
+    if size != wanted:
+        raise ValueError(f"data set {directory}: {shard.file} has {size} bytes, not {wanted}; {_AGAIN}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenShards:
+    """One split of a prepared data set, memory-mapped and cut into samples. Make it with `open`."""
+
+    directory: Path
+    split: str
+    sequence: int  # tokens that a sample predicts; its window is one longer
+    index: DataIndex
+    arrays: tuple[np.ndarray, ...]  # one per shard, read-only
+    starts: np.ndarray  # [shards + 1] int64: first token of every shard, then the total
+
+    @classmethod
+    def open(cls, directory: Path | str, split: str, sequence: int) -> "TokenShards":
+        """Open ``split`` of the data set in ``directory`` for windows of ``sequence`` + 1 tokens.
+
+        Raises ValueError as `read_index` does, and if the split is too short for one sample.
+        """
+        assert sequence >= 1, sequence
+        directory = Path(directory)
+        index = read_index(directory)
+        shards = index.splits.get(split, ())
+        total = sum(shard.tokens for shard in shards)
+        if total < sequence + 1:
+            raise ValueError(
+                f"data set {directory}: split {split!r} has {total} tokens, one sample of sequence "
+                f"{sequence} needs {sequence + 1}; add text to data.files, "
+                + ("raise data.validation_fraction, " if split == VALIDATION else "")
+                + "or shorten the sequence"
+            )
+        dtype = TOKEN_DTYPES[index.dtype]
+        return cls(
+            directory=directory,
+            split=split,
+            sequence=sequence,
+            index=index,
+            arrays=tuple(np.memmap(directory / shard.file, dtype=dtype, mode="r") for shard in shards),
+            starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def samples(self) -> int:
+        """Samples in one epoch; the last tokens that do not fill a window are left out."""
+        return (self.tokens - 1) // self.sequence
+
+    @property
+    def bytes_of_text(self) -> int:
+        return sum(shard.bytes_of_text for shard in self.index.splits[self.split])
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token of this split, ends of documents counted among the tokens."""
+        return self.bytes_of_text / self.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """Turn a mean loss in nats per token into bits per byte of text, which tokenizers do not change."""
+        return nats_per_token / math.log(2) / self.bytes_per_token
+
+    def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Windows of the given samples: [N] integers -> [N, sequence + 1] int64. IndexError if outside."""
+        windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=np.int64)
+        for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
+            if not 0 <= sample < self.samples:
+                raise IndexError(
+                    f"sample {sample} of {self.samples} in {self.directory}, split {self.split!r}"
+                )
+            self._read(sample * self.sequence, window_S)
+        return windows_NS
+
+    def _read(self, start: int, out_S: np.ndarray) -> None:
+        """Fill ``out_S`` with the split's tokens from ``start`` on, across as many shards as it takes."""
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out_S):
+            offset = start + filled - int(self.starts[shard])
+            piece = self.arrays[shard][offset : offset + len(out_S) - filled]
+            out_S[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            shard += 1
+
+    def verify(self) -> None:
+        """Read every shard of the split and compare its SHA-256; ValueError names the first that differs."""
+        for shard in self.index.splits[self.split]:
+            with open(self.directory / shard.file, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != shard.sha256:
+                raise ValueError(
+                    f"data set {self.directory}: {shard.file} has SHA-256 {found[:12]}..., "
+                    f"not {shard.sha256[:12]}...; {_AGAIN}"
+                )
+
+
+# The order of samples: a keyed permutation per epoch, computed where it is asked for and never stored.
+
+_ROUNDS = 24  # four mix large sets; the orders of five samples need so many to be equally likely
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
+    """Sample ids at the global positions start ... start + count - 1: [count] int64.
+
+    Position n is place n % samples of epoch n // samples, and every epoch is another permutation of
+    [0, samples): a pure function of (seed, n, samples), whatever the number of ranks. Position
+    step * global_batch + i is sample i of a step. Needs memory for ``count`` numbers only.
+    """
+    assert samples >= 1, samples
+    assert start >= 0, start
+    assert count >= 0, count
+    first_epoch, first_place = divmod(start, samples)  # Python's integers: start may be any size
+    steps = np.arange(count, dtype=np.int64) + first_place
+    epochs = (steps // samples).astype(np.uint64) + np.uint64(first_epoch % 2**64)
+    return _permute(_round_keys(seed, epochs), (steps % samples).astype(np.uint64), samples)
+
+
+def _permute(keys_RN: np.ndarray, places_N: np.ndarray, samples: int) -> np.ndarray:
+    """Permute [0, samples) by a Feistel network on the next power of two, walking cycles back inside."""
+    bits = (samples - 1).bit_length()
+    ids_N = _feistel(keys_RN, places_N, bits)
+    outside = np.flatnonzero(ids_N >= samples)
+    while len(outside):
+        ids_N[outside] = _feistel(keys_RN[:, outside], ids_N[outside], bits)
+        outside = outside[ids_N[outside] >= samples]
+    return ids_N.astype(np.int64)
+
+
+def _feistel(keys_RN: np.ndarray, values_N: np.ndarray, bits: int) -> np.ndarray:
+    """A bijection of [0, 2**bits): the high and the low half are hashed into each other by turns."""
+    low_bits = np.uint64((bits + 1) // 2)
+    low_mask = np.uint64(2 ** ((bits + 1) // 2) - 1)
+    high_mask = np.uint64(2 ** (bits // 2) - 1)
+    high_N, low_N = values_N >> low_bits, values_N & low_mask
+    for number, key_N in enumerate(keys_RN):
+        if number % 2:
+            high_N = high_N ^ (_mix(low_N ^ key_N) & high_mask)
+        else:
+            low_N = low_N ^ (_mix(high_N ^ key_N) & low_mask)
+    return (high_N << low_bits) | low_N
+
+
+def _round_keys(seed: int, epochs_N: np.ndarray) -> np.ndarray:
+    """Keys of all rounds: [N] epochs -> [rounds, N] uint64."""
+    seed_1 = _mix(np.array([seed % 2**64], dtype=np.uint64))
+    key_N = _mix(epochs_N + seed_1)  # not symmetric: seed 1 in epoch 2 is not seed 2 in epoch 1
+    return np.stack([_mix(key_N + np.array([number], dtype=np.uint64)) for number in range(_ROUNDS)])
+
+
+def _mix(values_N: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection that mixes all bits."""
+    z_N = values_N + _GOLDEN
+    z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z_N ^ (z_N >> np.uint64(31))

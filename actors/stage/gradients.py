@@ -1,0 +1,171 @@
+"""Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.parameters import StageParameter
+from braid.actors.stage.streams import Streams, Transfer
+from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.collectives.primitives import all_reduce
+from braid.scheduling.operators import Stream
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of some parameters of one chunk in one flat buffer, reduced over ``groups`` in order."""
+
+    chunk: int
+    buffer: Tensor
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+class GradientBuckets:
+    """Owns ``main_grad`` of every parameter: fp32 for narrower parameters, else the parameter's dtype."""
+
+    def __init__(
+        self,
+        parameters: list[StageParameter],
+        mesh: Mesh,
+        streams: Streams,
+        recorder: Recorder,
+        bucket_bytes: int,
+    ) -> None:
+        self.parameters = parameters
+        self._streams = streams
+        self._recorder = recorder
+        self._pending: dict[int, list[Transfer]] = {}
+        self.buckets = [
+            self._fill(chunk, members, _groups(members[0], mesh))
+            for (chunk, _, _), members in _partition(parameters, bucket_bytes)
+        ]
+        self._norm = _GlobalNorm(parameters, mesh)
+
+    @staticmethod
+    def _fill(chunk: int, members: list[StageParameter], groups: tuple[dist.ProcessGroup, ...]) -> Bucket:
+        like = members[0].tensor
+        dtype = main_gradient_dtype(like.dtype)
+        buffer = torch.zeros(sum(p.tensor.numel() for p in members), dtype=dtype, device=like.device)
+        offset = 0
+        for parameter in members:
+            tensor = parameter.tensor
+            tensor.main_grad = buffer[offset : offset + tensor.numel()].view(tensor.shape)  # type: ignore[attr-defined]
+            offset += tensor.numel()
+        return Bucket(chunk, buffer, groups)
+
+    def start_reduce(self, chunk: int) -> None:
+        """Begin to sum the gradients of a chunk; reductions that others depend on finish here."""
+        pending = self._pending[chunk] = []
+        for number, bucket in enumerate(self.buckets):
+            if bucket.chunk != chunk:
+                continue
+            for position, group in enumerate(bucket.groups):
+                last = position == len(bucket.groups) - 1
+                label = SpanLabel(f"gradients.{number}", Stream.INTER, bytes=bucket.buffer.nbytes)
+                transfer = self._streams.start(
+                    Stream.INTER,
+                    lambda bucket=bucket, group=group: all_reduce(bucket.buffer, group),
+                    awaited_next=not last,
+                )
+                self._recorder.transfer(label, None, transfer)
+                if last:
+                    pending.append(transfer)
+                else:
+                    self._streams.wait(transfer)
+
+    def wait_reduce(self, chunk: int) -> None:
+        """Finish what `start_reduce` began."""
+        for transfer in self._pending.pop(chunk):
+            self._streams.wait(transfer)
+
+    def norm(self) -> Tensor:
+        """Global gradient norm over all axes, each parameter counted once; 0-dim float64."""
+        return self._norm()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for bucket in self.buckets:
+            bucket.buffer.mul_(factor)
+
+    def zero(self) -> None:
+        """Clear all gradients."""
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+
+
+def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of parameters of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _groups(parameter: StageParameter, mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
+    groups = []
+    if parameter.replicated:
+        groups.append(mesh.group("tp"))
+    if parameter.shared and mesh.ends is not None:
+        groups.append(mesh.ends)
+    if mesh.layout.dp > 1:
+        groups.append(mesh.group("dp"))
+    return tuple(groups)
+
+
+def _partition(
+    parameters: list[StageParameter], bucket_bytes: int
+) -> Iterator[tuple[tuple[int, bool, bool], list[StageParameter]]]:
+    """Parameters of one chunk that are reduced over the same groups, in buckets of bounded size."""
+
+    def kind(p: StageParameter) -> tuple[int, bool, bool]:
+        return p.chunk, p.replicated, p.shared
+
+    for key, members in groupby(sorted(parameters, key=kind), key=kind):
+        bucket: list[StageParameter] = []
+        size = 0
+        for parameter in members:
+            tensor = parameter.tensor
+            nbytes = tensor.numel() * main_gradient_dtype(tensor.dtype).itemsize
+            if bucket and size + nbytes > bucket_bytes:
+                yield key, bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += nbytes
+        yield key, bucket
+
+
+class _GlobalNorm:
+    """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
+    compute the same gradients bit for bit also clip them by the same factor."""
+
+    def __init__(self, parameters: Iterable[StageParameter], mesh: Mesh) -> None:
+        first_tp, first_stage = mesh.position["tp"] == 0, mesh.position["pp"] == 0
+        counted = [
+            p for p in parameters if (first_tp or not p.replicated) and (first_stage or not p.shared)
+        ]
+        pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
+        names = _all_names([name for name, _, _ in pieces], mesh)
+        self._views = [piece.of_local(p.tensor.main_grad) for _, p, piece in pieces]  # type: ignore[attr-defined]
+        self._index = torch.tensor([names.index(name) for name, _, _ in pieces], dtype=torch.int64)
+        self._count = len(names)
+        self._groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.layout.degree(axis) > 1]
+
+    def __call__(self) -> Tensor:
+        squares = torch.zeros(self._count, dtype=torch.float64)
+        if self._views:
+            norms = torch.stack(torch._foreach_norm(self._views)).to(torch.float64)
+            squares = squares.to(norms.device)
+            squares.index_add_(0, self._index.to(norms.device), norms * norms)
+        for group in self._groups:
+            dist.all_reduce(squares, group=group)
+        return squares.sum().sqrt()
+
+
+def _all_names(mine: list[str], mesh: Mesh) -> list[str]:
+    if mesh.layout.ranks == 1:
+        return sorted(set(mine))
+    gathered: list[list[str]] = [[] for _ in range(mesh.layout.ranks)]
+    dist.all_gather_object(gathered, mine)
+    return sorted({name for names in gathered for name in names})

@@ -1,0 +1,219 @@
+"""The built-in layers as modules, and the protocol by which a user's own layer plugs in.
+
+A layer definition gives two things that must fit each other: the operator graph (`part`) and, for every
+operator with a module, the module with the global names of its parameters (`modules`).
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from braid.actors.stage.parameters import (
+    GlobalParameter,
+    OperatorModule,
+    ParameterSlice,
+    split_evenly,
+    stack_slices,
+    whole,
+)
+from braid.kernels.operators.activation import GELU, SwiGLU
+from braid.kernels.operators.attention import Attention
+from braid.kernels.operators.cross_entropy import CrossEntropyLoss, CrossEntropyStatistics
+from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.linear import Linear
+from braid.kernels.operators.norm import LayerNorm, RMSNorm
+from braid.kernels.operators.residual import Residual
+from braid.scheduling.layers import PartSizes, transformer_layer
+from braid.scheduling.operators import Part
+from braid.scheduling.spec import ModelShape
+
+INITIAL_DEVIATION = 0.02
+"""Standard deviation of initial weights (GPT-2's choice)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleContext:
+    """What building a module needs to know: sizes, the place in the tensor group, device and dtype."""
+
+    sizes: PartSizes
+    tp_rank: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return self.sizes.shape
+
+    # The builders below are what layer definitions are written with.
+
+    def norm(self, name: str) -> OperatorModule:
+        """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
+        hidden = self.shape.hidden
+        weight = whole(GlobalParameter(name=f"{name}.weight", shape=(hidden,), constant=1.0))
+        options = {"hidden": hidden, "eps": self.shape.norm_eps, "device": self.device, "dtype": self.dtype}
+        if not self.shape.biases:
+            return OperatorModule(module=RMSNorm(**options), slices={"weight": weight})
+        bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
+        return OperatorModule(module=LayerNorm(**options), slices={"weight": weight, "bias": bias})
+
+    def columns(self, names: dict[str, int], inputs: int, *, bias: bool) -> OperatorModule:
+        """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
+        weights = [
+            GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
+            for name, width in names.items()
+        ]
+        slices = {"weight": stack_slices(weights, self.sizes.tp, self.tp_rank)}
+        if bias:
+            biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
+            slices["bias"] = stack_slices(biases, self.sizes.tp, self.tp_rank)
+        outputs = sum(piece.length for piece in slices["weight"])
+        module = Linear(inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype)
+        return OperatorModule(module=module, slices=slices)
+
+    def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
+        """A weight whose inputs are split over ``tp``; it feeds the residual stream, so it begins smaller."""
+        deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
+        weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
+        slices = stack_slices([weight], self.sizes.tp, self.tp_rank, dim=1)
+        module = Linear(
+            inputs=slices[0].length, outputs=outputs, bias=False, device=self.device, dtype=self.dtype
+        )
+        return OperatorModule(module=module, slices={"weight": slices})
+
+    def residual(self, bias_name: str) -> OperatorModule:
+        """The residual addition, with the bias of the row-parallel weight before it if the family has one."""
+        hidden = self.shape.hidden
+        module = Residual(hidden=hidden, bias=self.shape.biases, device=self.device, dtype=self.dtype)
+        if not self.shape.biases:
+            return OperatorModule(module=module)
+        bias = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
+        return OperatorModule(module=module, slices={"bias": bias})
+
+    def attention(self) -> OperatorModule:
+        """This rank's heads."""
+        shape, tp = self.shape, self.sizes.tp
+        module = Attention(
+            heads=shape.heads // tp,
+            kv_heads=shape.kv_heads // tp,
+            head_dim=shape.head_dim,
+            sequence=shape.sequence,
+            rotary_base=None if shape.family == "gpt" else shape.rotary_base,
+        )
+        return OperatorModule(module=module)
+
+
+class LayerDefinition(Protocol):
+    """A kind of layer; see `docs/examples/parallel_layer.py` for one of a user's own."""
+
+    def part(self, sizes: PartSizes) -> Part:
+        """The operator graph; its name must be ``layer``, its input ``x``."""
+
+    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
+        """For every operator that has a module, the module of layer ``index``, by the operator's name."""
+
+
+class TransformerLayer:
+    """The pre-norm Llama or GPT layer, as ``model.family`` says."""
+
+    def part(self, sizes: PartSizes) -> Part:
+        """The graph of `braid.scheduling.layers.transformer_layer`."""
+        return transformer_layer(sizes)
+
+    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
+        """Modules of the 14 operators but for the collectives."""
+        shape, prefix = context.shape, f"layers.{index}"
+        qkv = {f"{prefix}.qkv.{part}": width for part, width in _qkv_widths(shape).items()}
+        inner = ("gate", "up") if shape.gated else ("up",)
+        mlp_in = {f"{prefix}.mlp_in.{part}": shape.ffn for part in inner}
+        return {
+            "attention_norm": context.norm(f"{prefix}.attention_norm"),
+            "qkv": context.columns(qkv, shape.hidden, bias=shape.biases),
+            "attention": context.attention(),
+            "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
+            "attention_residual": context.residual(f"{prefix}.projection"),
+            "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
+            "mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
+            "activation": OperatorModule(module=SwiGLU() if shape.gated else GELU()),
+            "mlp_out": context.rows(f"{prefix}.mlp_out", shape.ffn, shape.hidden),
+            "mlp_residual": context.residual(f"{prefix}.mlp_out"),
+        }
+
+
+def _qkv_widths(shape: ModelShape) -> dict[str, int]:
+    return {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+
+
+def load_layer(reference: str | None) -> LayerDefinition:
+    """The built-in layer, or the class that ``model.layer: "package.module:Class"`` names."""
+    if reference is None:
+        return TransformerLayer()
+    module_name, _, class_name = reference.partition(":")
+    try:
+        definition = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"model.layer={reference!r} cannot be loaded ({error}); write it as 'package.module:Class'"
+        ) from error
+    return definition
+
+
+def embedding_weight(shape: ModelShape) -> GlobalParameter:
+    """The table of token embeddings."""
+    size = (shape.vocabulary, shape.hidden)
+    return GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
+
+
+def head_weight(shape: ModelShape) -> GlobalParameter:
+    """The output matrix: the embedding's own table where the head is tied."""
+    if shape.tied_head:
+        return embedding_weight(shape)
+    size = (shape.vocabulary, shape.hidden)
+    return GlobalParameter(name="head.weight", shape=size, deviation=INITIAL_DEVIATION)
+
+
+def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
+    """Modules of the embedding part."""
+    shape, sizes = context.shape, context.sizes
+    offset, rows = split_evenly(shape.vocabulary, sizes.tp, context.tp_rank)
+    module = VocabularyEmbedding(
+        rows=rows,
+        hidden=shape.hidden,
+        first_row=offset,
+        vocabulary=shape.vocabulary,
+        device=context.device,
+        dtype=context.dtype,
+    )
+    piece = ParameterSlice(source=embedding_weight(shape), offset=offset, length=rows)
+    modules = {"embedding": OperatorModule(module=module, slices={"weight": (piece,)})}
+    if shape.family == "gpt":
+        positions = PositionEmbedding(
+            sequence=shape.sequence,
+            hidden=shape.hidden,
+            token_offset=context.tp_rank * sizes.local_tokens,
+            device=context.device,
+            dtype=context.dtype,
+        )
+        table = GlobalParameter(
+            name="positions.weight", shape=(shape.sequence, shape.hidden), deviation=INITIAL_DEVIATION
+        )
+        modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
+    return modules
+
+
+def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
+    """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
+    shape = context.shape
+    offset, rows = split_evenly(shape.vocabulary, context.sizes.tp, context.tp_rank)
+    linear = Linear(
+        inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype
+    )
+    piece = ParameterSlice(source=head_weight(shape), offset=offset, length=rows)
+    return {
+        "final_norm": context.norm("final_norm"),
+        "head": OperatorModule(module=linear, slices={"weight": (piece,)}),
+        "loss_statistics": OperatorModule(module=CrossEntropyStatistics(rows=rows, first_row=offset)),
+        "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tp)),
+    }

@@ -1,0 +1,82 @@
+"""This rank's place in the mesh and its process groups: one per mesh axis and strand.
+
+Two strands that shared a group would have to issue their collectives in one global order, and do not.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+
+import torch.distributed as dist
+
+from braid.scheduling.schedule import Direction, Strand
+from braid.scheduling.spec import AXES, ParallelLayout
+
+Channel = tuple[Direction, str]
+"""A kind of message between stages: the pass it belongs to, and "down" or "up" the pipeline."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Groups are looked up by axis and strand; an axis of degree one has none."""
+
+    layout: ParallelLayout
+    rank: int
+    position: dict[str, int]
+    groups: dict[tuple[str, Strand], dist.ProcessGroup]
+    channels: dict[Channel, dist.ProcessGroup]
+    ends: dist.ProcessGroup | None
+    """First and last pipeline stage, for a head tied to the embedding across an unfolded pipeline."""
+
+    def group(self, axis: str, strand: Strand = Strand.ALPHA) -> dist.ProcessGroup:
+        """The group of this rank's peers along an axis, for a strand."""
+        return self.groups[axis, strand]
+
+    def peer(self, stage: int) -> int:
+        """The rank at this rank's place on another pipeline stage."""
+        return self.layout.rank_at({**self.position, "pp": stage})
+
+
+def build_mesh(
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    strands: Iterable[Strand] = (Strand.ALPHA,),
+    tied_ends: bool = False,
+    timeout: timedelta,
+) -> Mesh:
+    """Create all groups; every rank calls this with the same arguments, as each group is a collective call."""
+    position = layout.coordinate(rank)
+    groups: dict[tuple[str, Strand], dist.ProcessGroup] = {}
+    for axis, strand in product(AXES, strands):
+        if layout.degree(axis) > 1:
+            groups[axis, strand] = _my_group(_lines(layout, axis), rank, timeout)
+    channels: dict[Channel, dist.ProcessGroup] = {}
+    if layout.pp > 1:
+        for direction, way in product(Direction, ("down", "up")):
+            channels[direction, way] = _my_group(_lines(layout, "pp"), rank, timeout)
+    ends = None
+    if tied_ends and layout.pp > 1:
+        pairs = [[line[0], line[-1]] for line in _lines(layout, "pp")]
+        ends = _my_group(pairs, rank, timeout)
+    return Mesh(layout=layout, rank=rank, position=position, groups=groups, channels=channels, ends=ends)
+
+
+def _lines(layout: ParallelLayout, axis: str) -> list[list[int]]:
+    """All sets of ranks that differ only along ``axis``."""
+    others = [other for other in AXES if other != axis]
+    lines = []
+    for place in product(*(range(layout.degree(other)) for other in others)):
+        fixed = dict(zip(others, place, strict=True))
+        lines.append([layout.rank_at({**fixed, axis: n}) for n in range(layout.degree(axis))])
+    return lines
+
+
+def _my_group(lines: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:  # type: ignore[return]
+    mine = None
+    for ranks in lines:
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            mine = group
+    return mine

@@ -1,0 +1,106 @@
+"""The chunks of the model that one rank holds: parts with their modules and parameters."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from braid.actors.stage.layers import (
+    LayerDefinition,
+    ModuleContext,
+    TransformerLayer,
+    embedding_modules,
+    head_modules,
+)
+from braid.actors.stage.parameters import OperatorModule, StageParameter
+from braid.kernels.operators.operator import ComputeOperator
+from braid.scheduling.layers import PartSizes, embedding, head
+from braid.scheduling.lowering.recompute import with_recompute
+from braid.scheduling.operators import Part
+from braid.scheduling.spec import ModelShape, ParallelLayout
+
+
+def model_parts(sizes: PartSizes, definition: LayerDefinition, recompute: str) -> dict[str, Part]:
+    """The graphs of embedding, layer and head under a recompute policy, by name."""
+    parts = (embedding(sizes), definition.part(sizes), head(sizes))
+    return {part.name: with_recompute(part, recompute) for part in parts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInstance:
+    """One embedding, layer or head on this rank; ``index`` is the layer's number in the whole model."""
+
+    name: str
+    index: int
+    modules: dict[str, ComputeOperator]
+
+
+class StageModel:
+    """All parts and parameters of one rank.
+
+    ``chunks`` maps a chunk's number to its parts in the order of the forward pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        position: dict[str, int],
+        sizes: PartSizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        definition: LayerDefinition | None = None,
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.definition = definition or TransformerLayer()
+        self.context = ModuleContext(sizes=sizes, tp_rank=position["tp"], device=device, dtype=dtype)
+        self.chunks: dict[int, tuple[PartInstance, ...]] = {}
+        self.parameters: list[StageParameter] = []
+        self._tied: nn.Parameter | None = None
+        for chunk in layout.chunks_of(position["pp"]):
+            self.chunks[chunk] = tuple(self._build_chunk(chunk))
+
+    def _build_chunk(self, chunk: int) -> list[PartInstance]:
+        parts = []
+        if chunk == 0:
+            parts.append(self._instance("embedding", 0, embedding_modules(self.context), chunk))
+        per_chunk = self.shape.layers // self.layout.chunks
+        for index in range(chunk * per_chunk, (chunk + 1) * per_chunk):
+            modules = self.definition.modules(self.context, index)
+            parts.append(self._instance("layer", index, modules, chunk))
+        if chunk == self.layout.chunks - 1:
+            parts.append(self._instance("head", self.shape.layers, head_modules(self.context), chunk))
+        return parts
+
+    def _instance(
+        self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int
+    ) -> PartInstance:
+        for entry in modules.values():
+            for attribute, slices in entry.slices.items():
+                parameter = getattr(entry.module, attribute)
+                tied = self.shape.tied_head and slices[0].source.name == "embedding.weight"
+                if tied and self._tied is not None:
+                    setattr(entry.module, attribute, self._tied)
+                    continue
+                if tied:
+                    self._tied = parameter
+                self.parameters.append(
+                    StageParameter(
+                        tensor=parameter,
+                        slices=slices,
+                        chunk=chunk,
+                        replicated=all(piece.length == piece.source.shape[piece.dim] for piece in slices)
+                        and self.context.sizes.tp > 1,
+                        shared=tied and self.layout.pp > 1 and not self.layout.folded,
+                    )
+                )
+        return PartInstance(
+            name=name, index=index, modules={key: entry.module for key, entry in modules.items()}
+        )
+
+    def initialise(self, seed: int) -> None:
+        """Give every parameter its initial value, the same in every layout."""
+        for parameter in self.parameters:
+            parameter.initialise(seed)

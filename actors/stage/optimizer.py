@@ -1,0 +1,105 @@
+"""AdamW on master weights, clipping by the global norm, and the learning rate as a function of the step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.gradients import GradientBuckets, main_gradient_dtype
+from braid.actors.stage.parameters import StageParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """What AdamW needs; see ``train`` in the configuration."""
+
+    lr: float
+    min_lr_fraction: float
+    warmup_steps: int
+    steps: int
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of step ``step`` (from 0): linear warm-up, then cosine decay to a fraction."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        span = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        floor = self.lr * self.min_lr_fraction
+        return floor + 0.5 * (self.lr - floor) * (1.0 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own."""
+
+    def __init__(
+        self, parameters: list[StageParameter], gradients: GradientBuckets, settings: OptimizerSettings
+    ) -> None:
+        self.parameters = parameters
+        self.settings = settings
+        self._gradients = gradients
+        self.masters: list[Tensor] = [_master(p.tensor) for p in parameters]
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            master.grad = parameter.tensor.main_grad  # type: ignore[attr-defined]
+        decayed = [m for m, p in zip(self.masters, parameters, strict=True) if p.decays]
+        plain = [m for m, p in zip(self.masters, parameters, strict=True) if not p.decays]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+        for master in self.masters:
+            self.adamw.state[master] = {
+                "step": torch.tensor(0.0, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
+        """What a checkpoint holds, kind by kind, each in the order of the parameters."""
+        state = [self.adamw.state[master] for master in self.masters]
+        moments = [(kind, [entry[kind] for entry in state]) for kind in ("exp_avg", "exp_avg_sq")]
+        return [("parameter", self.masters), *moments]
+
+    @torch.no_grad()
+    def restored(self, steps_done: int) -> None:
+        """Bring what follows from masters and moments in line after those were set from outside."""
+        for master in self.masters:
+            self.adamw.state[master]["step"].fill_(steps_done)
+        self._publish_masters()
+
+    def _publish_masters(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            if master is not parameter.tensor:
+                parameter.tensor.copy_(master)
+
+    @torch.no_grad()
+    def step(self, step: int) -> tuple[float, float]:
+        """Clip, update, clear the gradients; returns (gradient norm before clipping, learning rate)."""
+        norm = float(self._gradients.norm())
+        if self.settings.clip_norm and norm > self.settings.clip_norm:
+            self._gradients.scale(self.settings.clip_norm / (norm + 1e-6))
+        lr = self.settings.learning_rate(step)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self._publish_masters()
+        self._gradients.zero()
+        return norm, lr
+
+
+def _master(parameter: torch.nn.Parameter) -> Tensor:
+    if main_gradient_dtype(parameter.dtype) == parameter.dtype:
+        return parameter
+    return parameter.detach().to(torch.float32)

@@ -1,0 +1,176 @@
+"""How collectives are issued, awaited and timed, on CPU (gloo) and on CUDA (NCCL).
+
+A rank has three streams: compute, intra-node, inter-node. A transfer's span begins when it is issued and ends
+when it completes; a late wait must never look like hidden communication (design section 7).
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from braid.scheduling.operators import Stream
+
+Launch = Callable[[], tuple[Any, dist.Work]]
+"""Issues a collective or message and returns its result and its work."""
+
+Mark = Any
+"""A point in time: nanoseconds on the host, an event on CUDA."""
+
+
+@dataclass
+class Transfer:
+    """A collective or message under way. ``result`` may be read after `Streams.wait`."""
+
+    result: Any
+    work: dist.Work
+    begin: Mark
+    end: Mark = None
+    done: threading.Event | None = None
+    error: BaseException | None = None
+    holds: list[Any] = field(default_factory=list)
+
+
+class Streams(Protocol):
+    """What the executor needs of a device."""
+
+    def mark(self) -> Mark:
+        """Now, on the compute stream."""
+
+    def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
+        """Issue a transfer. ``awaited_next``: nothing runs before its `wait`.
+
+        Transfers of one stream and lane complete in the order of their issue; messages between stages have
+        lanes of their own, since a send that waits for its receiver must hold up nothing else.
+        """
+
+    def wait(self, transfer: Transfer) -> None:
+        """Make the transfer's result available to what follows on the compute stream."""
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """A mark as nanoseconds since some fixed point; waits for the device if need be."""
+
+    def close(self) -> None:
+        """End helper threads."""
+
+
+class HostStreams:
+    """gloo: it works in threads of its own and tells nobody when it is done, so a waiter thread per stream
+    stamps the end of every transfer that is not awaited at once."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def mark(self) -> int:
+        """Nanoseconds of the monotonic clock."""
+        return time.perf_counter_ns()
+
+    def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
+        """Issue; hand to the lane's waiter unless the caller waits next."""
+        begin = time.perf_counter_ns()
+        result, work = launch()
+        transfer = Transfer(result=result, work=work, begin=begin)
+        if not awaited_next:
+            transfer.done = threading.Event()
+            self._waiter(stream, lane).put(transfer)
+        return transfer
+
+    def wait(self, transfer: Transfer) -> None:
+        """Block until the transfer is complete; raises what the transfer raised."""
+        if transfer.done is None:
+            transfer.work.wait()
+            transfer.end = time.perf_counter_ns()
+            return
+        transfer.done.wait()
+        if transfer.error is not None:
+            raise transfer.error
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """Marks are nanoseconds already."""
+        return int(mark)
+
+    def close(self) -> None:
+        """Ask the waiter threads to end; they are daemons, one stuck in a dead peer's transfer is left."""
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+    def _waiter(self, stream: Stream, lane: str) -> "queue.SimpleQueue[Transfer | None]":
+        if (stream, lane) not in self._queues:
+            waiting = self._queues[stream, lane] = queue.SimpleQueue()
+            name = f"waiter {stream.value} {lane}"
+            thread = threading.Thread(target=_await_all, args=(waiting,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self._queues[stream, lane]
+
+
+def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
+    while (transfer := transfers.get()) is not None:
+        try:
+            transfer.work.wait()
+        except RuntimeError as error:
+            transfer.error = error
+        transfer.end = time.perf_counter_ns()
+        assert transfer.done is not None
+        transfer.done.set()
+
+
+class CudaStreams:
+    """NCCL: transfers run on side streams, ordered against compute by events; the host never waits.
+
+    All memory is allocated on the compute stream. A transfer's input is freed only after `wait`, so the
+    allocator needs no further record of the side stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._compute = torch.cuda.current_stream(device)
+        self._device = device
+        self._side: dict[tuple[Stream, str], torch.cuda.Stream] = {}
+        self._origin = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the compute stream."""
+        return _record(self._compute)
+
+    def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
+        """Issue on the lane's side stream, after what compute has done so far."""
+        if (stream, lane) not in self._side:
+            self._side[stream, lane] = torch.cuda.Stream(self._device)
+        side = self._side[stream, lane]
+        side.wait_stream(self._compute)
+        begin = _record(side)
+        with torch.cuda.stream(side):
+            result, work = launch()
+            work.wait()
+        return Transfer(result=result, work=work, begin=begin, end=_record(side))
+
+    def wait(self, transfer: Transfer) -> None:
+        """Let the compute stream wait for the transfer."""
+        self._compute.wait_event(transfer.end)
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """Nanoseconds since the streams were made; waits for the event."""
+        mark.synchronize()
+        return int(self._origin.elapsed_time(mark) * 1e6)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def device_streams(device: torch.device) -> Streams:
+    """The streams for a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

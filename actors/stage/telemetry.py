@@ -1,0 +1,79 @@
+"""Spans of one step as the executor records them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from braid.actors.stage.streams import Mark, Streams, Transfer
+from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import Block
+from braid.scheduling.trace import Communication, Interval, Span, communication
+
+
+@dataclass(frozen=True)
+class SpanLabel:
+    """What is known of an operator's spans before it runs."""
+
+    operator: str
+    stream: Stream
+    layer: int = -1
+    bytes: int = 0
+    flops: int = 0
+
+
+class Recorder:
+    """Collects marks while a step runs and turns them into spans when it is over."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._compute: list[tuple[SpanLabel, Block | None, Mark, Mark]] = []
+        self._transfers: list[tuple[SpanLabel, Block | None, Transfer]] = []
+
+    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
+        """An operator ran on the compute stream."""
+        self._compute.append((label, block, begin, end))
+
+    def transfer(self, label: SpanLabel, block: Block | None, transfer: Transfer) -> None:
+        """A transfer was issued; its end is read when the step is over."""
+        self._transfers.append((label, block, transfer))
+
+    def clear(self) -> None:
+        """Forget the step's spans."""
+        self._compute.clear()
+        self._transfers.clear()
+
+    def communication(self) -> Communication:
+        """The step's communication and how much of it compute hid."""
+        return communication(
+            [(begin, end) for _, _, begin, end in self._intervals(compute=True)],
+            [(begin, end) for _, _, begin, end in self._intervals(compute=False)],
+        )
+
+    def spans(self, rank: int, step: int) -> list[Span]:
+        """All spans of the step."""
+        return [
+            Span(
+                rank=rank,
+                step=step,
+                strand=block.strand.value if block else "",
+                micro_batch=block.micro_batch if block else -1,
+                chunk=block.chunk if block else -1,
+                layer=label.layer,
+                operator=label.operator,
+                stream=label.stream,
+                start_ns=begin,
+                end_ns=end,
+                bytes=label.bytes,
+                flops=label.flops,
+            )
+            for compute in (True, False)
+            for label, block, begin, end in self._intervals(compute)
+        ]
+
+    def _intervals(self, compute: bool) -> Iterator[tuple[SpanLabel, Block | None, *Interval]]:
+        at = self._streams.nanoseconds
+        if compute:
+            for label, block, begin, end in self._compute:
+                yield label, block, at(begin), at(end)
+        else:
+            for label, block, transfer in self._transfers:
+                yield label, block, at(transfer.begin), at(transfer.end)

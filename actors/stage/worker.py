@@ -1,0 +1,296 @@
+"""One rank: mesh, model, executor, optimizer, data, checkpoints. Runs in a Ray actor or a plain process.
+
+The controller calls, in this order: `open_store` on rank 0, `setup` on all, then `train_step`, `validate`,
+`save`, `load` as it sees fit, and `close`.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from braid.actors.config import Config
+from braid.actors.stage.checkpoint import load_checkpoint, save_shards
+from braid.actors.stage.data import TokenShards, sample_ids
+from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.layers import load_layer
+from braid.actors.stage.mesh import build_mesh
+from braid.actors.stage.model import StageModel, model_parts
+from braid.actors.stage.network import bind_gloo
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.streams import device_streams
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.layers import part_sizes
+from braid.scheduling.lowering.lower import validation_schedule
+from braid.scheduling.schedule import Schedule, parse
+from braid.scheduling.spec import ModelShape
+from braid.scheduling.validate import validate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one generation meet."""
+
+    address: str
+    port: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What every rank is told: the configuration, the model's shape, the schedule's text, the data."""
+
+    config: Config
+    shape: ModelShape
+    schedule: str
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one rank saw of one training step."""
+
+    loss_sum: float
+    gradient_norm: float
+    lr: float
+    seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    peak_bytes: int
+
+
+class Worker:
+    """A rank of a run."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        self.rank = rank
+        self.address = address
+        self._store: dist.TCPStore | None = None
+
+    def open_store(self, timeout_s: float) -> int:
+        """On rank 0: host the rendezvous on a free port of this node and return the port."""
+        self._store = dist.TCPStore(
+            self.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return int(self._store.port)
+
+    def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> None:
+        """Join the process groups, build the model and bind the schedules."""
+        config = plan.config
+        self._config, self._shape = config, plan.shape
+        cluster = config.cluster
+        torch.set_num_threads(cluster.threads_per_rank)
+        self._device = _device(cluster.device)
+        timeout = timedelta(seconds=cluster.group_timeout_s)
+        self._join(rendezvous, timeout)
+        layout = config.layout()
+        self._layout = layout
+        schedule = parse(plan.schedule)
+        self._mesh = build_mesh(
+            layout, self.rank, strands=schedule.strands, tied_ends=plan.shape.tied_head, timeout=timeout
+        )
+        self._build(plan, schedule)
+        self._open_data(Path(plan.data))
+
+    def _join(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
+        bind_gloo(self.address)
+        if self._store is None:
+            self._store = dist.TCPStore(
+                rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
+            )
+        backend = self._config.cluster.backend
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"generation-{rendezvous.generation}", self._store),
+            rank=self.rank,
+            world_size=self._config.layout().ranks,
+            timeout=timeout,
+        )
+
+    def _build(self, plan: RunPlan, schedule: Schedule) -> None:
+        config, layout = plan.config, self._layout
+        train = config.train
+        definition = load_layer(config.model.layer)
+        sizes = part_sizes(plan.shape, layout, train.micro_batch)
+        parts = model_parts(sizes, definition, train.recompute)
+        validate(schedule, layout, parts)
+        evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
+        validate(evaluation, layout, parts)
+        self._model = StageModel(
+            shape=plan.shape,
+            layout=layout,
+            position=self._mesh.position,
+            sizes=sizes,
+            device=self._device,
+            dtype=DTYPES[train.dtype],
+            definition=definition,
+        )
+        self._model.initialise(train.seed)
+        self._streams = device_streams(self._device)
+        self._recorder = Recorder(self._streams)
+        self._gradients = GradientBuckets(
+            self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20
+        )
+        self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
+        shared = {
+            "parts": parts,
+            "model": self._model,
+            "mesh": self._mesh,
+            "streams": self._streams,
+            "recorder": self._recorder,
+        }
+        self._executor = Executor(schedule=schedule, **shared)
+        self._evaluator = Executor(schedule=evaluation, **shared)
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def _open_data(self, directory: Path) -> None:
+        sequence = self._shape.sequence
+        self._train_data = TokenShards.open(directory, "train", sequence)
+        fraction = self._config.data.validation_fraction
+        self._validation_data = TokenShards.open(directory, "validation", sequence) if fraction else None
+        held = set(self._model.chunks)
+        self._reads_data = 0 in held or self._layout.chunks - 1 in held
+
+    def _batches(self, shards: TokenShards, ids: np.ndarray) -> list[MicroBatch | None]:
+        """This replica's samples as micro-batches on the device."""
+        size = self._config.train.micro_batch
+        count = len(ids) // size
+        if not self._reads_data:
+            return [None] * count
+        tokens_NS = torch.from_numpy(shards.tokens_at(ids)).to(self._device)
+        inputs_MT = tokens_NS[:, :-1].reshape(count, -1)
+        targets_MT = tokens_NS[:, 1:].reshape(count, -1)
+        return [MicroBatch(inputs_MT[m], targets_MT[m]) for m in range(count)]
+
+    def _mine(self, ids: np.ndarray) -> np.ndarray:
+        """The contiguous part of a global batch that belongs to this data-parallel replica."""
+        return np.split(ids, self._layout.dp)[self._mesh.position["dp"]]
+
+    def _validation_micro_batches(self) -> int:
+        """Micro-batches per replica in one validation, rounded up to whole ones."""
+        samples = self._config.train.validation_samples
+        return -(-samples // (self._config.train.micro_batch * self._layout.dp))
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int) -> StepResult:
+        """Run one optimizer step on the samples of step ``step`` (from 0)."""
+        begin = time.perf_counter()
+        batch = self._config.train.global_batch
+        ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
+        batches = self._batches(self._train_data, self._mine(ids))
+        update = _Update(self._gradients, self._optimizer, step)
+        loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+        numbers = self._recorder.communication()
+        return StepResult(
+            loss_sum=loss_sum if self._mesh.position["tp"] == 0 else 0.0,
+            gradient_norm=update.gradient_norm,
+            lr=update.lr,
+            seconds=time.perf_counter() - begin,
+            communication_seconds=numbers.communication_ns / 1e9,
+            exposed_seconds=numbers.exposed_ns / 1e9,
+            peak_bytes=self._peak_bytes(),
+        )
+
+    def validate(self) -> tuple[float, int]:
+        """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
+        assert self._validation_data is not None
+        count = self._validation_micro_batches() * self._config.train.micro_batch * self._layout.dp
+        ids = np.arange(count) % self._validation_data.samples
+        batches = self._batches(self._validation_data, self._mine(ids))
+        loss_sum = self._evaluator.run(batches, 0.0, None)
+        counts = self._layout.chunks - 1 in self._model.chunks and self._mesh.position["tp"] == 0
+        return (loss_sum, len(batches) * self._model.context.sizes.tokens) if counts else (0.0, 0)
+
+    def data_facts(self) -> dict[str, float | int | str]:
+        """Size and identity of the data, for reports and checkpoints."""
+        facts: dict[str, float | int | str] = {
+            "fingerprint": self._train_data.fingerprint,
+            "train_tokens": self._train_data.tokens,
+            "train_samples": self._train_data.samples,
+        }
+        if self._validation_data is not None:
+            facts["validation_bytes_per_token"] = self._validation_data.bytes_per_token
+        return facts
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def save(self, directory: str) -> None:
+        """Write this rank's shards into a checkpoint directory that the controller publishes."""
+        save_shards(Path(directory), self._model.parameters, self._optimizer, self._mesh)
+
+    def load(self, directory: str, step: int) -> None:
+        """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
+        load_checkpoint(Path(directory), self._model.parameters, self._optimizer, self._mesh, step)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Global name and local slice of every parameter, for tests and exports."""
+        for parameter in self._model.parameters:
+            for piece in parameter.slices:
+                yield piece.source.name, piece.of_local(parameter.tensor)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if dist.is_initialized():
+            self._streams.close()
+            dist.destroy_process_group()
+        self._store = None
+
+    def process_id(self) -> int:
+        """The operating system's id of this rank's process."""
+        return os.getpid()
+
+
+class _Update:
+    """Ends the step of a schedule."""
+
+    def __init__(self, gradients: GradientBuckets, optimizer: Optimizer, step: int) -> None:
+        self.start_reduce = gradients.start_reduce
+        self.wait_reduce = gradients.wait_reduce
+        self._optimizer, self._step = optimizer, step
+        self.gradient_norm = self.lr = 0.0
+
+    def step(self) -> None:
+        """Clip and update."""
+        self.gradient_norm, self.lr = self._optimizer.step(self._step)
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """The optimizer's part of the configuration."""
+    train = config.train
+    return OptimizerSettings(
+        lr=train.lr,
+        min_lr_fraction=train.min_lr_fraction,
+        warmup_steps=train.warmup_steps,
+        steps=train.steps,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
+    )
+
+
+def _device(choice: str) -> torch.device:
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device

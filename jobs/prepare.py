@@ -1,0 +1,389 @@
+"""Prepare a corpus: tokenise it into the shards that `braid.actors.stage.data` reads.
+
+    corpus -> sources -> work items -> (executor) -> shards in a hidden folder -> index -> renamed into place
+
+What comes out depends on the corpus alone, to the byte: never on the executor, the number of cores or the
+order in which tasks end. Nothing is visible before it is whole, and a run that was killed leaves only a
+hidden folder beside the output, which the next run removes.
+
+All nodes that tasks run on must see the inputs, the tokenizer and the output under the same paths.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from braid.actors.stage.data import (
+    INDEX_FILE,
+    INDEX_VERSION,
+    TRAIN,
+    VALIDATION,
+    DataIndex,
+    Shard,
+    read_index,
+)
+from braid.jobs.corpus import Corpus, Source, WorkItem, cut, find_sources
+from braid.jobs.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
+from braid.jobs.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|{re.escape(INDEX_FILE)}")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Executor(Protocol):
+    """Applies a function to every item, in any order, anywhere; `map` is the simplest one."""
+
+    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation has come."""
+
+    items_done: int
+    items: int
+    tokens: int
+    bytes_of_text: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a preparation made, or found made already (``reused``; then nothing was read)."""
+
+    output: Path
+    index: DataIndex
+    reused: bool
+    documents: int
+    train_tokens: int
+    validation_tokens: int
+    bytes_of_text: int
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A corpus as it was found on disk."""
+
+    corpus: Corpus
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> "Request":
+        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the output depends on besides the files and the tokenizer."""
+        return {
+            "text_field": self.corpus.text_field,
+            "validation_fraction": self.corpus.validation_fraction,
+            "encoding_errors": self.corpus.encoding_errors,
+        }
+
+    @property
+    def digest(self) -> str:
+        sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Executor on this machine's cores: one process each, none for a single item."""
+    if len(items) <= 1:
+        yield from map(function, items)
+        return
+    workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+        yield from pool.map(function, items)  # leaving it early cancels what has not begun
+
+
+def _end_with_parent() -> None:
+    """Without this, workers of a parent that was killed wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def prepare(
+    corpus: Corpus,
+    *,
+    output: Path | str,
+    executor: Executor = local_map,
+    progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
+    """Prepare ``corpus`` into the folder ``output``, replacing a data set that is there.
+
+    Work goes to ``executor`` (default `local_map`); ``progress`` hears of every item that is done. Documents
+    are held out by a hash of their text: the same text is always in the same split, whatever else the
+    corpus holds. Only to leave neither split empty, the nearest document moves; and of a corpus of one
+    document, the tail is held out. Raises ValueError naming the key, the value and the remedy.
+    """
+    request = Request.of(corpus)
+    output = Path(output).expanduser().resolve()
+    with _locked(output):
+        return _prepare(request, output, executor, progress)
+
+
+def prepare_if_needed(
+    corpus: Corpus,
+    *,
+    output: Path | str,
+    executor: Executor = local_map,
+    progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
+    """As `prepare`, but keep what is in ``output`` if it was made from the same request.
+
+    The same means: paths, sizes and times of the inputs, content of the tokenizer, and parameters. Safe to
+    call from many processes at once: one prepares, the others wait and find it done.
+    """
+    request = Request.of(corpus)
+    output = Path(output).expanduser().resolve()
+    # without the lock first, for data sets on a file system that is read-only here
+    if found := _existing(request, output):
+        return found
+    with _locked(output):
+        return _existing(request, output) or _prepare(request, output, executor, progress)
+
+
+def _prepare(
+    request: Request, output: Path, executor: Executor, progress: Callable[[Progress], None] | None
+) -> Prepared:
+    began_ns = time.monotonic_ns()
+    _check_replaceable(output)
+    items = cut(request.sources, request.corpus.text_field)
+    folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
+    try:
+        folder.mkdir()
+        index = _assemble(request, folder, _tokenise_all(request, folder, items, executor, progress))
+        _publish(folder, output)
+    except OSError as fault:
+        raise ValueError(
+            f"data.output: cannot write {str(output)!r} ({fault.strerror or fault}); make room, or name a "
+            "folder that can be written and that all nodes see"
+        ) from fault
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return _summary(output, index, reused=False, duration_ns=time.monotonic_ns() - began_ns)
+
+
+def _tokenise_all(
+    request: Request,
+    folder: Path,
+    items: Sequence[WorkItem],
+    executor: Executor,
+    progress: Callable[[Progress], None] | None,
+) -> list[ItemResult]:
+    """Results of all items in order; those that hold the wrong documents for a good split are done again."""
+    task = Task(
+        folder=str(folder),
+        tokenizer=request.tokenizer.name,
+        tokenizer_fingerprint=request.tokenizer.fingerprint,
+        dtype="uint16" if request.tokenizer.vocabulary <= 2**16 else "uint32",
+        text_field=request.corpus.text_field,
+        encoding_errors=request.corpus.encoding_errors,
+        split=_first_split(request),
+    )
+    results = _run(executor, task, items, progress)
+    if not any(result.documents for result in results):
+        skipped, empty = sum(r.skipped for r in results), sum(r.empty for r in results)
+        raise ValueError(
+            f"data.files: {len(request.sources)} file(s) hold no text ({empty} documents are empty, "
+            f"{skipped} are not UTF-8 and were skipped); give files with text"
+        )
+    if (split := _better_split(task.split, results, request.corpus.validation_fraction)) is None:
+        return results
+    again = [item for item, result in zip(items, results, strict=True) if _changes(result, split)]
+    done = {result.number: result for result in _run(executor, replace(task, split=split), again, progress)}
+    return [done.get(result.number, result) for result in results]
+
+
+def _run(
+    executor: Executor, task: Task, items: Sequence[WorkItem], progress: Callable[[Progress], None] | None
+) -> list[ItemResult]:
+    results: list[ItemResult] = []
+    tokens = bytes_of_text = 0
+    with contextlib.ExitStack() as stack:
+        running = executor(partial(tokenise, task), items)
+        if close := getattr(running, "close", None):
+            stack.callback(close)  # an error here must end the workers before their folder goes
+        for result in running:
+            results.append(result)
+            shards = [shard for split in result.shards.values() for shard in split]
+            tokens += sum(shard.tokens for shard in shards)
+            bytes_of_text += sum(shard.bytes_of_text for shard in shards)
+            if progress:
+                progress(Progress(len(results), len(items), tokens, bytes_of_text))
+    return sorted(results, key=lambda result: result.number)
+
+
+def _first_split(request: Request) -> Split:
+    fraction = request.corpus.validation_fraction
+    if fraction and [source.format for source in request.sources] == ["text"]:
+        return SplitTail(fraction)
+    return SplitByHash(int(fraction * 2**64))
+
+
+def _better_split(split: Split, results: Sequence[ItemResult], fraction: float) -> Split | None:
+    """The split that leaves neither side without a document, if ``split`` does."""
+    if not isinstance(split, SplitByHash) or not fraction:
+        return None
+    lowest = min(result.lowest_hash for result in results)
+    highest = max(result.highest_hash for result in results)
+    if lowest == highest:
+        return SplitTail(fraction)
+    if split.threshold <= lowest:
+        return SplitByHash(lowest + 1)
+    if split.threshold > highest:
+        return SplitByHash(highest)
+    return None
+
+
+def _changes(result: ItemResult, split: Split) -> bool:
+    """Whether the item holds documents that ``split``, which moves one or all of them, puts elsewhere."""
+    if isinstance(split, SplitTail):
+        return result.documents > 0
+    return result.lowest_hash == split.threshold - 1 or result.highest_hash == split.threshold
+
+
+def _assemble(request: Request, folder: Path, results: Sequence[ItemResult]) -> DataIndex:
+    """Give the shards their names in the order of the input, and write the index."""
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for split in (TRAIN, VALIDATION):
+        shards = [shard for result in results for shard in result.shards[split]]
+        splits[split] = tuple(
+            replace(shard, file=f"{split}-{number:05d}.bin") for number, shard in enumerate(shards)
+        )
+        for shard, final in zip(shards, splits[split], strict=True):
+            (folder / shard.file).rename(folder / final.file)
+    index = DataIndex(
+        tokenizer=request.tokenizer.name,
+        tokenizer_fingerprint=request.tokenizer.fingerprint,
+        vocabulary=request.tokenizer.vocabulary,
+        end_of_document=request.tokenizer.end_of_document,
+        dtype="uint16" if request.tokenizer.vocabulary <= 2**16 else "uint32",
+        splits=splits,
+        documents_skipped=sum(result.skipped for result in results),
+        documents_empty=sum(result.empty for result in results),
+        request=request.digest,
+        parameters=request.parameters,
+        sources=tuple((s.path, s.size_bytes, s.modified_ns) for s in request.sources),
+    )
+    for path in folder.iterdir():
+        if not _OUR_FILES.fullmatch(path.name):
+            path.unlink()  # of a task that was done twice
+    with open(folder / INDEX_FILE, "w", encoding="utf-8") as file:
+        file.write(index.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    return index
+
+
+def _summary(output: Path, index: DataIndex, *, reused: bool, duration_ns: int) -> Prepared:
+    shards = [shard for split in index.splits.values() for shard in split]
+    return Prepared(
+        output=output,
+        index=index,
+        reused=reused,
+        documents=sum(shard.documents for shard in shards),
+        train_tokens=index.tokens(TRAIN),
+        validation_tokens=index.tokens(VALIDATION),
+        bytes_of_text=sum(shard.bytes_of_text for shard in shards),
+        duration_ns=duration_ns,
+    )
+
+
+# The output folder.
+
+
+def _existing(request: Request, output: Path) -> Prepared | None:
+    """The data set in ``output``, if it is whole and was made from ``request``."""
+    began_ns = time.monotonic_ns()
+    try:
+        index = read_index(output)
+    except ValueError:
+        return None
+    if index.request != request.digest:
+        return None
+    return _summary(output, index, reused=True, duration_ns=time.monotonic_ns() - began_ns)
+
+
+def _check_replaceable(output: Path) -> None:
+    """Refuse to replace what no preparation has made."""
+    if not output.exists():
+        return
+    foreign = "" if output.is_dir() else "itself"
+    if output.is_dir():
+        foreign = next((path.name for path in output.iterdir() if not _OUR_FILES.fullmatch(path.name)), "")
+    if foreign:
+        raise ValueError(
+            f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
+            "name a new folder"
+        )
+
+
+def _publish(folder: Path, output: Path) -> None:
+    """Make ``folder`` visible as ``output`` in one step, or two if an old data set has to go first."""
+    _sync(folder)
+    old = folder.with_name(f".{output.name}.tmp-{secrets.token_hex(6)}")
+    if output.exists():
+        output.rename(old)
+    folder.rename(output)
+    _sync(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Hold the lock of ``output``; who holds it knows that hidden folders beside it are of dead runs."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file = open(output.parent / f".{output.name}.lock", "w")  # noqa: SIM115 - closed below
+    except OSError as fault:
+        raise ValueError(
+            f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another run is preparing %s: waiting for it", output)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for path in output.parent.iterdir():
+            if re.fullmatch(rf"\.{re.escape(output.name)}\.tmp-[0-9a-f]{{12}}", path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        yield

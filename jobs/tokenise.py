@@ -1,0 +1,192 @@
+"""One work item of a preparation: read its documents, split them, tokenise them, write them.
+
+Runs in whatever process and on whatever node an executor chooses, and talks to nobody: all it is told is in
+a `Task` and a `WorkItem`, all it has to say is in an `ItemResult`.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, assert_never
+
+import numpy as np
+
+from braid.actors.stage.data import TOKEN_DTYPES, TRAIN, VALIDATION, Shard
+from braid.jobs.corpus import EncodingErrors, WorkItem, read_documents
+from braid.jobs.tokenizer import Tokenizer, load_tokenizer
+
+_PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, which bounds the memory it takes
+_SHARD_TOKENS = 1 << 27  # a shard that has so many is full
+
+
+@dataclass(frozen=True)
+class SplitByHash:
+    """Documents whose hash is below ``threshold`` (of 2**64) are held out."""
+
+    threshold: int
+
+
+@dataclass(frozen=True)
+class SplitTail:
+    """The corpus is one document, perhaps repeated: its last ``fraction`` of characters is held out."""
+
+    fraction: float
+
+
+Split = SplitByHash | SplitTail
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every work item is done with."""
+
+    folder: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    dtype: str
+    text_field: str
+    encoding_errors: EncodingErrors
+    split: Split
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What one work item wrote, under temporary names, and the extremes of its documents' hashes."""
+
+    number: int
+    shards: dict[str, tuple[Shard, ...]]
+    documents: int
+    skipped: int
+    empty: int
+    lowest_hash: int
+    highest_hash: int
+
+
+class ShardWriter:
+    """Writes one split of one work item, in shards of bounded size under names nobody else has."""
+
+    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype) -> None:
+        self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
+        self._folder, self._dtype = folder, dtype
+        self._file: Any = None
+        self.shards: list[Shard] = []
+
+    def write(self, ids: np.ndarray, bytes_of_text: int, documents: int) -> None:
+        """Append [tokens] ids that stand for so many bytes of text and end so many documents."""
+        if not len(ids):
+            return
+        if self._file is None:
+            self._name = f"{self._stem}-{len(self.shards):04d}"
+            self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 - closed by `close`
+            self._hash = hashlib.sha256()
+            self._tokens = self._bytes = self._documents = 0
+        content = ids.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._hash.update(content)
+        self._tokens += len(ids)
+        self._bytes += bytes_of_text
+        self._documents += documents
+        if self._tokens >= _SHARD_TOKENS:
+            self.close()
+
+    def close(self) -> None:
+        """End the current shard and put it on the disk."""
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self.shards.append(
+            Shard(
+                file=self._name,
+                tokens=self._tokens,
+                bytes_of_text=self._bytes,
+                documents=self._documents,
+                sha256=self._hash.hexdigest(),
+            )
+        )
+
+
+def tokenise(task: Task, item: WorkItem) -> ItemResult:
+    """Read, split, tokenise and write the documents of one work item. Raises ValueError for a bad one."""
+    tokenizer = _tokenizer(task.tokenizer, task.tokenizer_fingerprint)
+    end = np.array([tokenizer.end_of_document])
+    writers = {
+        split: ShardWriter(Path(task.folder), split, item.number, TOKEN_DTYPES[task.dtype])
+        for split in (TRAIN, VALIDATION)
+    }
+    documents = skipped = empty = 0
+    lowest, highest = 2**64, -1
+    with contextlib.ExitStack() as stack:
+        for writer in writers.values():
+            stack.callback(writer.close)
+        for part in item.ranges:
+            for document in read_documents(part, task.text_field, task.encoding_errors):
+                if document is None:
+                    skipped += 1
+                elif not document or document.isspace():
+                    empty += 1
+                else:
+                    documents += 1
+                    number = document_hash(document)
+                    lowest, highest = min(lowest, number), max(highest, number)
+                    for split, text, ends in split_document(task.split, document, number):
+                        for piece in _pieces(text):
+                            writers[split].write(tokenizer.encode(piece), len(piece.encode()), 0)
+                        if ends:
+                            writers[split].write(end, 0, 1)
+    return ItemResult(
+        number=item.number,
+        shards={split: tuple(writer.shards) for split, writer in writers.items()},
+        documents=documents,
+        skipped=skipped,
+        empty=empty,
+        lowest_hash=lowest,
+        highest_hash=highest,
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str, fingerprint: str) -> Tokenizer:
+    """Loading a large tokenizer takes longer than a work item: once per process is enough."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"data.tokenizer: {name!r} changed, or differs between nodes; make it one file")
+    return tokenizer
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of bounded size, cut behind a line's end where there is one."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        stop = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def document_hash(text: str) -> int:
+    """A uniform number in [0, 2**64) that depends on the text alone."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in _pieces(text):
+        digest.update(piece.encode())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
+    """(split, text, whether the document ends there) of each part of a document whose hash is ``number``."""
+    match split:
+        case SplitByHash(threshold):
+            return ((VALIDATION if number < threshold else TRAIN, document, True),)
+        case SplitTail(fraction):
+            stop = max(1, min(round(len(document) * (1 - fraction)), len(document) - 1))
+            parts = ((TRAIN, document[:stop], False), (VALIDATION, document[stop:], True))
+            return parts if document[stop:] else ((TRAIN, document, True),)
+        case _:
+            assert_never(split)

@@ -1,0 +1,125 @@
+"""Causal self-attention with rotary position embedding and grouped keys and values.
+
+Sources: Vaswani et al. 2017; rotary embedding, Su et al. 2021, in the pairing of Hugging Face's Llama
+(dimension i turns with i + d/2), so that weights are interchangeable; grouped queries, Ainslie et al. 2023.
+
+Legend: T tokens = b samples of s tokens, Q = local query heads * d, K = local key/value heads * d, d the
+dimension of a head, n heads.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.kernels.operators.autograd import Graph, record
+from braid.kernels.operators.operator import ComputeOperator
+
+
+@lru_cache(maxsize=8)
+def _rotary_tables(
+    sequence: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each s x 1 x d/2, of position * base^(-2i/d); one copy serves all layers."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    positions = torch.arange(sequence, device=device, dtype=torch.float64)
+    angles = torch.outer(positions, base**-exponents).unsqueeze(1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
+    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out`` (h = d/2)."""
+    sign = -1 if back else 1
+    first, second = x_bsnd.chunk(2, dim=-1)
+    out_first, out_second = out_bsnd.chunk(2, dim=-1)
+    torch.mul(first, cos_s1h, out=out_first).addcmul_(second, sin_s1h, value=-sign)
+    torch.mul(second, cos_s1h, out=out_second).addcmul_(first, sin_s1h, value=sign)
+
+
+def _grouped_kernel_exists(q: Tensor) -> bool:
+    """Whether a kernel that stores no scores takes fewer key heads than query heads.
+
+    The flash kernels do, on the CPU in every dtype, on CUDA in 16 bits; otherwise torch would silently
+    choose the implementation that stores all s x s scores.
+    """
+    return q.device.type == "cpu" or q.dtype in (torch.bfloat16, torch.float16)
+
+
+class Attention(ComputeOperator):
+    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        sequence: int,
+        rotary_base: float | None,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+        if rotary_base is not None and head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} must be even for a rotary embedding")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.sequence, self.rotary_base, self.causal = sequence, rotary_base, causal
+
+    def forward(self, qkv: Tensor) -> tuple[Tensor, Graph]:
+        """Map qkv (T x (Q + 2K), columns q, k, v, each head by head) to o_TQ and what the backward needs.
+
+        Saved are the turned q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores and o, which
+        shares the storage of o_TQ.
+        """
+        qkv_bsnd = self._split_heads(qkv)
+        turned_bsnd = torch.empty_like(qkv_bsnd)
+        turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
+        if turning:
+            cos, sin = self._tables(qkv)
+            _turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
+        turned_bsnd[:, :, turning:] = qkv_bsnd[:, :, turning:]
+        (o_bnsd,), graph = record(self._attend, *self._q_k_v(turned_bsnd.transpose(1, 2), dim=1))
+        return o_bnsd.transpose(1, 2).reshape(qkv.shape[0], -1), graph
+
+    def input_gradient(self, d_o_TQ: Tensor, saved: Graph) -> tuple[Tensor]:
+        """Return d_qkv (T x (Q + 2K)); frees ``saved``."""
+        d_o_bnsd = d_o_TQ.view(-1, self.sequence, self.heads, self.head_dim).transpose(1, 2)
+        d_qkv = d_o_TQ.new_empty(d_o_TQ.shape[0], (self.heads + 2 * self.kv_heads) * self.head_dim)
+        targets = self._q_k_v(self._split_heads(d_qkv), dim=2)
+        gradients = saved.gradients((d_o_bnsd,), saved.inputs)
+        for name, target_bsnd, d_bnsd in zip("qkv", targets, gradients, strict=True):
+            assert d_bnsd is not None
+            d_bsnd = d_bnsd.transpose(1, 2)
+            if self.rotary_base is None or name == "v":
+                target_bsnd.copy_(d_bsnd)
+            else:
+                _turn(d_bsnd, *self._tables(d_qkv), target_bsnd, back=True)
+        return (d_qkv,)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = self.heads != self.kv_heads
+        if grouped and not _grouped_kernel_exists(q):
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
+            grouped = False
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+
+    def _split_heads(self, qkv: Tensor) -> Tensor:
+        """View qkv as b x s x (q, k and v heads) x d; ValueError if that is not its shape."""
+        tokens, width = qkv.shape
+        heads = self.heads + 2 * self.kv_heads
+        if tokens % self.sequence:
+            raise ValueError(f"{tokens} tokens are not a multiple of sequence={self.sequence}")
+        if width != heads * self.head_dim:
+            raise ValueError(
+                f"qkv has {width} columns, not (heads + 2 kv_heads) head_dim = {heads} * {self.head_dim}"
+            )
+        return qkv.view(-1, self.sequence, heads, self.head_dim)
+
+    def _q_k_v(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=dim)
+
+    def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.rotary_base is not None
+        return _rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)

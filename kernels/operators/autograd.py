@@ -1,0 +1,105 @@
+"""Operators whose gradients torch's autograd derives, recorded one operator at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from braid.kernels.operators.operator import ComputeOperator, accumulate
+
+
+class Graph:
+    """The recorded graph of one call, opaque to the executor.
+
+    It holds the inputs and what autograd saved for the gradients, not the outputs. It can be asked for
+    gradients ``uses`` times; then it is empty.
+    """
+
+    def __init__(self, inputs: tuple[Tensor, ...], outputs: Iterable[Tensor], uses: int) -> None:
+        self.inputs, self._uses = inputs, uses
+        self._edges: list[GradientEdge | None] = [
+            get_gradient_edge(output) if output.requires_grad else None for output in outputs
+        ]
+
+    def gradients(self, d_outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Gradients of ``targets``, None where the outputs do not depend on one."""
+        assert self._uses > 0, (
+            "the graph was freed: all gradients that it was recorded for have been computed"
+        )
+        self._uses -= 1
+        flowing = [(edge, d) for edge, d in zip(self._edges, d_outputs, strict=True) if edge is not None]
+        gradients: tuple[Tensor | None, ...] = (None,) * len(targets)
+        if flowing and targets:
+            edges, d_edges = zip(*flowing, strict=True)
+            retain = self._uses > 0
+            gradients = torch.autograd.grad(edges, targets, d_edges, retain_graph=retain, allow_unused=True)
+        if self._uses == 0:
+            self.inputs, self._edges = (), []
+        return gradients
+
+
+def record(function: Callable[..., Any], *inputs: Any, uses: int = 1) -> tuple[tuple[Tensor, ...], Graph]:
+    """Call ``function`` under autograd; return its outputs (one tensor or several), detached, and the graph.
+
+    Floating-point tensors among the inputs become the leaves that gradients can be asked for, ``uses`` times.
+    """
+    arguments = [_leaf(value) for value in inputs]
+    with torch.enable_grad():
+        result = function(*arguments)
+    outputs: tuple[Tensor, ...] = (result,) if isinstance(result, Tensor) else tuple(result)
+    leaves = tuple(value for value in arguments if isinstance(value, Tensor) and value.requires_grad)
+    return tuple(output.detach() for output in outputs), Graph(leaves, outputs, uses)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+class AutogradOperator(ComputeOperator):
+    """Any `torch.nn.Module` as a compute operator.
+
+    The module maps tensors to a tensor or to several. Parameters that require gradients get them in
+    ``input_gradient``, or in a call of their own, before or after it, if ``splits_weight_gradient``; the
+    latter keeps the graph until both are done, and walks twice what lies between outputs and parameters.
+    """
+
+    def __init__(self, *, module: nn.Module, splits_weight_gradient: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.splits_weight_gradient = splits_weight_gradient
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Return the module's outputs, and the recorded graph as the last value."""
+        outputs, graph = record(self.module, *inputs, uses=1 + self.splits_weight_gradient)
+        return (*outputs, graph)
+
+    def input_gradient(self, *values: Any) -> tuple[Tensor, ...]:
+        """Map (gradients of the outputs..., graph) to the gradients of the floating-point inputs."""
+        *d_outputs, graph = values
+        inputs = graph.inputs
+        parameters = [] if self.splits_weight_gradient else self._trained()
+        gradients = graph.gradients(d_outputs, (*inputs, *parameters))
+        _accumulate_all(parameters, gradients[len(inputs) :])
+        d_inputs = zip(inputs, gradients, strict=False)
+        return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in d_inputs)
+
+    def weight_gradient(self, *values: Any) -> None:
+        """Accumulate the parameters' gradients, if ``input_gradient`` did not."""
+        if not self.splits_weight_gradient:
+            return
+        *d_outputs, graph = values
+        parameters = self._trained()
+        _accumulate_all(parameters, graph.gradients(d_outputs, parameters))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def _accumulate_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            accumulate(parameter, gradient)

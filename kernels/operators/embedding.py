@@ -1,0 +1,95 @@
+"""Token and position embeddings.
+
+Legend: T all tokens of the micro-batch, t this rank's slice of them, D hidden.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter, main_grad
+from braid.kernels.operators.vocabulary import VocabularyShard
+
+
+def _accumulate_rows(parameter: nn.Parameter, row_T: Tensor, d_TD: Tensor) -> None:
+    """Add each d_D to its row of ``main_grad``, in an order that is the same on every run.
+
+    ``index_add_`` keeps an order on the CPU only; elsewhere an accumulating ``index_put_`` does, by sorting.
+    """
+    total_VD = main_grad(parameter)
+    d_TD = d_TD.to(total_VD.dtype)
+    if d_TD.device.type == "cpu":
+        total_VD.index_add_(0, row_T, d_TD)
+    else:
+        total_VD.index_put_((row_T,), d_TD, accumulate=True)
+
+
+class VocabularyEmbedding(ComputeOperator):
+    """Rows [first_row, first_row + rows) of the token embedding of ``vocabulary`` tokens.
+
+    The partial results of the ranks sum to the embedding: every row is zero on all ranks but one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        hidden: int,
+        first_row: int,
+        vocabulary: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shard = VocabularyShard(rows=rows, first_row=first_row, vocabulary=vocabulary)
+        self.weight = empty_parameter(rows, hidden, device=device, dtype=dtype)
+
+    def forward(self, tokens_T: Tensor) -> tuple[Tensor]:
+        """Return partial_TD for int64 tokens; ValueError for a token outside the vocabulary (CPU only)."""
+        row_T, outside_T = self.shard.locate(tokens_T)
+        partial_TD = F.embedding(row_T, self.weight)
+        return (partial_TD if outside_T is None else partial_TD.masked_fill_(outside_T.unsqueeze(-1), 0),)
+
+    def weight_gradient(self, d_TD: Tensor, tokens_T: Tensor) -> None:
+        """Accumulate d into the rows of the tokens that this rank holds; deterministic."""
+        row_T, outside_T = self.shard.locate(tokens_T)
+        if outside_T is not None:
+            d_TD = d_TD.masked_fill(outside_T.unsqueeze(-1), 0)
+        _accumulate_rows(self.weight, row_T, d_TD)
+
+
+class PositionEmbedding(ComputeOperator):
+    """Learned positions, added: y = x + weight[position].
+
+    ``token_offset`` is the place of this rank's first token in the flattened micro-batch (batch-major,
+    ``sequence`` tokens per sample), so that token i has position (token_offset + i) mod sequence.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence: int,
+        hidden: int,
+        token_offset: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.sequence, self.token_offset = sequence, token_offset
+        self.weight = empty_parameter(sequence, hidden, device=device, dtype=dtype)
+
+    def forward(self, x_tD: Tensor) -> tuple[Tensor]:
+        """Return y_tD."""
+        return (F.embedding(self._positions(x_tD), self.weight).add_(x_tD),)
+
+    def input_gradient(self, dy_tD: Tensor) -> tuple[Tensor]:
+        """Return dx_tD: dy itself."""
+        return (dy_tD,)
+
+    def weight_gradient(self, dy_tD: Tensor) -> None:
+        """Accumulate dy into the rows of its positions; deterministic."""
+        _accumulate_rows(self.weight, self._positions(dy_tD), dy_tD)
+
+    def _positions(self, x_tD: Tensor) -> Tensor:
+        first = self.token_offset
+        return torch.arange(first, first + x_tD.shape[0], device=x_tD.device).remainder_(self.sequence)

@@ -1,0 +1,51 @@
+"""The linear map: one GEMM forward, one for each gradient.
+
+Legend: T tokens, I input features, O output features (either of them may be this rank's share).
+
+Column-parallel and row-parallel maps are this operator with fewer outputs or fewer inputs. The bias of a
+row-parallel map is added after the reduction, by `braid.kernels.operators.residual.Residual`.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from braid.kernels.operators.operator import (
+    ComputeOperator,
+    accumulate_product,
+    accumulate_sum,
+    empty_parameter,
+)
+
+
+class Linear(ComputeOperator):
+    """y = x weightᵀ (+ bias), with weight_OI and bias_O."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        *,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
+        self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
+
+    def forward(self, x_TI: Tensor) -> tuple[Tensor]:
+        """Return y_TO."""
+        return (F.linear(x_TI, self.weight, self.bias),)
+
+    def input_gradient(self, dy_TO: Tensor) -> tuple[Tensor]:
+        """Return dx_TI; under column parallelism it is a partial sum over the ranks."""
+        return (dy_TO @ self.weight,)
+
+    def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
+        """Accumulate dyᵀ x, and the sum of dy over the tokens if there is a bias."""
+        accumulate_product(self.weight, dy_TO, x_TI)
+        if self.bias is not None:
+            accumulate_sum(self.bias, dy_TO)

@@ -1,0 +1,145 @@
+"""Operators and the graphs that a layer's passes are made of.
+
+Operators read and write named *values*; what a backward operator reads of the forward pass is
+what has to be saved, and a value dies with its last reader. Nothing here knows how an operator computes.
+Graphs are written with `braid.scheduling.graph_builder.GraphBuilder`.
+
+Names: the gradient of value ``x`` is ``d.x``; while several readers of ``x`` still owe their part of it, the
+partial sums are ``d.x~1``, ``d.x~2``, ...
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Stream(StrEnum):
+    """Where an operator runs: one of three streams of a rank."""
+
+    COMPUTE = "compute"
+    INTRA = "intra"
+    INTER = "inter"
+
+
+class Pass(StrEnum):
+    """What an operator does for its module: the method that the executor calls."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    INPUT_GRADIENT = "input_gradient"
+    WEIGHT_GRADIENT = "weight_gradient"
+    GRADIENT = "gradient"
+    """Input and weight gradients in one operator, where splitting them would not pay (norms, biases)."""
+
+
+class Kind(StrEnum):
+    """The closed set of operator kinds."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    NORM = "norm"
+    ACTIVATION = "activation"
+    RESIDUAL = "residual"
+    EMBEDDING = "embedding"
+    CROSS_ENTROPY = "cross_entropy"
+    ADD = "add"
+    CUSTOM = "custom"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator is a collective."""
+        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+
+
+class Precision(StrEnum):
+    """How a value is stored; its size in bytes follows from the run's dtype."""
+
+    ACTIVATION = "activation"
+    STATISTIC = "statistic"
+    INDEX = "index"
+
+    def bytes_each(self, activation_bytes: int) -> int:
+        """Bytes of one element when activations take ``activation_bytes`` each."""
+        return {"activation": activation_bytes, "statistic": 4, "index": 8}[self.value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor that operators hand on; ``elements`` are those on one rank."""
+
+    name: str
+    elements: int
+    precision: Precision = Precision.ACTIVATION
+    alias_of: str | None = None
+    """The value whose memory this one shares, if it has none of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A node of a graph. ``module`` names what holds the parameters; ``axis`` is a collective's mesh axis."""
+
+    name: str
+    kind: Kind
+    phase: Pass
+    module: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stream: Stream = Stream.COMPUTE
+    axis: str | None = None
+    flops: int = 0
+    bytes: int = 0
+    """Bytes sent by each rank, for a collective, when activations take two bytes; else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Operators of one pass in an order that respects their data."""
+
+    operators: tuple[Operator, ...]
+
+    def __post_init__(self) -> None:
+        names = [op.name for op in self.operators]
+        assert len(set(names)) == len(names), f"operator names are not unique: {names}"
+
+    def named(self, name: str) -> Operator:
+        """The operator of that name; `KeyError` if there is none."""
+        for op in self.operators:
+            if op.name == name:
+                return op
+        raise KeyError(name)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all operators on one rank."""
+        return sum(op.flops for op in self.operators)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A layer, the embedding or the head: forward and backward graphs over common values."""
+
+    name: str
+    forward: Graph
+    backward: Graph
+    values: Mapping[str, Value]
+    inputs: tuple[str, ...]
+    output: str
+    constants: tuple[str, ...] = ()
+    """Inputs that the executor provides instead of the part before (tokens, targets, loss_scale)."""
+
+    def saved(self) -> tuple[str, ...]:
+        """Forward values (inputs too) that backward reads, in the order of their writing."""
+        needed = {name for op in self.backward.operators for name in op.reads}
+        written = [*self.inputs, *(name for op in self.forward.operators for name in op.writes)]
+        recomputed = {n for op in self.backward.operators if op.phase is Pass.RECOMPUTE for n in op.writes}
+        return tuple(name for name in written if name in needed and name not in recomputed)
+
+    def saved_bytes(self, activation_bytes: int) -> int:
+        """Bytes that one micro-batch keeps between forward and backward; aliases count once."""
+        owners = {self.values[name].alias_of or name for name in self.saved()} - set(self.constants)
+        return sum(
+            self.values[n].elements * self.values[n].precision.bytes_each(activation_bytes) for n in owners
+        )

@@ -1,0 +1,290 @@
+"""The reading side of training data: order of samples, windows across shards, refusal of damaged folders."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import braid
+from braid.actors.stage.data import DataIndex, Shard, TokenShards, read_index, sample_ids
+
+ROOT = Path(braid.__file__).parents[1]
+SIZES = [*range(1, 40), 64, 65, 127, 128, 509, 512, 1000, 1021, 1024, 4099]
+
+
+def write_data(
+    folder: Path, train: list[np.ndarray], validation: list[np.ndarray] | None = None, dtype: str = "uint16"
+) -> DataIndex:
+    """Write a data set as `braid.jobs.prepare` would, with the given shards."""
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for split, arrays in (("train", train), ("validation", validation or [])):
+        shards = []
+        for number, ids in enumerate(arrays):
+            content = ids.astype(dtype).tobytes()
+            name = f"{split}-{number:05d}.bin"
+            (folder / name).write_bytes(content)
+            digest = hashlib.sha256(content).hexdigest()
+            shards.append(
+                Shard(file=name, tokens=len(ids), bytes_of_text=3 * len(ids), documents=1, sha256=digest)
+            )
+        splits[split] = tuple(shards)
+    index = DataIndex(
+        tokenizer="bytes",
+        tokenizer_fingerprint="0",
+        vocabulary=257,
+        end_of_document=256,
+        dtype=dtype,
+        splits=splits,
+        documents_skipped=0,
+        documents_empty=0,
+        request="0",
+        parameters={},
+        sources=(),
+    )
+    (folder / "index.json").write_text(index.to_json())
+    return index
+
+
+def counting(*lengths: int) -> list[np.ndarray]:
+    """Shards of the given lengths whose tokens count on through all of them."""
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
+# Order of samples.
+
+
+@pytest.mark.parametrize("samples", SIZES)
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**64 + 5])
+def test_an_epoch_is_a_permutation(samples: int, seed: int) -> None:
+    ids = sample_ids(seed, samples, 0, 3 * samples)
+    assert ids.dtype == np.int64
+    for epoch in np.split(ids, 3):
+        assert np.array_equal(np.sort(epoch), np.arange(samples))
+
+
+@given(seed=st.integers(-(2**70), 2**70), samples=st.integers(1, 3000), epoch=st.integers(0, 2**70))
+def test_any_epoch_is_a_permutation(seed: int, samples: int, epoch: int) -> None:
+    ids = sample_ids(seed, samples, epoch * samples, samples)
+    assert np.array_equal(np.sort(ids), np.arange(samples))
+
+
+@given(
+    samples=st.integers(1, 2**62),
+    start=st.integers(0, 2**62),
+    first=st.integers(0, 40),
+    count=st.integers(0, 40),
+)
+def test_order_does_not_depend_on_how_it_is_asked_for(
+    samples: int, start: int, first: int, count: int
+) -> None:
+    whole = sample_ids(7, samples, start, first + count)
+    assert np.array_equal(whole[first:], sample_ids(7, samples, start + first, count))
+    assert ((whole >= 0) & (whole < samples)).all()
+
+
+@given(ranks=st.sampled_from([1, 2, 3, 4, 6]), step=st.integers(0, 1000))
+def test_ranks_together_read_what_one_rank_reads(ranks: int, step: int) -> None:
+    share = 12 // ranks
+    parts = [sample_ids(3, 1009, step * 12 + rank * share, share) for rank in range(ranks)]
+    assert np.array_equal(np.concatenate(parts), sample_ids(3, 1009, step * 12, 12))
+
+
+def test_seeds_and_epochs_give_different_orders() -> None:
+    orders = [sample_ids(seed, 1000, epoch * 1000, 1000) for seed in range(8) for epoch in range(8)]
+    for number, order in enumerate(orders):
+        for other in orders[:number]:
+            # two independent permutations agree in one place on average
+            assert (order == other).sum() < 12
+
+
+def test_the_order_is_pinned() -> None:
+    """A changed order would make runs that resume repeat and skip samples."""
+    assert sample_ids(0, 10, 0, 20).tolist() == [3, 9, 0, 8, 4, 1, 7, 2, 5, 6, 7, 0, 1, 5, 9, 3, 2, 8, 4, 6]
+    large = sample_ids(1234, 10**12, 5 * 10**12 - 2, 4)
+    assert large.tolist() == [35674520411, 472059767871, 435074830390, 17976056268]
+
+
+def chi_square(counts: np.ndarray) -> float:
+    """Pearson's statistic against equal counts, in standard deviations from its mean."""
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 6])
+def test_all_orders_of_few_samples_are_equally_likely(samples: int) -> None:
+    epochs = 200 * math.factorial(samples)
+    orders = sample_ids(11, samples, 0, epochs * samples).reshape(epochs, samples)
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert counts.size == math.factorial(samples)
+    assert abs(chi_square(counts)) < 5
+
+
+@pytest.mark.parametrize("samples", [7, 8, 13, 16, 17, 31, 33, 50, 64, 100])
+def test_every_sample_is_equally_likely_at_every_place(samples: int) -> None:
+    epochs = 100 * samples
+    orders = sample_ids(5, samples, 0, epochs * samples).reshape(epochs, samples)
+    places = np.broadcast_to(np.arange(samples), orders.shape)
+    counts = np.bincount((places * samples + orders).ravel(), minlength=samples**2)
+    assert abs(chi_square(counts)) < 5
+
+
+@pytest.mark.parametrize("samples", [13, 64, 100, 1000, 1024])
+def test_neighbours_are_independent(samples: int) -> None:
+    """Steps between neighbouring places are spread evenly, as are the samples of a batch over the data."""
+    epochs = max(1, 400_000 // samples)
+    orders = sample_ids(9, samples, 0, epochs * samples).reshape(epochs, samples)
+    steps = np.bincount(((orders[:, 1:] - orders[:, :-1]) % samples).ravel(), minlength=samples)[1:]
+    assert abs(chi_square(steps)) < 5
+    large = sample_ids(9, 100_003, 0, 50_000)
+    assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.arange(50_000), large)[0, 1]) < 0.02
+
+
+# Windows.
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    sequence=st.integers(1, 40),
+    dtype=st.sampled_from(["uint16", "uint32"]),
+    data=st.data(),
+)
+def test_windows_are_those_of_the_joined_shards(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    sequence: int,
+    dtype: str,
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder, counting(*lengths), dtype=dtype)
+    if sum(lengths) < sequence + 1:
+        with pytest.raises(ValueError, match=f"has {sum(lengths)} tokens"):
+            TokenShards.open(folder, "train", sequence)
+        return
+    shards = TokenShards.open(folder, "train", sequence)
+    assert shards.samples == (sum(lengths) - 1) // sequence
+    ids = data.draw(st.lists(st.integers(0, shards.samples - 1), max_size=20))
+    windows = shards.tokens_at(np.array(ids, dtype=np.int64))
+    assert windows.dtype == np.int64
+    joined = np.arange(sum(lengths))
+    naive = [joined[i * sequence : i * sequence + sequence + 1] for i in ids]
+    assert np.array_equal(windows, np.array(naive).reshape(len(ids), sequence + 1))
+
+
+def test_an_epoch_predicts_every_token_but_the_first_once(tmp_path: Path) -> None:
+    write_data(tmp_path, counting(5, 1, 7, 20))  # 33 = 8 * 4 + 1
+    shards = TokenShards.open(tmp_path, "train", 4)
+    windows = shards.tokens_at(sample_ids(0, shards.samples, 0, shards.samples))
+    assert sorted(windows[:, 1:].ravel().tolist()) == list(range(1, 33))
+
+
+@pytest.mark.parametrize("sample", [-1, 8])
+def test_a_sample_outside_is_refused(tmp_path: Path, sample: int) -> None:
+    write_data(tmp_path, counting(33))
+    with pytest.raises(IndexError, match=f"sample {sample} of 8"):
+        TokenShards.open(tmp_path, "train", 4).tokens_at(np.array([sample]))
+
+
+def test_counts_and_bits_per_byte(tmp_path: Path) -> None:
+    write_data(tmp_path, counting(10, 20), counting(7))
+    train = TokenShards.open(tmp_path, "train", 4)
+    assert (train.tokens, train.bytes_of_text, train.bytes_per_token) == (30, 90, 3.0)
+    assert train.bits_per_byte(3 * math.log(2)) == pytest.approx(1.0)
+    assert TokenShards.open(tmp_path, "validation", 4).tokens == 7
+
+
+def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:
+    index = write_data(tmp_path, counting(10, 20))
+    assert read_index(tmp_path) == index
+    assert TokenShards.open(tmp_path, "train", 4).fingerprint == index.fingerprint
+    elsewhere = dataclasses.replace(index, request="1", sources=(("/a", 1, 2),), parameters={"a": 1})
+    assert elsewhere.fingerprint == index.fingerprint
+    assert dataclasses.replace(index, vocabulary=300).fingerprint != index.fingerprint
+    assert write_data(tmp_path, counting(11, 19)).fingerprint != index.fingerprint
+
+
+# Refusals.
+
+
+def edit(folder: Path, **entries: object) -> None:
+    path = folder / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def edit_shard(folder: Path, **entries: object) -> None:
+    splits = json.loads((folder / "index.json").read_text())["splits"]
+    splits["train"][0].update(entries)
+    edit(folder, splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "index.json").unlink(), "cannot read index.json.*run `braid prepare`"),
+        (lambda d: (d / "index.json").write_text("{"), "is not JSON; prepare it again"),
+        (lambda d: (d / "index.json").write_text("[" * 100_000), "is not JSON; prepare it again"),
+        (lambda d: (d / "index.json").write_bytes(b"\xff"), "is not JSON; prepare it again"),
+        (lambda d: (d / "index.json").write_text("[]"), "not that of a Braid data set"),
+        (lambda d: edit(d, format="npm"), "not that of a Braid data set"),
+        (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
+        (lambda d: edit(d, more=1), "damaged .*more"),
+        (lambda d: edit(d, dtype="float64"), "damaged .dtype is 'float64'"),
+        (lambda d: edit(d, vocabulary=True), "damaged .vocabulary is True"),
+        (lambda d: edit(d, splits=[]), "damaged"),
+        (lambda d: edit(d, splits={}), "damaged .splits are"),
+        (lambda d: edit_shard(d, tokens=-10), "damaged .tokens is -10"),
+        (lambda d: edit_shard(d, file="../train-00000.bin"), "damaged .shard '../train-00000.bin'"),
+        (lambda d: edit_shard(d, file="/etc/passwd"), "damaged .shard '/etc/passwd'"),
+        (lambda d: (d / "train-00000.bin").unlink(), "train-00000.bin: No such file.*prepare it again"),
+        (lambda d: (d / "train-00000.bin").write_bytes(b"12"), "train-00000.bin has 2 bytes, not 66"),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    write_data(tmp_path, counting(33))
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as fault:
+        TokenShards.open(tmp_path, "train", 4)
+    assert str(tmp_path) in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    write_data(tmp_path, counting(10, 20))
+    shards = TokenShards.open(tmp_path, "train", 4)
+    shards.verify()
+    path = tmp_path / "train-00001.bin"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train-00001.bin has SHA-256 .*prepare it again"):
+        TokenShards.open(tmp_path, "train", 4).verify()
+
+
+def test_a_split_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    write_data(tmp_path, counting(33), counting(4))
+    with pytest.raises(
+        ValueError, match=r"'train' has 33 tokens, one sample of sequence 33 needs 34; add text"
+    ):
+        TokenShards.open(tmp_path, "train", 33)
+    with pytest.raises(
+        ValueError, match=r"'validation' has 4 tokens, .* needs 5; .*data.validation_fraction"
+    ):
+        TokenShards.open(tmp_path, "validation", 4)
+
+
+def test_reading_needs_neither_ray_nor_pyarrow() -> None:
+    code = "import sys, braid.actors.stage.data; print({'ray', 'pyarrow', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"

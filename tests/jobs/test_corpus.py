@@ -1,0 +1,257 @@
+"""Formats, files and documents: what goes in comes out, and what is wrong is told in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from braid.actors.stage.data import TokenShards, read_index
+from braid.jobs import corpus as corpus_module
+from braid.jobs import tokenise as tokenise_module
+from braid.jobs.corpus import Corpus, cut, find_sources
+from braid.jobs.prepare import prepare
+from tests.jobs.corpora import (
+    DOCUMENTS,
+    corpus_of,
+    hidden,
+    stored,
+    stored_ids,
+    train_tokenizer,
+    write_lines,
+    write_rows,
+)
+
+
+@pytest.fixture
+def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
+
+
+# Round trips.
+
+
+@pytest.fixture(params=["text", "jsonl", "jsonl-utf8", "string", "large_string", "dictionary", "binary"])
+def documents_file(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """`DOCUMENTS` in one of the formats, as an entry of data.files."""
+    match request.param:
+        case "text":
+            for number, text in enumerate(DOCUMENTS):
+                (tmp_path / f"{number:03}.txt").write_bytes(text.encode())
+            return str(tmp_path / "*.txt")
+        case "jsonl" | "jsonl-utf8" as name:
+            return str(write_lines(tmp_path / "a.jsonl", DOCUMENTS, ascii_only=name == "jsonl"))
+        case "string" | "large_string" | "binary" as name:
+            return str(write_rows(tmp_path / "a.parquet", DOCUMENTS, getattr(pa, name)()))
+        case _:
+            kind = pa.dictionary(pa.int32(), pa.string())
+            return str(write_rows(tmp_path / "a.parquet", DOCUMENTS, kind))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.usefixtures("small_items")
+def test_documents_come_back(documents_file: str, tokenizer: str, tmp_path: Path) -> None:
+    if tokenizer == "bpe":
+        tokenizer = str(train_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>"]))
+    corpus = corpus_of(documents_file, tokenizer=tokenizer)
+    assert len(cut(find_sources(corpus), "text")) > 3
+    done = prepare(corpus, output=tmp_path / "out", executor=map)
+    train, validation = stored(done.output, "train"), stored(done.output, "validation")
+    assert [text for text in DOCUMENTS if text in train] == train
+    assert [text for text in DOCUMENTS if text in validation] == validation
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+    assert done.documents == len(DOCUMENTS)
+    assert done.bytes_of_text == sum(len(text.encode()) for text in DOCUMENTS)
+    assert read_index(done.output) == done.index
+    for split, tokens in (("train", done.train_tokens), ("validation", done.validation_tokens)):
+        shards = TokenShards.open(done.output, split, 16)
+        shards.verify()
+        assert shards.tokens == tokens
+        windows = shards.tokens_at(np.arange(shards.samples))
+        assert np.array_equal(windows[:, :-1].ravel(), stored_ids(done.output, split)[: windows[:, :-1].size])
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 50, 333, 10**6])
+def test_ranges_of_lines_lose_and_repeat_nothing(
+    item_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", item_bytes)
+    monkeypatch.setattr(corpus_module, "_LARGEST_ITEM_BYTES", item_bytes)
+    documents = ["a", "b" * 200, "", "c", "d" * 51, "e"]
+    path = write_lines(tmp_path / "a.jsonl", documents)
+    path.write_bytes(b"\xef\xbb\xbf\n" + path.read_bytes().replace(b"\n", b"\r\n\n").rstrip())
+    done = prepare(corpus_of(path, validation_fraction=0), output=tmp_path / "out", executor=map)
+    assert stored(done.output, "train") == [text for text in documents if text]
+    assert done.index.documents_empty == 1
+
+
+def test_formats_mix_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("\ufefftwo")
+    write_lines(tmp_path / "c.NDJSON", ["three", "four"])
+    write_rows(tmp_path / "a.pq", ["one", None], pa.string())
+    entries = [tmp_path / "c.*", tmp_path / "[ab].*", tmp_path / "b.md"]
+    done = prepare(corpus_of(*entries, validation_fraction=0), output=tmp_path / "out")
+    assert stored(done.output, "train") == ["one", "two", "three", "four"]
+    assert [Path(path).name for path, _, _ in done.index.sources] == ["a.pq", "b.md", "c.NDJSON"]
+    assert done.index.documents_empty == 1
+
+
+def test_exclude_goes_by_name_or_by_path(tmp_path: Path) -> None:
+    for name in ("a/one.txt", "a/two.txt", "b/c/three.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_sources(corpus_of(tmp_path / "**/*.txt", exclude=["two.*", "*/b/*"]))
+    assert [Path(source.path).name for source in found] == ["one.txt"]
+
+
+def test_large_documents_and_shards_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenise_module, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(tokenise_module, "_SHARD_TOKENS", 64)
+    path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    done = prepare(corpus_of(path, validation_fraction=0), output=tmp_path / "out", executor=map)
+    assert stored(done.output, "train") == DOCUMENTS
+    shards = done.index.splits["train"]
+    assert len(shards) > 20
+    assert all(64 <= shard.tokens < 64 + 40 for shard in shards[:-1])
+    assert sum(shard.documents for shard in shards) == len(DOCUMENTS)
+
+
+# Text that is not UTF-8.
+
+
+@pytest.fixture
+def broken_text(tmp_path: Path) -> Corpus:
+    (tmp_path / "a.txt").write_bytes(b"good text")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 \xff")
+    (tmp_path / "c.jsonl").write_bytes(
+        b'{"text": "fine"}\n{"text": "caf\xe9"}\n{"text": "half \\ud83d pair"}\n'
+    )
+    column = pa.array([b"row", b"caf\xe9"]).view(pa.string())  # Parquet's writer does not check it either
+    pq.write_table(pa.table({"text": column}), tmp_path / "d.parquet")
+    return corpus_of(*(tmp_path / name for name in ("*.txt", "c.jsonl", "d.parquet")), validation_fraction=0)
+
+
+def changed(corpus: Corpus, **options: Any) -> Corpus:
+    return Corpus(**{**vars(corpus), **options})
+
+
+def test_text_that_is_not_utf8_is_refused(broken_text: Corpus, tmp_path: Path) -> None:
+    remedy = "data.encoding_errors to replace or skip"
+    places = {
+        "b.txt": r"b.txt is not UTF-8 at byte 3 \(0xe9\)",
+        "c.jsonl": r"c.jsonl is not UTF-8 at byte 30 \(0xe9\)",
+        "d.parquet": r"row 1 of .*d.parquet' is not UTF-8 at byte 3 \(0xe9\)",
+    }
+    for name, place in places.items():
+        with pytest.raises(ValueError, match=f"^data.files: .*{place}.*{remedy}"):
+            prepare(changed(broken_text, files=[str(tmp_path / name)]), output=tmp_path / "out")
+    path = tmp_path / "e.jsonl"
+    path.write_text('\n{"text": "half \\ud83d pair"}')
+    with pytest.raises(ValueError, match=f"e.jsonl:2 has half a surrogate pair.*{remedy}"):
+        prepare(changed(broken_text, files=[str(path)]), output=tmp_path / "out")
+
+
+def test_text_that_is_not_utf8_is_repaired(broken_text: Corpus, tmp_path: Path) -> None:
+    done = prepare(changed(broken_text, encoding_errors="replace"), output=tmp_path / "out")
+    assert stored(done.output, "train") == [
+        *("good text", "caf\ufffd \ufffd", "fine", "caf\ufffd", "half \ufffd pair", "row", "caf\ufffd")
+    ]
+
+
+def test_text_that_is_not_utf8_is_skipped(broken_text: Corpus, tmp_path: Path) -> None:
+    done = prepare(changed(broken_text, encoding_errors="skip"), output=tmp_path / "out")
+    assert stored(done.output, "train") == ["good text", "fine", "row"]
+    assert done.index.documents_skipped == 4
+
+
+# Refusals.
+
+FILES: dict[str, Any] = {
+    "good.txt": "text",
+    "blank.txt": " \n\t",
+    "odd.json": "{}",
+    "packed.jsonl.gz": "x",
+    "broken.jsonl": '{"text": "a"}\n\n{"text": \n{"text": "b"}',
+    "list.jsonl": '{"text": "a"}\n["b"]',
+    "other.jsonl": '{"content": "a", "id": 1}',
+    "fieldless.jsonl": "{}",
+    "number.jsonl": '{"text": 1}',
+    "deep.jsonl": "[" * 100_000,
+    "broken.parquet": "PAR1 nonsense",
+    "broken-tokenizer.json": '{"model": 1}',
+}
+
+
+def refuse(pattern: str, *files: str, **options: Any) -> Any:
+    return pytest.param(files or ("good.txt",), options, pattern, id=pattern[:40])
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        refuse(r"data.files: 'missing.txt' finds no file \(in /.*\); correct", "missing.txt"),
+        refuse(r"data.files: '\*\*/\*.rst' finds no file", "**/*.rst"),
+        refuse(r"data.files: '.' is a folder; write './\*\*/\*.txt'", "."),
+        refuse(r"data.files: '.*odd.json' ends in '.json'; set data.format to jsonl", "odd.json"),
+        refuse(r"data.files: '.*gz' ends in '.gz'; decompress", "packed.jsonl.gz"),
+        refuse(r"data.files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
+        refuse(r"data.files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
+        refuse(r"data.files: .*deep.jsonl:1 is not JSON \(maximum recursion", "deep.jsonl"),
+        refuse(r"data.files: .*list.jsonl:2 holds a list, not an object; write", "list.jsonl"),
+        refuse(
+            r"data.text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set",
+            "other.jsonl",
+        ),
+        refuse(r"data.text_field: 'text' is not in .*which has no field at all; exclude", "fieldless.jsonl"),
+        refuse(r"data.text_field: 'text' is a number in .*number.jsonl:1; name", "number.jsonl"),
+        refuse(
+            r"data.text_field: 'body' is not in '.*good.parquet', which has 'id', 'text'; set",
+            "good.parquet",
+            text_field="body",
+        ),
+        refuse(
+            r"data.text_field: 'id' has type int64 in '.*good.parquet'; name", "good.parquet", text_field="id"
+        ),
+        refuse(r"data.files: '.*broken.parquet' is not readable Parquet \(.*\); repair", "broken.parquet"),
+        refuse(r"data.files: '.*torn.parquet' is not readable Parquet \(.*\); repair", "torn.parquet"),
+        refuse(r"data.exclude: \['\*.txt'\] leaves no file", exclude=["*.txt"]),
+        refuse(
+            r"data.tokenizer: cannot read '.*missing.json' \(No such file.*give", tokenizer="missing.json"
+        ),
+        refuse(
+            r"data.tokenizer: '.*' is not a Hugging Face tokenizer.json \(.*save",
+            tokenizer="broken-tokenizer.json",
+        ),
+        refuse(r"data.format: 'csv' must be one of auto, text, jsonl, parquet", format="csv"),
+        refuse(r"data.encoding_errors: 'ignore' must be one of strict", encoding_errors="ignore"),
+        refuse(r"data.validation_fraction: 1 must be at least 0 and less than 1", validation_fraction=1),
+        refuse(r"data.validation_fraction: nan", validation_fraction=float("nan")),
+        refuse(r"data.exclude: '\*.txt' must be a list; write \['\*.txt'\]", exclude="*.txt"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    files: tuple[str, ...],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    content = write_rows(tmp_path / "good.parquet", DOCUMENTS, pa.string()).read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(content[:4] + bytes(200) + content[204:])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{message}") as fault:
+        prepare(corpus_of(*files, **options), output=tmp_path / "out", executor=map)
+    assert "\n" not in str(fault.value)
+    assert not (tmp_path / "out").exists()
+    assert not hidden(tmp_path)
+
+
+def test_no_files_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.files: \[\] names no file"):
+        corpus_of()
+    with pytest.raises(ValueError, match=r"data.files: 'a.txt' must be a list; write \['a.txt'\]"):
+        Corpus(files="a.txt", validation_fraction=0)

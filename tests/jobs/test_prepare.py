@@ -1,0 +1,332 @@
+"""Preparation: splits, executors, re-use, interruption and concurrency."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import braid
+from braid.actors.stage.data import TokenShards
+from braid.jobs import corpus as corpus_module
+from braid.jobs.corpus import Corpus
+from braid.jobs.prepare import Executor, Progress, local_map, prepare, prepare_if_needed
+from braid.jobs.tokenise import document_hash
+from tests.jobs.corpora import (
+    DOCUMENTS,
+    contents,
+    corpus_of,
+    hidden,
+    stored,
+    stored_ids,
+    train_tokenizer,
+    write_lines,
+)
+
+ROOT = Path(braid.__file__).parents[1]
+
+
+@pytest.fixture
+def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
+
+
+def test_the_standard_library(tmp_path: Path) -> None:
+    updates: list[Progress] = []
+    corpus = Corpus(files=["python-stdlib"], exclude=["*/encodings/*"], validation_fraction=0.02)
+    done = prepare(corpus, output=tmp_path / "out", progress=updates.append)
+    assert done.documents > 300
+    assert done.train_tokens > 20 * done.validation_tokens > 0
+    documents = stored(done.output, "train") + stored(done.output, "validation")
+    assert Path(json.__file__).read_text() in documents
+    assert updates[-1] == Progress(
+        len(updates), len(updates), done.train_tokens + done.validation_tokens, done.bytes_of_text
+    )
+
+
+# Splits.
+
+
+def test_a_document_is_in_the_same_split_whatever_is_beside_it(tmp_path: Path) -> None:
+    a = write_lines(tmp_path / "a.jsonl", DOCUMENTS[:40])
+    z = write_lines(tmp_path / "z.jsonl", DOCUMENTS[20:][::-1])
+    splits = []
+    for number, files in enumerate([[a], [z], [a, z]]):
+        folder = prepare(corpus_of(*files), output=tmp_path / f"out{number}").output
+        splits.append({split: set(stored(folder, split)) for split in ("train", "validation")})
+    together = splits[2]
+    assert not together["train"] & together["validation"]
+    for alone in splits[:2]:
+        assert alone["train"] <= together["train"]
+        assert alone["validation"] <= together["validation"]
+
+
+def test_the_share_that_is_held_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [str(n) for n in range(4000)])
+    folder = prepare(corpus_of(path, validation_fraction=0.1), output=tmp_path / "out").output
+    assert 320 < len(stored(folder, "validation")) < 480
+
+
+@pytest.mark.usefixtures("small_items")
+@pytest.mark.parametrize(("fraction", "held_out"), [(1e-15, 1), (1 - 1e-15, len(DOCUMENTS) - 1)])
+def test_neither_split_is_empty(fraction: float, held_out: int, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    folder = prepare(corpus_of(path, validation_fraction=fraction), output=tmp_path / "out").output
+    train, validation = stored(folder, "train"), stored(folder, "validation")
+    assert len(validation) == held_out
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+    assert max(map(document_hash, validation)) < min(map(document_hash, train))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("text", "fraction", "train", "validation"),
+    [
+        ("0123456789", 0.2, "01234567", "89"),
+        ("0123456789", 1e-9, "012345678", "9"),
+        ("0123456789", 0.99, "0", "123456789"),
+        ("Ωμέγω", 0.2, "Ωμέγ", "ω"),
+        ("0", 0.2, "0", ""),
+        ("0123456789", 0, "0123456789", ""),
+    ],
+)
+def test_of_one_document_the_tail_is_held_out(
+    name: str, text: str, fraction: float, train: str, validation: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text if name == "a.txt" else json.dumps({"text": text}))
+    done = prepare(corpus_of(path, validation_fraction=fraction), output=tmp_path / "out")
+    assert "".join(stored(done.output, "train")) == train
+    assert "".join(stored(done.output, "validation")) == validation
+    assert done.documents == 1
+    ends = np.concatenate([stored_ids(done.output, split) == 256 for split in ("train", "validation")])
+    assert ends.sum() == 1
+    assert ends[-1]
+
+
+def test_of_equal_documents_the_tails_are_held_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ["0123456789"] * 3)
+    done = prepare(corpus_of(path), output=tmp_path / "out")
+    assert stored(done.output, "train") == ["01234567" * 3]
+    assert stored(done.output, "validation") == ["89"] * 3
+
+
+# Executors.
+
+
+def backwards(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """An executor that does some items twice and answers in another order."""
+    for item in random.Random(0).sample(items, len(items)):
+        function(item)
+        yield function(item)
+
+
+@pytest.mark.usefixtures("small_items")
+def test_the_output_does_not_depend_on_the_executor(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
+    executors: list[Executor] = [map, backwards, local_map]
+    folders = [
+        prepare(corpus, output=tmp_path / f"out{number}", executor=executor).output
+        for number, executor in enumerate(executors)
+    ]
+    first = contents(folders[0])
+    assert len(first) > 10
+    assert contents(folders[1]) == first
+    assert contents(folders[2]) == first
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_items")
+def test_ray_tasks_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from braid.jobs.prepare_ray import ray_map
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text((tmp_path / "a.jsonl").read_text() + "{")
+    local = prepare(corpus, output=tmp_path / "local")
+    scratch = tempfile.mkdtemp(prefix="r", dir="/tmp")  # Ray's sockets need a short path
+    try:
+        ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=scratch)
+        remote = prepare(corpus, output=tmp_path / "remote", executor=ray_map)
+        assert contents(remote.output) == contents(local.output)
+        assert sorted(ray_map(abs, range(-20, 0), in_flight=3)) == list(range(1, 21))
+        with pytest.raises(ValueError, match=r"^data.files: .*bad.jsonl:61 is not JSON") as fault:
+            prepare(corpus_of(bad), output=tmp_path / "bad", executor=ray_map)
+        assert "\n" not in str(fault.value)
+        assert not (tmp_path / "bad").exists()
+        assert not hidden(tmp_path)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+# The output folder.
+
+
+def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    for name in ("home", "a.txt"):
+        if name == "home":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "thesis.doc").write_text("years of work")
+        with pytest.raises(
+            ValueError, match=rf"data.output: '.*{name}' is there and is no prepared data set"
+        ):
+            prepare(corpus_of(source), output=tmp_path / name)
+    assert (tmp_path / "home/thesis.doc").read_text() == "years of work"
+    assert source.read_text() == "text"
+    with pytest.raises(ValueError, match=r"data.output: cannot write beside '.*' \(Not a directory\)"):
+        prepare(corpus_of(source), output=source / "more" / "out")
+
+
+# Once or again.
+
+
+def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text of the one file")
+    tokenizer = train_tokenizer(tmp_path / "t.json", ["<eos>"])
+
+    def again(**options: Any) -> tuple[bool, str]:
+        done = prepare_if_needed(corpus_of(source, **options), output=tmp_path / "deep/out")
+        assert not hidden(done.output.parent)
+        return done.reused, done.index.fingerprint
+
+    reused, first = again()
+    assert not reused
+    assert again() == (True, first)
+    os.utime(source, ns=(0, 1))  # may have changed: made again, and found to be the same tokens
+    assert again() == (False, first)
+    assert again(validation_fraction=0.3)[0] is False
+    assert again(encoding_errors="skip")[0] is False
+    assert again(tokenizer=str(tokenizer))[0] is False
+    assert again(tokenizer=str(tokenizer))[0] is True
+    train_tokenizer(tokenizer, ["</s>", "<pad>"])
+    assert again(tokenizer=str(tokenizer))[0] is False
+    (tmp_path / "deep/out/train-00000.bin").write_bytes(b"torn")
+    assert again(tokenizer=str(tokenizer))[0] is False
+    assert again(tokenizer=str(tokenizer))[0] is True
+
+
+def test_open_data_survives_its_replacement(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("old text" * 9)
+    prepare(corpus_of(source), output=tmp_path / "out")
+    shards = TokenShards.open(tmp_path / "out", "train", 4)
+    before = shards.tokens_at(np.arange(3))
+    source.write_text("new")
+    prepare(corpus_of(source), output=tmp_path / "out")
+    assert np.array_equal(shards.tokens_at(np.arange(3)), before)
+
+
+def test_one_of_many_prepares_and_the_others_find_it_done(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
+    runs: list[int] = []
+
+    def slowly(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        runs.append(1)
+        time.sleep(0.2)
+        yield from map(function, items)
+
+    reused: list[bool] = []
+    threads = [
+        threading.Thread(
+            target=lambda: reused.append(
+                prepare_if_needed(corpus, output=tmp_path / "out", executor=slowly).reused
+            )
+        )
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(runs) == 1
+    assert sorted(reused) == [False, True, True, True, True, True]
+
+
+SCRIPT = """
+import multiprocessing, sys, time
+from braid.jobs import corpus
+from braid.jobs.prepare import prepare_if_needed
+
+def stop(progress):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(float(sys.argv[3]))
+
+if __name__ == "__main__":
+    corpus._SMALLEST_ITEM_BYTES = 2000
+    given = corpus.Corpus(files=[sys.argv[1]], validation_fraction=0.2)
+    print(prepare_if_needed(given, output=sys.argv[2], progress=stop).reused)
+"""
+
+
+def start(folder: Path, pause_s: float) -> subprocess.Popen[str]:
+    """Another process that prepares a.jsonl with two workers and pauses after every item."""
+    (folder / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        *(str(folder / name) for name in ("script.py", "a.jsonl", "out")),
+        str(pause_s),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
+def test_a_killed_run_leaves_nothing_visible_and_no_process(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    with start(tmp_path, pause_s=600) as process:
+        assert process.stdout
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        process.send_signal(signal.SIGKILL)
+    assert workers
+    assert not (tmp_path / "out").exists()
+    assert len(hidden(tmp_path)) == 1
+    deadline = time.monotonic() + 20
+    while any(map(runs, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, workers))
+    assert not prepare_if_needed(corpus_of(tmp_path / "a.jsonl"), output=tmp_path / "out").reused
+    assert not hidden(tmp_path)
+
+
+def test_processes_wait_for_each_other(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    processes = [start(tmp_path, pause_s=0.1) for _ in range(3)]
+    answers = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
+    assert sorted(answers) == ["False", "True", "True"]
+
+
+def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def fail(progress: Progress) -> None:
+        assert hidden(tmp_path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus_of(tmp_path / "a.jsonl"), output=tmp_path / "out", progress=fail)
+    assert not (tmp_path / "out").exists()
+    assert not hidden(tmp_path)

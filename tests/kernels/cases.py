@@ -1,0 +1,251 @@
+"""How operators are compared with plain autograd; the references are written with torch functions only.
+
+Legend: T or t tokens, D hidden, I and O input and output features, F feed-forward width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.kernels.operators.activation import GELU, SwiGLU
+from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.linear import Linear
+from braid.kernels.operators.norm import LayerNorm, RMSNorm
+from braid.kernels.operators.operator import ComputeOperator, main_grad
+from braid.kernels.operators.residual import Residual
+
+Values = Sequence[Tensor]
+Reads = Callable[[Tensor, Values, Values], Values]
+"""What a gradient method reads: of dy, the inputs of forward, and what forward saved."""
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An operator with inputs, the function that it should equal, and what its gradients read."""
+
+    operator: ComputeOperator
+    inputs: Values
+    reference: Callable[..., Tensor]
+    input_reads: Reads | None
+    weight_reads: Reads | None
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers."""
+    return torch.randn(shape, dtype=dtype)
+
+
+def prepare(operator: ComputeOperator, main_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Give every parameter random values and a random ``main_grad``; return copies of the latter by name."""
+    before = {}
+    for name, parameter in operator.named_parameters():
+        torch.nn.init.normal_(parameter)
+        parameter.main_grad = torch.randn(parameter.shape, dtype=main_dtype)  # type: ignore[attr-defined]
+        before[name] = main_grad(parameter).clone()
+    return before
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE[torch.float64]) -> None:
+    """Equal within ``tolerance`` of the largest expected element (of 1, if that is larger)."""
+    assert actual.shape == expected.shape
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
+
+
+def wide_leaf(x: Tensor) -> Tensor:
+    """A float64 copy that autograd differentiates by; indices as they are."""
+    return x.detach().double().requires_grad_() if x.is_floating_point() else x
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    """Compare outputs, input gradients and twice accumulated weight gradients with float64 autograd."""
+    tolerance = TOLERANCE[dtype]
+    main_dtype = torch.promote_types(dtype, torch.float32)
+    before = prepare(case.operator, main_dtype)
+    leaves = [wide_leaf(x) for x in case.inputs]
+    parameters = {name: wide_leaf(p) for name, p in case.operator.named_parameters()}
+    y_reference = case.reference(*leaves, **parameters)
+    dy = normal(*y_reference.shape, dtype=dtype)
+    differentiable = [x for x in leaves if x.is_floating_point()]
+    gradients = torch.autograd.grad(y_reference, [*differentiable, *parameters.values()], dy.double())
+    kept = [x.clone() for x in case.inputs]
+
+    with torch.no_grad():
+        y, *saved = case.operator(*case.inputs)
+        assert y.dtype == dtype
+        assert_close(y, y_reference, tolerance)
+        if case.input_reads is not None:
+            d_inputs = case.operator.input_gradient(*case.input_reads(dy, case.inputs, saved))
+            for actual, expected in zip(d_inputs, gradients[: len(differentiable)], strict=True):
+                assert actual.dtype == dtype
+                assert_close(actual, expected, tolerance)
+        if case.weight_reads is not None:
+            for _ in range(2):
+                case.operator.weight_gradient(*case.weight_reads(dy, case.inputs, saved))
+            _check_parameters(case.operator, before, gradients[len(differentiable) :], tolerance)
+    assert all(torch.equal(x, copy) for x, copy in zip(case.inputs, kept, strict=True)), "an input was modified"
+
+
+def _check_parameters(
+    operator: ComputeOperator, before: Mapping[str, Tensor], gradients: Values, tolerance: float
+) -> None:
+    for (name, parameter), gradient in zip(operator.named_parameters(), gradients, strict=True):
+        assert_close(main_grad(parameter), before[name].double() + 2 * gradient, tolerance)
+
+
+def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """RMSNorm over ``width``."""
+
+    def reference(x_tD: Tensor, weight: Tensor) -> Tensor:
+        return x_tD / (x_tD.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight
+
+    return Case(
+        operator=RMSNorm(hidden=width, eps=EPSILON, dtype=dtype),
+        inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+    )
+
+
+def layer_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """LayerNorm over ``width``."""
+
+    def reference(x_tD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        centred_tD = x_tD - x_tD.mean(-1, keepdim=True)
+        return centred_tD / (centred_tD.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight + bias
+
+    return Case(
+        operator=LayerNorm(hidden=width, eps=EPSILON, dtype=dtype),
+        inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+    )
+
+
+def linear(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """A linear map from ``width`` to 5 features; with a bias if ``width`` is odd."""
+
+    def reference(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y_TO = torch.einsum("ti,oi->to", x_TI, weight)
+        return y_TO if bias is None else y_TO + bias
+
+    return Case(
+        operator=Linear(inputs=width, outputs=5, bias=bool(width % 2), dtype=dtype),
+        inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy,),
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs),
+    )
+
+
+def swiglu(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """SwiGLU of 2 x ``width`` columns."""
+
+    def reference(gu_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gu_T2F[:, :width], gu_T2F[:, width:]
+        return gate_TF * torch.sigmoid(gate_TF) * up_TF
+
+    return Case(
+        operator=SwiGLU(),
+        inputs=(normal(tokens, 2 * width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy, *inputs),
+        weight_reads=None,
+    )
+
+
+def gelu(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """GELU by its tanh formula."""
+
+    def reference(h_TF: Tensor) -> Tensor:
+        inner_TF = (2 / torch.pi) ** 0.5 * (h_TF + 0.044715 * h_TF**3)
+        return 0.5 * h_TF * (1 + torch.tanh(inner_TF))
+
+    return Case(
+        operator=GELU(),
+        inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy, *inputs),
+        weight_reads=None,
+    )
+
+
+def residual(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """A residual addition; with a bias if ``width`` is odd."""
+
+    def reference(branch_tD: Tensor, x_tD: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x_tD + branch_tD if bias is None else x_tD + branch_tD + bias
+
+    return Case(
+        operator=Residual(hidden=width, bias=bool(width % 2), dtype=dtype),
+        inputs=(normal(tokens, width, dtype=dtype), normal(tokens, width, dtype=dtype)),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy,),
+        weight_reads=(lambda dy, inputs, saved: (dy,)) if width % 2 else None,
+    )
+
+
+def token_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """Embedding of a whole vocabulary of 7."""
+
+    def reference(tokens_T: Tensor, weight: Tensor) -> Tensor:
+        return F.one_hot(tokens_T, 7).double() @ weight
+
+    return Case(
+        operator=VocabularyEmbedding(rows=7, hidden=width, first_row=0, vocabulary=7, dtype=dtype),
+        inputs=(torch.randint(7, (tokens,)),),
+        reference=reference,
+        input_reads=None,
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs),
+    )
+
+
+def token_embedding_shard(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """Embedding by rows 2, 3 and 4 of a vocabulary of 7."""
+
+    def reference(tokens_T: Tensor, weight: Tensor) -> Tensor:
+        return F.one_hot(tokens_T, 7)[:, 2:5].double() @ weight
+
+    return Case(
+        operator=VocabularyEmbedding(rows=3, hidden=width, first_row=2, vocabulary=7, dtype=dtype),
+        inputs=(torch.randint(7, (tokens,)),),
+        reference=reference,
+        input_reads=None,
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs),
+    )
+
+
+def position_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """Positions of sequences of 4 tokens, from the third token on."""
+
+    def reference(x_tD: Tensor, weight: Tensor) -> Tensor:
+        return x_tD + torch.stack([weight[(i + 2) % 4] for i in range(tokens)])
+
+    return Case(
+        operator=PositionEmbedding(sequence=4, hidden=width, token_offset=2, dtype=dtype),
+        inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy,),
+        weight_reads=lambda dy, inputs, saved: (dy,),
+    )
+
+
+CASES: tuple[Callable[[int, int, torch.dtype], Case], ...] = (
+    rms_norm,
+    layer_norm,
+    linear,
+    swiglu,
+    gelu,
+    residual,
+    token_embedding,
+    token_embedding_shard,
+    position_embedding,
+)
