@@ -145,6 +145,7 @@ class ClusterConfig(_Section):
     address: str | None = None  # of a Ray cluster; default: $RAY_ADDRESS, else a private local one
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
     threads_per_rank: Positive = 1
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0

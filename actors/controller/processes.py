@@ -23,15 +23,16 @@ class ProcessLauncher:
 
     def __init__(self, config: Config) -> None:
         self._threads = config.cluster.threads_per_rank
-        self._device = config.cluster.device
+        self._cpus_per_rank = config.cluster.cpus_per_rank
 
     def start(self, ranks: int) -> "ProcessGroup":
-        """Start the processes; `ConfigError` if there are more ranks than CPUs (or GPUs)."""
+        """Start the processes; `ConfigError` if they need more CPUs than this machine has."""
         cpus = len(os.sched_getaffinity(0))
-        if self._device != "cuda" and ranks > cpus:
+        if ranks * self._cpus_per_rank > cpus:
             raise ConfigError(
-                f"the layout asks for {ranks} ranks, this machine has {cpus} CPUs; "
-                f"lower parallel.dp, parallel.tp or parallel.pp, or join a larger Ray cluster with --address"
+                f"the layout asks for {ranks} ranks of cluster.cpus_per_rank={self._cpus_per_rank:g}, this "
+                f"machine has {cpus} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks share "
+                f"CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
             )
         return ProcessGroup(ranks, self._threads)
 

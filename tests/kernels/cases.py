@@ -89,7 +89,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
             for _ in range(2):
                 case.operator.weight_gradient(*case.weight_reads(dy, case.inputs, saved))
             _check_parameters(case.operator, before, gradients[len(differentiable) :], tolerance)
-    assert all(torch.equal(x, copy) for x, copy in zip(case.inputs, kept, strict=True)), "an input was modified"
+    assert all(torch.equal(x, copy) for x, copy in zip(case.inputs, kept, strict=True)), (
+        "an input was modified"
+    )
 
 
 def _check_parameters(

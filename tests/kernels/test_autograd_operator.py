@@ -106,6 +106,8 @@ def test_graph_frees_what_it_saved(splits):
     prepare(operator, torch.float64)
     with torch.no_grad():
         _, graph = operator(torch.ones(3))
+        gc.collect()
+        assert saved[0]() is not None
         operator.input_gradient(torch.ones(3), graph)
         operator.weight_gradient(torch.ones(3), graph)
     gc.collect()

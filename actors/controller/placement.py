@@ -1,0 +1,121 @@
+"""Ranks as Ray actors: room for all of them at once, or an error that says what is missing."""
+
+import os
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.group import WorkerFailed
+from braid.actors.stage.actor import StageActor
+
+_EXIT_SECONDS = 5.0
+
+
+class RayLauncher:
+    """Starts one actor per rank in one placement group."""
+
+    def __init__(self, config: Config) -> None:
+        self._cluster = config.cluster
+        device = config.cluster.device
+        self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+
+    def start(self, ranks: int) -> "ActorGroup":
+        """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
+        bundle = {"CPU": self._cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
+        group = placement_group([bundle] * ranks, strategy="PACK")
+        if not group.wait(self._cluster.placement_timeout_s if self._may_fit(bundle, ranks) else 0.2):
+            remove_placement_group(group)
+            raise ConfigError(self._too_small(bundle, ranks))
+        return ActorGroup(group, ranks, bundle, self._cluster.threads_per_rank)
+
+    def _may_fit(self, bundle: dict[str, float], ranks: int) -> bool:
+        """Whether waiting can help: the cluster is large enough, or an autoscaler may enlarge it."""
+        total = ray.cluster_resources()
+        fits = all(total.get(name, 0.0) >= need * ranks for name, need in bundle.items())
+        return fits or bool(os.environ.get("RAY_ENABLE_AUTOSCALER_V2") or os.environ.get("KUBERAY_GEN_RAY_START_CMD"))
+
+    def _too_small(self, bundle: dict[str, float], ranks: int) -> str:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        asked = ", ".join(f"{need * ranks:g} {name}" for name, need in bundle.items())
+        there = ", ".join(
+            f"{total.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in bundle
+        )
+        return (
+            f"the layout asks for {ranks} ranks ({asked}), the Ray cluster has {there} on "
+            f"{sum(node['Alive'] for node in ray.nodes())} node(s); "
+            f"lower parallel.dp, parallel.tp or parallel.pp, add nodes, or free what other jobs hold"
+        )
+
+
+class ActorGroup:
+    """One actor per rank."""
+
+    def __init__(
+        self, group: PlacementGroup, ranks: int, bundle: dict[str, float], threads: int
+    ) -> None:
+        self._group = group
+        self._actors = [
+            StageActor.options(  # type: ignore[attr-defined]
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0.0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=rank
+                ),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            ).remote(rank)
+            for rank in range(ranks)
+        ]
+        self._nodes: list[dict[str, Any]] = self.call_all("node")
+        self.addresses = [str(node["address"]) for node in self._nodes]
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call one rank and wait."""
+        return self._get(rank, getattr(self._actors[rank], method).remote(*arguments))
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all ranks and wait; the first failure ends the waiting."""
+        references = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        rank_of = {reference: rank for rank, reference in enumerate(references)}
+        results: dict[int, Any] = {}
+        waiting = references
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            for reference in ready:
+                results[rank_of[reference]] = self._get(rank_of[reference], reference)
+        return [results[rank] for rank in range(len(references))]
+
+    @staticmethod
+    def _get(rank: int, reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            cause = error.cause
+            raise WorkerFailed(
+                rank,
+                str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}",
+                user_error=isinstance(cause, ValueError),
+                trace=error.traceback_str,
+            ) from None
+        except RayActorError as error:
+            raise WorkerFailed(rank, f"its actor died: {str(error).splitlines()[0]}") from None
+
+    def describe(self) -> dict[str, Any]:
+        """The actors, their nodes and processes."""
+        return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
+
+    def shutdown(self) -> None:
+        """Ask every actor to leave its groups, then end it and give its place back."""
+        leaving = [actor.close.remote() for actor in self._actors]
+        deadline = time.monotonic() + _EXIT_SECONDS
+        try:
+            ray.wait(leaving, num_returns=len(leaving), timeout=max(0.0, deadline - time.monotonic()))
+        except RayError:
+            pass
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)

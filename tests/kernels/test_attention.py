@@ -1,0 +1,168 @@
+"""Attention against explicit softmax, complex rotation, and Hugging Face's Llama; and what it keeps.
+
+Legend: b samples, s tokens of a sample, n heads, d dimension of a head.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from braid.kernels.operators import attention
+from braid.kernels.operators.attention import Attention
+from tests.kernels.cases import TOLERANCE, assert_close, normal, wide_leaf
+
+
+def rotated(x_bsnd: Tensor, base: float) -> Tensor:
+    """Rotary embedding as multiplication by exp(i angle) of x[..., :d/2] + i x[..., d/2:]."""
+    _, sequence, _, d = x_bsnd.shape
+    frequencies = torch.tensor([base ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float64)
+    angles = torch.arange(sequence, dtype=torch.float64)[:, None, None] * frequencies
+    turned = torch.complex(x_bsnd[..., : d // 2], x_bsnd[..., d // 2 :]) * torch.exp(1j * angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def explicit_attention(
+    qkv: Tensor, heads: int, kv_heads: int, sequence: int, base: float | None, causal: bool
+) -> Tensor:
+    """Attention with all scores, head by head."""
+    heads_bsnd = qkv.view(-1, sequence, heads + 2 * kv_heads, qkv.shape[1] // (heads + 2 * kv_heads))
+    q, k, v = torch.split(heads_bsnd, [heads, kv_heads, kv_heads], dim=2)
+    if base is not None:
+        q, k = rotated(q, base), rotated(k, base)
+    outputs = []
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / q.shape[-1] ** 0.5
+        if causal:
+            future = torch.ones(sequence, sequence).triu(1).bool()
+            scores = scores.masked_fill(future, -torch.inf)
+        outputs.append(scores.softmax(-1) @ v[:, :, group])
+    return torch.cat(outputs, dim=-1).reshape(qkv.shape[0], -1)
+
+
+def check(operator: Attention, batch: int, dtype: torch.dtype) -> None:
+    """Compare output and input gradient with the explicit softmax in float64."""
+    width = (operator.heads + 2 * operator.kv_heads) * operator.head_dim
+    qkv = normal(batch * operator.sequence, width, dtype=dtype)
+    leaf, kept = wide_leaf(qkv), qkv.clone()
+    expected = explicit_attention(
+        leaf, operator.heads, operator.kv_heads, operator.sequence, operator.rotary_base, operator.causal
+    )
+    d_o = normal(*expected.shape, dtype=dtype)
+    (d_expected,) = torch.autograd.grad(expected, leaf, d_o.double())
+    with torch.no_grad():
+        o, saved = operator(qkv)
+        assert torch.equal(qkv, kept)
+        qkv.zero_()  # the executor may reuse the buffer
+        (d_qkv,) = operator.input_gradient(d_o, saved)
+    assert o.dtype == d_qkv.dtype == dtype
+    assert d_qkv.is_contiguous()
+    assert not o.requires_grad
+    assert_close(o, expected, TOLERANCE[dtype])
+    assert_close(d_qkv, d_expected, TOLERANCE[dtype])
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    batch=st.integers(1, 3),
+    sequence=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    half=st.integers(1, 5),
+    base=st.sampled_from([None, 100.0, 10_000.0]),
+    causal=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_explicit_softmax(seed, batch, sequence, kv_heads, group, half, base, causal):
+    torch.manual_seed(seed)
+    operator = Attention(
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=2 * half,
+        sequence=sequence,
+        rotary_base=base,
+        causal=causal,
+    )
+    check(operator, batch, torch.float64)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["one", "grouped", "all"])
+@pytest.mark.parametrize("base", [None, 500_000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_dtypes(kv_heads, base, dtype):
+    torch.manual_seed(0)
+    check(Attention(heads=4, kv_heads=kv_heads, head_dim=16, sequence=33, rotary_base=base), 2, dtype)
+
+
+def test_odd_head_dim_without_rotary():
+    torch.manual_seed(0)
+    check(Attention(heads=2, kv_heads=1, head_dim=7, sequence=5, rotary_base=None), 2, torch.float64)
+
+
+def test_heads_are_repeated_where_no_kernel_takes_groups(monkeypatch):
+    monkeypatch.setattr(attention, "_grouped_kernel_exists", lambda q: False)
+    torch.manual_seed(0)
+    check(Attention(heads=6, kv_heads=2, head_dim=4, sequence=5, rotary_base=100.0), 2, torch.float64)
+
+
+@torch.no_grad()
+def test_rotation_is_hugging_face_llamas():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    transformers = pytest.importorskip("transformers")
+    heads, kv_heads, d, sequence, base = 4, 2, 16, 50, 10_000.0
+    config = transformers.LlamaConfig(
+        hidden_size=heads * d,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=sequence,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+    )
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, sequence, d) for n in (heads, kv_heads, kv_heads))
+    cos, sin = llama.LlamaRotaryEmbedding(config)(v, torch.arange(sequence).unsqueeze(0))
+    expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
+
+    operator = Attention(heads=heads, kv_heads=kv_heads, head_dim=d, sequence=sequence, rotary_base=base)
+    qkv = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], dim=-1).flatten(0, 1)
+    _, saved = operator(qkv)
+    for actual, reference in zip(saved.inputs, (*expected, v), strict=True):
+        assert_close(actual, reference, 1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_keeps_and_allocates_nothing_of_the_size_of_the_scores(kv_heads, dtype):
+    sequence, heads, d = 1024, 4, 4
+    operator = Attention(heads=heads, kv_heads=kv_heads, head_dim=d, sequence=sequence, rotary_base=100.0)
+    qkv = torch.randn(sequence, (heads + 2 * kv_heads) * d, dtype=dtype)
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        with hooks:
+            o, saved = operator(qkv)
+        operator.input_gradient(torch.ones_like(o), saved)
+    one_head_bytes = sequence * sequence * dtype.itemsize
+    allocations = [event.cpu_memory_usage for event in trace.events() if event.name == "[memory]"]
+    assert allocations
+    assert max(allocations) < one_head_bytes
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    assert qkv.untyped_storage().data_ptr() not in storages
+    assert o.untyped_storage().data_ptr() in storages
+    log_sum_exp_bytes = sequence * heads * max(dtype.itemsize, 4)
+    assert sum(storages.values()) <= qkv.nbytes + o.nbytes + log_sum_exp_bytes
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):
+        Attention(heads=4, kv_heads=3, head_dim=2, sequence=4, rotary_base=None)
+    with pytest.raises(ValueError, match="head_dim=3 must be even"):
+        Attention(heads=4, kv_heads=2, head_dim=3, sequence=4, rotary_base=1e4)
+    operator = Attention(heads=4, kv_heads=2, head_dim=2, sequence=4, rotary_base=None)
+    with pytest.raises(ValueError, match="6 tokens are not a multiple of sequence=4"):
+        operator(torch.zeros(6, 16))
+    with pytest.raises(ValueError, match="15 columns"):
+        operator(torch.zeros(8, 15))

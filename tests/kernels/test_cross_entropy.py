@@ -1,0 +1,126 @@
+"""Vocabulary-parallel cross-entropy against `torch.nn.functional.cross_entropy`, whole and cut unevenly.
+
+Legend: T tokens, V vocabulary rows.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.kernels.operators import cross_entropy
+from braid.kernels.operators.cross_entropy import CrossEntropyLoss, CrossEntropyStatistics
+from tests.kernels.cases import TOLERANCE, assert_close, normal, wide_leaf
+
+Cut = list[int]
+"""Rows of each rank."""
+
+cuts = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+
+
+def parallel_loss(
+    logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-partition and gradient as the ranks of a group that is cut like this compute them."""
+    shards = [shard.clone() for shard in logits_TV.split(cut, dim=1)]
+    ranks = [
+        CrossEntropyStatistics(rows=rows, first_row=sum(cut[:rank]), vocabulary=sum(cut))
+        for rank, rows in enumerate(cut)
+    ]
+    with torch.no_grad():
+        statistics = [rank(shard, targets_T)[0] for rank, shard in zip(ranks, shards, strict=True)]
+        assert all(torch.equal(s, x) for s, x in zip(shards, logits_TV.split(cut, dim=1), strict=True))
+        loss, log_partition_T = CrossEntropyLoss(groups=len(cut))(torch.cat(statistics))
+        gradients = []
+        for rank, shard in zip(ranks, shards, strict=True):
+            (d_shard,) = rank.input_gradient(shard, log_partition_T, targets_T, scale)
+            assert d_shard.data_ptr() == shard.data_ptr()
+            gradients.append(d_shard)
+    return loss, log_partition_T, torch.cat(gradients, dim=1)
+
+
+def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float) -> None:
+    """Compare with float64 autograd."""
+    tolerance = TOLERANCE[logits_TV.dtype]
+    leaf = wide_leaf(logits_TV)
+    expected = F.cross_entropy(leaf, targets_T, reduction="sum")
+    (d_expected,) = torch.autograd.grad(expected * float(scale), leaf)
+    loss, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale)
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    assert loss.dtype == log_partition_T.dtype == wide
+    assert loss.shape == ()
+    assert d_logits_TV.dtype == logits_TV.dtype
+    narrow = min(tolerance, TOLERANCE[wide])
+    assert_close(loss, expected, narrow)
+    assert_close(log_partition_T, leaf.logsumexp(-1), narrow)
+    assert_close(d_logits_TV, d_expected, tolerance)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 9),
+    cut=cuts,
+    scale=st.floats(-2, 2),
+    spread=st.sampled_from([1.0, 30.0, 1e4]),
+    tensor_scale=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale):
+    torch.manual_seed(seed)
+    logits_TV = spread * normal(tokens, sum(cut), dtype=torch.float64)
+    targets_T = torch.randint(sum(cut), (tokens,))
+    check(logits_TV, targets_T, cut, torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cut", [[50], [17, 16, 17]])
+def test_narrow_dtypes(dtype, cut):
+    torch.manual_seed(0)
+    targets_T = torch.randint(50, (13,))
+    check(normal(13, 50, dtype=dtype), targets_T, cut, 0.125)
+    check(normal(13, 50, dtype=dtype), targets_T, cut, torch.tensor(0.125))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_chunks_change_nothing(monkeypatch, chunk_bytes, dtype):
+    torch.manual_seed(0)
+    logits_TV, targets_T = normal(11, 12, dtype=dtype), torch.randint(12, (11,))
+    expected = parallel_loss(logits_TV, targets_T, [5, 7], 1.0)
+    monkeypatch.setattr(cross_entropy, "_CPU_CHUNK_BYTES", chunk_bytes)
+    for actual, reference in zip(parallel_loss(logits_TV, targets_T, [5, 7], 1.0), expected, strict=True):
+        assert_close(actual, reference)
+
+
+@torch.no_grad()
+def test_gathered_statistics_may_be_flat_or_by_group():
+    torch.manual_seed(0)
+    statistics_GT3 = torch.rand(2, 5, 3, dtype=torch.float64) + 0.5
+    by_group = CrossEntropyLoss(groups=2)(statistics_GT3)
+    flat = CrossEntropyLoss(groups=2)(statistics_GT3.view(10, 3))
+    assert all(torch.equal(a, b) for a, b in zip(by_group, flat, strict=True))
+    assert by_group[1].shape == (5,)
+
+
+@torch.no_grad()
+def test_targets_that_are_no_tokens_are_refused():
+    logits_TV = torch.zeros(2, 3)
+    for operator in (
+        CrossEntropyStatistics(rows=3, first_row=0, vocabulary=6),
+        CrossEntropyStatistics(rows=3, first_row=0),
+    ):
+        with pytest.raises(ValueError, match="-100"):
+            operator(logits_TV, torch.tensor([0, -100]))
+    with pytest.raises(ValueError, match="vocabulary of 6"):
+        CrossEntropyStatistics(rows=3, first_row=0, vocabulary=6)(logits_TV, torch.tensor([0, 6]))
+
+
+@torch.no_grad()
+def test_vocabulary_size_is_optional():
+    torch.manual_seed(0)
+    logits_TV, targets_T = torch.randn(4, 3), torch.tensor([0, 5, 2, 4])
+    known = CrossEntropyStatistics(rows=3, first_row=2, vocabulary=6)(logits_TV, targets_T)
+    unknown = CrossEntropyStatistics(rows=3, first_row=2)(logits_TV, targets_T)
+    assert torch.equal(known[0], unknown[0])
