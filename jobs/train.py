@@ -4,12 +4,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, ConfigError
+from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerFailed
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished
@@ -22,7 +20,9 @@ from braid.jobs.tokenizer import load_tokenizer
 Show = Callable[[Event | Prepared | Progress], None]
 
 
-def train(config: Config, options: RunOptions | None = None, show: Show = lambda event: None) -> dict[str, Any]:
+def train(
+    config: Config, options: RunOptions | None = None, show: Show = lambda event: None
+) -> dict[str, Any]:
     """Train to the end, or until SIGINT or SIGTERM, and return the report (what ``report.json`` holds).
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerFailed` if a rank fails.
@@ -32,9 +32,7 @@ def train(config: Config, options: RunOptions | None = None, show: Show = lambda
     schedule = build_schedule(config, shape)
 
     def plan(prepared: Prepared) -> RunPlan:
-        return RunPlan(
-            config=config, shape=shape, schedule=schedule.to_text(), data=str(prepared.output)
-        )
+        return RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=str(prepared.output))
 
     report: dict[str, Any] = {}
     events = _in_processes if config.cluster.launcher == "processes" else _on_ray
@@ -126,11 +124,3 @@ def _stopping(stop: Callable[[], None]) -> Iterator[None]:
         over.set()
         asked.set()
         thread.join()
-
-
-__all__ = ["ConfigError", "WorkerFailed", "prepare_data", "train"]
-
-
-def default_config_path() -> Path:
-    """The demo's recipe, shipped with the package."""
-    return Path(__file__).parent / "recipes" / "demo.yaml"

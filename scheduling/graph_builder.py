@@ -367,9 +367,7 @@ class GraphBuilder:
 
     def _add(self, x: str, partial: str, part: str, module: str) -> None:
         name = f"{module}.{x}.add"
-        self._emit_gradient(
-            name, Kind.ADD, Pass.INPUT_GRADIENT, module, (partial, part), (self._arrive(x),)
-        )
+        self._emit_gradient(name, Kind.ADD, Pass.INPUT_GRADIENT, module, (partial, part), (self._arrive(x),))
 
     def build(self, output: str) -> Part:
         """Close the part whose result is ``output`` and derive its backward graph."""

@@ -332,9 +332,7 @@ def _header(lines: list[tuple[int, str]]) -> tuple[dict[str, int | str], list[tu
             f"make it anew with 'braid schedule'"
         )
     header: dict[str, int | str] = {}
-    for (number, line), key in zip(
-        lines[1:5], ("name", "stages", "chunks", "micro_batches"), strict=False
-    ):
+    for (number, line), key in zip(lines[1:5], ("name", "stages", "chunks", "micro_batches"), strict=False):
         words = line.split()
         if len(words) != 2 or words[0] != key or not (key == "name" or words[1].isdecimal()):
             raise ValueError(f"schedule, line {number}: expected '{key} ...', found {line!r}")

@@ -77,7 +77,10 @@ def _stage_faults(schedule: Schedule, stage: int, layout: ParallelLayout) -> Ite
         match instruction:
             case Block():
                 if instruction not in expected:
-                    yield position, f"chunk {instruction.chunk} or micro-batch {instruction.micro_batch} is not this stage's"
+                    yield (
+                        position,
+                        f"chunk {instruction.chunk} or micro-batch {instruction.micro_batch} is not this stage's",
+                    )
                 if instruction in done:
                     yield position, "the block runs twice"
                 cause = _missing_input(instruction, stage, layout, done, here)
@@ -151,7 +154,10 @@ def _end_faults(
 
 def _expected_blocks(schedule: Schedule, stage: int, layout: ParallelLayout) -> set[Block]:
     strands = {
-        (block.micro_batch, block.strand) for blocks in schedule.stages for block in blocks if isinstance(block, Block)
+        (block.micro_batch, block.strand)
+        for blocks in schedule.stages
+        for block in blocks
+        if isinstance(block, Block)
     }
     strand_of = dict(sorted(strands))
     directions = list(Direction) if schedule.trains else [Direction.FORWARD]
@@ -161,7 +167,13 @@ def _expected_blocks(schedule: Schedule, stage: int, layout: ParallelLayout) -> 
         for m in range(schedule.micro_batches)
         if m in strand_of
         for chunk in layout.chunks_of(stage)
-    } | {Block(d, m, c) for d in directions for m in range(schedule.micro_batches) if m not in strand_of for c in layout.chunks_of(stage)}
+    } | {
+        Block(d, m, c)
+        for d in directions
+        for m in range(schedule.micro_batches)
+        if m not in strand_of
+        for c in layout.chunks_of(stage)
+    }
 
 
 def _missing_input(

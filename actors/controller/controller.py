@@ -54,9 +54,7 @@ class Controller:
 
     def run(self) -> Iterator[Event]:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerFailed`; leaves nothing running."""
-        directory = RunDirectory(
-            self._config, resume=self._options.resume, overwrite=self._options.overwrite
-        )
+        directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             store = CheckpointStore(directory.path / "checkpoints")
             resumed, notes = self._find_checkpoint(store)
@@ -160,9 +158,7 @@ class Controller:
         due = step == last or (every > 0 and step % every == 0)
         return due and self._config.data.validation_fraction > 0
 
-    def _step(
-        self, group: WorkerGroup, step: int, facts: dict[str, Any], *, validates: bool
-    ) -> StepRecord:
+    def _step(self, group: WorkerGroup, step: int, facts: dict[str, Any], *, validates: bool) -> StepRecord:
         results: list[StepResult] = group.call_all("train_step", step)
         train = self._config.train
         tokens = train.global_batch * self._plan.shape.sequence

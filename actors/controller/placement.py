@@ -37,7 +37,9 @@ class RayLauncher:
         """Whether waiting can help: the cluster is large enough, or an autoscaler may enlarge it."""
         total = ray.cluster_resources()
         fits = all(total.get(name, 0.0) >= need * ranks for name, need in bundle.items())
-        return fits or bool(os.environ.get("RAY_ENABLE_AUTOSCALER_V2") or os.environ.get("KUBERAY_GEN_RAY_START_CMD"))
+        return fits or bool(
+            os.environ.get("RAY_ENABLE_AUTOSCALER_V2") or os.environ.get("KUBERAY_GEN_RAY_START_CMD")
+        )
 
     def _too_small(self, bundle: dict[str, float], ranks: int) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -55,9 +57,7 @@ class RayLauncher:
 class ActorGroup:
     """One actor per rank."""
 
-    def __init__(
-        self, group: PlacementGroup, ranks: int, bundle: dict[str, float], threads: int
-    ) -> None:
+    def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], threads: int) -> None:
         self._group = group
         self._actors = [
             StageActor.options(  # type: ignore[attr-defined]

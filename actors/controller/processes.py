@@ -48,7 +48,10 @@ class ProcessGroup:
         for rank in range(ranks):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, theirs, os.getpid(), threads), name=f"braid rank {rank}", daemon=True
+                target=_serve,
+                args=(rank, theirs, os.getpid(), threads),
+                name=f"braid rank {rank}",
+                daemon=True,
             )
             process.start()
             theirs.close()

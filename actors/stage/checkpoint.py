@@ -22,9 +22,7 @@ from braid.actors.stage.parameters import ParameterSlice, StageParameter
 State = dict[str, Tensor]
 
 
-def save_shards(
-    directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh
-) -> None:
+def save_shards(directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> None:
     """Write this rank's share of parameters and optimizer moments; every rank of the run calls this."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,9 +38,7 @@ def load_checkpoint(
     """Read this rank's slices into parameters and moments, in place; ``step`` steps were done."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(
-            _global_state(parameters, optimizer, mesh), storage_reader=dcp.FileSystemReader(directory)
-        )
+        dcp.load(_global_state(parameters, optimizer, mesh), storage_reader=dcp.FileSystemReader(directory))
     optimizer.restored(step)
 
 

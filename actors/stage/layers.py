@@ -207,9 +207,7 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
     shape = context.shape
     offset, rows = split_evenly(shape.vocabulary, context.sizes.tp, context.tp_rank)
-    linear = Linear(
-        inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype
-    )
+    linear = Linear(inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype)
     piece = ParameterSlice(source=head_weight(shape), offset=offset, length=rows)
     return {
         "final_norm": context.norm("final_norm"),

@@ -105,9 +105,7 @@ class Worker:
     def _join(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         bind_gloo(self.address)
         if self._store is None:
-            self._store = dist.TCPStore(
-                rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
-            )
+            self._store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
         backend = self._config.cluster.backend
         if backend == "auto":
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"

@@ -30,14 +30,22 @@ def successor(block: Block, layout: ParallelLayout) -> Block | None:
     """The block that takes what this one produces; None at the end of the pass."""
     if block.direction is Direction.FORWARD:
         chunk = block.chunk + 1
-        return None if chunk == layout.chunks else Block(block.direction, block.micro_batch, chunk, block.strand)
-    return None if block.chunk == 0 else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
+        return (
+            None if chunk == layout.chunks else Block(block.direction, block.micro_batch, chunk, block.strand)
+        )
+    return (
+        None if block.chunk == 0 else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
+    )
 
 
 def predecessor(block: Block, layout: ParallelLayout) -> Block | None:
     """The block whose output this one takes; None at the beginning of the pass."""
     if block.direction is Direction.FORWARD:
-        return None if block.chunk == 0 else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
+        return (
+            None
+            if block.chunk == 0
+            else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
+        )
     last = block.chunk == layout.chunks - 1
     return None if last else Block(block.direction, block.micro_batch, block.chunk + 1, block.strand)
 
@@ -93,7 +101,9 @@ def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey,
     """The serial program of every part and pass."""
     programs = {(name, Direction.FORWARD): serial_program(part.forward) for name, part in parts.items()}
     if trains:
-        programs |= {(name, Direction.BACKWARD): serial_program(part.backward) for name, part in parts.items()}
+        programs |= {
+            (name, Direction.BACKWARD): serial_program(part.backward) for name, part in parts.items()
+        }
     return programs
 
 
@@ -102,7 +112,9 @@ def training_schedule(
 ) -> Schedule:
     """Lower one of the named training schedules; `ValueError` for a name that does not exist."""
     if name not in GENERATORS:
-        raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(GENERATORS))}")
+        raise ValueError(
+            f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(GENERATORS))}"
+        )
     order = GENERATORS[name](layout, micro_batches)
     return Schedule(
         name=name,

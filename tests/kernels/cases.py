@@ -54,7 +54,7 @@ def prepare(operator: ComputeOperator, main_dtype: torch.dtype) -> dict[str, Ten
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE[torch.float64]) -> None:
     """Equal within ``tolerance`` of the largest expected element (of 1, if that is larger)."""
     assert actual.shape == expected.shape
-    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
 
 

@@ -105,11 +105,14 @@ def test_graph_frees_what_it_saved(splits):
     operator = AutogradOperator(module=Watched(), splits_weight_gradient=splits)
     prepare(operator, torch.float64)
     with torch.no_grad():
-        _, graph = operator(torch.ones(3))
+        x = torch.ones(3)
+        saved.append(weakref.ref(x.untyped_storage()))
+        _, graph = operator(x)
+        del x
         gc.collect()
-        assert saved[0]() is not None
+        assert all(reference() is not None for reference in saved)
         operator.input_gradient(torch.ones(3), graph)
         operator.weight_gradient(torch.ones(3), graph)
     gc.collect()
     assert graph.inputs == ()
-    assert saved[0]() is None
+    assert all(reference() is None for reference in saved)

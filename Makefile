@@ -1,0 +1,41 @@
+# Every target makes what it needs. The environment is .venv, pinned by constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check golden bench setup clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Braid needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "== setting up $(VENV) (once; downloads PyTorch and Ray)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.ready  ## make the environment
+
+demo: setup  ## train a small Llama on real text on this machine, two ranks, about three minutes
+	$(BIN)/braid train jobs/recipes/demo.yaml --overwrite
+
+test: setup  ## run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: setup  ## formatting, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+golden: setup  ## renew the golden files under tests/golden; read the difference before you commit it
+	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py --update-golden
+
+bench: setup  ## one rank against a plain PyTorch loop; Ray actors against plain processes
+	$(BIN)/braid bench training
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

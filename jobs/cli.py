@@ -1,0 +1,186 @@
+"""The command line. Errors that the user can mend are one message on standard error and exit code 2."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from braid import __version__
+from braid.actors.config import Config, ConfigError, load_config
+
+app = typer.Typer(
+    help="Train transformer language models and hide communication behind computation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a key, such as --set train.lr=3e-4; may be repeated.", metavar="KEY=VALUE"
+    ),
+]
+_ERROR_EXIT, _FAILURE_EXIT, _INTERRUPT_EXIT = 2, 1, 130
+
+
+def _config(
+    path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
+) -> Config:
+    extra = [f"cluster.launcher={launcher}"] if launcher else []
+    extra += [f"cluster.address={json.dumps(address)}"] if address else []
+    return load_config(path, [*(overrides or []), *extra])
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    launcher: Annotated[str | None, typer.Option(help="ray or processes.")] = None,
+    address: Annotated[str | None, typer.Option(help="Join this Ray cluster, HOST:PORT or auto.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    until: Annotated[int | None, typer.Option(help="Stop with a checkpoint after this step.", min=1)] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
+) -> None:
+    """Train a model."""
+    resolved = _config(config, overrides, launcher, address)
+    console = Console()
+    if dry_run:
+        _dry_run(console, resolved)
+        return
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    if report is not None and not report.parent.is_dir():
+        raise ConfigError(f"--report {report}: the folder {report.parent} does not exist")
+    from braid.actors.controller.controller import RunOptions
+    from braid.jobs.display import Display
+    from braid.jobs.train import train as run
+
+    options = RunOptions(resume=resume, overwrite=overwrite, until=until)
+    with Display(console, live=resolved.telemetry.progress).running() as display:
+        result = run(resolved, options, display.show)
+    if report is not None:
+        from braid.actors.controller.manifest import write_durably
+
+        write_durably(report, json.dumps(result, indent=1))
+
+
+def _dry_run(console: Console, config: Config) -> None:
+    from braid.jobs.corpus import find_sources
+    from braid.jobs.drawing import show_dry_run
+    from braid.jobs.tokenizer import load_tokenizer
+    from braid.jobs.train import corpus_of
+
+    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    find_sources(corpus_of(config))
+    show_dry_run(console, config, shape)
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Tokenise a run's corpus now instead of on first use."""
+    from braid.jobs.display import Display
+    from braid.jobs.prepare import local_map
+    from braid.jobs.train import prepare_data
+
+    resolved = _config(config, overrides)
+    with Display(Console(), live=resolved.telemetry.progress).running() as display:
+        if resolved.cluster.launcher == "processes":
+            prepare_data(resolved, local_map, display.show)
+            return
+        from braid.jobs.session import ray_session
+
+        with ray_session(resolved):
+            from braid.jobs.prepare_ray import ray_map
+
+            prepare_data(resolved, ray_map, display.show)
+
+
+@app.command()
+def schedule(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--show", help="Draw the grid instead of printing the text.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the text to this file.")] = None,
+) -> None:
+    """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
+    from braid.actors.controller.planning import build_schedule
+    from braid.jobs.drawing import show_schedule
+    from braid.jobs.tokenizer import load_tokenizer
+
+    resolved = _config(config, overrides)
+    made = build_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
+    if output is not None:
+        try:
+            output.write_text(made.to_text(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {output}: {error.strerror}") from None
+    if show:
+        show_schedule(Console(), made)
+    elif output is None:
+        typer.echo(made.to_text(), nl=False)
+
+
+bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"braid {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run a command, turn errors into messages and exit codes."""
+    # Import errors of Ray's own make more noise than sense; its logs stay in its session directory.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    try:
+        app(args=arguments, standalone_mode=False)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(_INTERRUPT_EXIT)
+    except Exception as error:
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    """Print one message and return the exit code; only errors of our own making show a trace."""
+    if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: wrong options, unknown commands
+        error.show()
+        return _ERROR_EXIT
+    if isinstance(error, ValueError):
+        print(f"braid: {error}", file=sys.stderr)
+        return _ERROR_EXIT
+    from braid.actors.controller.group import WorkerFailed
+
+    if isinstance(error, WorkerFailed):
+        if error.user_error:
+            print(f"braid: {error.user_message}", file=sys.stderr)
+            return _ERROR_EXIT
+        print(f"{error.trace}\nbraid: {error}".lstrip(), file=sys.stderr)
+        return _FAILURE_EXIT
+    raise error
+
+
+if __name__ == "__main__":
+    main()

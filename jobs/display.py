@@ -1,0 +1,183 @@
+"""What a person sees while a run goes on: a live progress line in a terminal, plain lines elsewhere."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from braid.actors.controller.records import Event, Finished, Saved, Started, StepDone, StepRecord
+from braid.jobs.prepare import Prepared
+from braid.jobs.prepare import Progress as Preparation
+
+_CURVE = "▁▂▃▄▅▆▇█"
+_LINE_SECONDS = 2.0
+
+
+def si(value: float) -> str:
+    """A number with a metric prefix: 12.3k, 4.5M."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+class Display:
+    """Shows the events of one run; use as a context manager around it."""
+
+    def __init__(self, console: Console, *, live: bool) -> None:
+        self._console = console
+        self._live = live and console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task: Any = None
+        self._losses: list[float] = []
+        self._bits: float | None = None
+        self._screen: Live | None = None
+        self._last_line = 0.0
+        self._last_step = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Display"]:
+        """Hold the live part of the terminal."""
+        if not self._live:
+            yield self
+            return
+        with Live(Text("starting"), console=self._console, refresh_per_second=8) as screen:
+            self._screen = screen
+            yield self
+
+    def show(self, event: Event | Prepared | Preparation) -> None:
+        """Take note of an event."""
+        match event:
+            case Preparation():
+                if self._screen:
+                    self._screen.update(
+                        Text(f"tokenising: {event.items_done}/{event.items} parts, {si(event.tokens)} tokens")
+                    )
+            case Prepared():
+                self._say(
+                    f"data    {si(event.train_tokens)} training and {si(event.validation_tokens)} validation "
+                    f"tokens of {event.documents} documents in {event.output}"
+                    + (" (prepared before)" if event.reused else "")
+                )
+                if self._screen:
+                    self._screen.update(Text("starting ranks"))
+            case Started():
+                self._begin(event)
+            case StepDone():
+                self._step(event.record)
+            case Saved():
+                self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s")
+            case Finished():
+                self._finish(event)
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _begin(self, event: Started) -> None:
+        for note in event.notes:
+            self._say(f"warning {note}")
+        self._say(
+            f"ranks   {event.ranks} ({event.layout}); steps {event.first_step} to {event.last_step}; "
+            f"records in {event.run_directory}"
+        )
+        self._task = self._progress.add_task(
+            "training", total=event.last_step, completed=event.first_step - 1
+        )
+        self._last_step = event.last_step
+
+    def _step(self, record: StepRecord) -> None:
+        self._losses.append(record.loss)
+        if record.validation_bits_per_byte is not None:
+            self._bits = record.validation_bits_per_byte
+        self._progress.update(self._task, completed=record.step)
+        if self._screen:
+            self._screen.update(Group(self._numbers(record), self._progress))
+        elif self._due(record):
+            self._say("  ".join(f"{name} {value}" for name, value in self._facts(record)))
+
+    def _due(self, record: StepRecord) -> bool:
+        """Plain lines at most every two seconds, but always for the last step and for validations."""
+        now = time.monotonic()
+        important = record.step == self._last_step or record.validation_bits_per_byte is not None
+        if not important and now - self._last_line < _LINE_SECONDS:
+            return False
+        self._last_line = now
+        return True
+
+    def _facts(self, record: StepRecord) -> list[tuple[str, str]]:
+        share = record.communication_seconds / record.seconds if record.seconds else 0.0
+        return [
+            ("step", f"{record.step}/{self._last_step}"),
+            ("loss", f"{record.loss:.4f}"),
+            ("validation", f"{self._bits:.3f} bits/byte" if self._bits is not None else "-"),
+            ("tokens/s", si(record.tokens / record.seconds)),
+            ("step time", f"{record.seconds * 1e3:.0f} ms"),
+            ("communication", f"{share:.0%}"),
+            ("memory", f"{max(record.peak_bytes) / 2**30:.2f} GiB"),
+        ]
+
+    def _numbers(self, record: StepRecord) -> Table:
+        table = Table.grid(padding=(0, 2))
+        facts = self._facts(record)
+        table.add_row(*(Text(name, style="dim") for name, _ in facts), Text("loss curve", style="dim"))
+        table.add_row(
+            *(Text(value, style="bold") for _, value in facts), Text(curve(self._losses), style="cyan")
+        )
+        return table
+
+    def _finish(self, event: Finished) -> None:
+        report = event.report
+        if self._screen:
+            self._screen.update(self._progress)
+        self._console.print(report_table(report, self._losses))
+        self._say("done" if event.complete else "stopped early; go on with --resume")
+
+
+def curve(values: list[float], width: int = 32) -> str:
+    """A series as a line of blocks, averaged into ``width`` columns."""
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    edges = [round(n * len(values) / columns) for n in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
+    return "".join(_CURVE[round((mean - low) * scale)] for mean in means)
+
+
+def report_table(report: dict[str, Any], losses: list[float]) -> Table:
+    """The end of a run in one table."""
+    table = Table(title="report", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    steps, layout, communication = report["steps"], report["layout"], report["communication"]
+    seconds = sum(step["seconds"] for step in steps)
+    axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("dp", "tp", "pp") if layout[axis] > 1)
+    table.add_row("layout", f"{layout['ranks']} ranks ({axes or 'one rank'}), schedule {layout['schedule']}")
+    if steps:
+        table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}")
+    bits = report["validation"]["bits_per_byte"]
+    table.add_row("validation", "-" if bits is None else f"{bits:.3f} bits per byte")
+    table.add_row("speed", f"{si(report['tokens_per_s'])} tokens/s, {seconds:.1f} s in {len(steps)} steps")
+    if seconds:
+        exposed = communication["exposed_seconds"]
+        table.add_row(
+            "communication",
+            f"{communication['seconds'] / seconds:.0%} of the time, "
+            f"{exposed / communication['seconds'] if communication['seconds'] else 0:.0%} of it exposed",
+        )
+    peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
+    table.add_row("peak memory", f"{peaks} GiB (by rank)")
+    return table

@@ -1,0 +1,67 @@
+"""Schedules and resolved configurations for the terminal."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from braid.actors.config import Config
+from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.scheduling.draw import cell_width, grid, summary
+from braid.scheduling.memory import model_flops, rank_memory
+from braid.scheduling.schedule import Direction, Schedule
+from braid.scheduling.spec import ModelShape
+
+_FORWARD = ("grey93 on blue", "grey93 on dodger_blue2")
+_BACKWARD = ("black on green3", "black on chartreuse3")
+
+
+def show_schedule(console: Console, schedule: Schedule) -> None:
+    """The grid: stages downwards, time to the right; forward blue, backward green, by parity of the chunk."""
+    console.print(summary(schedule), highlight=False, soft_wrap=True)
+    for number, cells in enumerate(grid(schedule, width=cell_width(schedule))):
+        line = Text(f"stage {number} ")
+        for cell in cells:
+            if cell.block is None:
+                line.append(cell.text, style="dim")
+                continue
+            styles = _FORWARD if cell.block.direction is Direction.FORWARD else _BACKWARD
+            line.append(cell.text, style=styles[cell.block.chunk >= len(schedule.stages)])
+        console.print(line, soft_wrap=True)
+
+
+def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
+    """The resolved configuration, layout, memory per rank and FLOPs, without starting anything."""
+    layout, workload = config.layout(), config.workload()
+    schedule = build_schedule(config, shape)
+    console.print(config.to_yaml().rstrip(), highlight=False, markup=False, soft_wrap=True)
+    tokens = workload.global_batch * shape.sequence
+    facts = Table(show_header=False, title="plan", title_justify="left")
+    facts.add_row("model", f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters")
+    facts.add_row(
+        "sizes",
+        f"hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, {shape.kv_heads} key-value heads, "
+        f"head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
+    )
+    facts.add_row("layout", f"{layout.ranks} ranks: {layout.describe()}")
+    facts.add_row(
+        "batch", f"{workload.micro_batches(layout)} micro-batches a replica, {tokens:,} tokens a step"
+    )
+    facts.add_row("FLOPs", f"{model_flops(shape, tokens) / 1e12:.3f} TFLOP a step (without recomputation)")
+    console.print(facts)
+    memory = Table(title="memory per rank (MiB, estimated)", title_justify="left")
+    for name in ("stage", "parameters", "gradients", "optimizer", "activations", "working", "total"):
+        memory.add_column(name, justify="right")
+    parts = model_graphs(config, shape)
+    for stage in range(layout.pp):
+        rank = rank_memory(schedule, layout, shape, parts, config.train.dtype, stage)
+        sizes = (
+            rank.parameter_bytes,
+            rank.gradient_bytes,
+            rank.optimizer_bytes,
+            rank.activation_bytes,
+            rank.working_bytes,
+            rank.total_bytes,
+        )
+        memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))
+    console.print(memory)
+    show_schedule(console, schedule)
