@@ -1,7 +1,7 @@
 """The configuration of a run: one YAML file, read safely, checked, frozen.
 
-Every object here is immutable and complete after `load_config`. Errors are `ConfigError`: one message with the
-path of the key, its value, and what would be right.
+Every object here is immutable and complete after `load_config`. Errors are `ConfigError`: one message with
+the path of the key, its value, and what would be right.
 """
 
 import difflib

@@ -171,9 +171,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, ValueError):
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
-    from braid.actors.controller.group import WorkerFailed
+    from braid.actors.controller.group import WorkerError
 
-    if isinstance(error, WorkerFailed):
+    if isinstance(error, WorkerError):
         if error.user_error:
             print(f"braid: {error.user_message}", file=sys.stderr)
             return _ERROR_EXIT

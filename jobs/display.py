@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group
@@ -151,7 +152,7 @@ def curve(values: list[float], width: int = 32) -> str:
         return ""
     columns = min(width, len(values))
     edges = [round(n * len(values) / columns) for n in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
     return "".join(_CURVE[round((mean - low) * scale)] for mean in means)

@@ -40,7 +40,7 @@ def ray_map(function: Callable[[T], R], items: Sequence[T], in_flight: int | Non
 
 
 def _cluster_cpus() -> float:
-    return float(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+    return float(ray.cluster_resources().get("CPU", 1))
 
 
 @ray.remote(num_cpus=1)

@@ -25,7 +25,7 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end, or until SIGINT or SIGTERM, and return the report (what ``report.json`` holds).
 
-    Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerFailed` if a rank fails.
+    Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
     options = options or RunOptions()
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
@@ -81,14 +81,12 @@ def _on_ray(
 ) -> Iterator[Event]:
     with ray_session(config):
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from braid.actors.controller.actor import ControllerActor
+        from braid.actors.controller.actor import start_controller
         from braid.jobs.prepare_ray import ray_map
 
         prepared = prepare_data(config, ray_map, show)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        controller = ControllerActor.options(scheduling_strategy=here).remote(plan(prepared), options)
+        controller = start_controller(plan(prepared), options)
         with _stopping(lambda: ray.get(controller.stop.remote())):
             for reference in controller.run.options(num_returns="streaming").remote():
                 event = ray.get(reference)
@@ -99,7 +97,7 @@ def _on_ray(
 
 @contextlib.contextmanager
 def _stopping(stop: Callable[[], None]) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``stop``, called from a thread of its own; the second one kills."""
+    """Turn the first SIGINT or SIGTERM into ``stop``, called from another thread; a second interrupts."""
     asked = threading.Event()
     over = threading.Event()
 

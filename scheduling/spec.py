@@ -165,7 +165,8 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
     for axis in ("cp", "ep"):
         if layout.degree(axis) > 1:
             raise ValueError(
-                f"parallel.{axis}={layout.degree(axis)} is not available in this version; set parallel.{axis} to 1"
+                f"parallel.{axis}={layout.degree(axis)} is not available in this version; "
+                f"set parallel.{axis} to 1"
             )
     for key, value in (("heads", shape.heads), ("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if value % layout.tp:

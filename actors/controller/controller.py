@@ -53,7 +53,7 @@ class Controller:
         self._stop.set()
 
     def run(self) -> Iterator[Event]:
-        """Train. Raises `ConfigError`, `CheckpointError` or `WorkerFailed`; leaves nothing running."""
+        """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             store = CheckpointStore(directory.path / "checkpoints")

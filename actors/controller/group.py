@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class WorkerFailed(RuntimeError):
+class WorkerError(RuntimeError):
     """A rank raised or died. ``user_error``: its message is for the user and needs no trace."""
 
     def __init__(self, rank: int, message: str, *, user_error: bool = False, trace: str = "") -> None:
@@ -16,23 +16,25 @@ class WorkerFailed(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive pickling with all fields."""
-        return _worker_failed, (self.rank, self.user_message, self.user_error, self.trace)
+        return _worker_error, (self.rank, self.user_message, self.user_error, self.trace)
 
 
-def _worker_failed(rank: int, message: str, user_error: bool, trace: str) -> WorkerFailed:
-    return WorkerFailed(rank, message, user_error=user_error, trace=trace)
+def _worker_error(rank: int, message: str, user_error: bool, trace: str) -> WorkerError:
+    return WorkerError(rank, message, user_error=user_error, trace=trace)
 
 
 class WorkerGroup(Protocol):
     """All ranks of a run. Methods are those of `braid.actors.stage.worker.Worker`, by name."""
 
-    addresses: Sequence[str]
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Address of every rank's node, by rank."""
 
     def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Call one rank and wait; raises `WorkerFailed`."""
+        """Call one rank and wait; raises `WorkerError`."""
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all ranks at once and wait for all results, in rank order; raises `WorkerFailed`."""
+        """Call all ranks at once and wait for all results, in rank order; raises `WorkerError`."""
 
     def describe(self) -> dict[str, Any]:
         """What the ranks run on, for ``cluster.json``."""

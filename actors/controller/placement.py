@@ -1,7 +1,7 @@
 """Ranks as Ray actors: room for all of them at once, or an error that says what is missing."""
 
+import contextlib
 import os
-import time
 from typing import Any
 
 import ray
@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import WorkerFailed
+from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.stage.actor import StageActor
 
 _EXIT_SECONDS = 5.0
@@ -24,7 +24,7 @@ class RayLauncher:
         device = config.cluster.device
         self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
-    def start(self, ranks: int) -> "ActorGroup":
+    def start(self, ranks: int) -> WorkerGroup:
         """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
         bundle = {"CPU": self._cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
         group = placement_group([bundle] * ranks, strategy="PACK")
@@ -95,14 +95,14 @@ class ActorGroup:
             return ray.get(reference)
         except RayTaskError as error:
             cause = error.cause
-            raise WorkerFailed(
+            raise WorkerError(
                 rank,
                 str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}",
                 user_error=isinstance(cause, ValueError),
                 trace=error.traceback_str,
             ) from None
         except RayActorError as error:
-            raise WorkerFailed(rank, f"its actor died: {str(error).splitlines()[0]}") from None
+            raise WorkerError(rank, f"its actor died: {str(error).splitlines()[0]}") from None
 
     def describe(self) -> dict[str, Any]:
         """The actors, their nodes and processes."""
@@ -111,11 +111,8 @@ class ActorGroup:
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
         leaving = [actor.close.remote() for actor in self._actors]
-        deadline = time.monotonic() + _EXIT_SECONDS
-        try:
-            ray.wait(leaving, num_returns=len(leaving), timeout=max(0.0, deadline - time.monotonic()))
-        except RayError:
-            pass
+        with contextlib.suppress(RayError):
+            ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

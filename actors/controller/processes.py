@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import WorkerFailed
+from braid.actors.controller.group import WorkerError, WorkerGroup
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
@@ -25,7 +25,7 @@ class ProcessLauncher:
         self._threads = config.cluster.threads_per_rank
         self._cpus_per_rank = config.cluster.cpus_per_rank
 
-    def start(self, ranks: int) -> "ProcessGroup":
+    def start(self, ranks: int) -> WorkerGroup:
         """Start the processes; `ConfigError` if they need more CPUs than this machine has."""
         cpus = len(os.sched_getaffinity(0))
         if ranks * self._cpus_per_rank > cpus:
@@ -81,20 +81,21 @@ class ProcessGroup:
         waiting = {self._connections[rank]: rank for rank in ranks}
         results: dict[int, Any] = {}
         while waiting:
-            for ready in multiprocessing.connection.wait(list(waiting)):
-                rank = waiting.pop(ready)  # type: ignore[arg-type]
+            multiprocessing.connection.wait(list(waiting))
+            for connection in [c for c in waiting if c.poll()]:
+                rank = waiting.pop(connection)
                 try:
-                    outcome = ready.recv()  # type: ignore[union-attr]
+                    outcome = connection.recv()
                 except (EOFError, OSError):
                     raise self._died(rank) from None
-                if isinstance(outcome, WorkerFailed):
+                if isinstance(outcome, WorkerError):
                     raise outcome
                 results[rank] = outcome[0]
         return results
 
-    def _died(self, rank: int) -> WorkerFailed:
+    def _died(self, rank: int) -> WorkerError:
         self._processes[rank].join(1.0)
-        return WorkerFailed(rank, f"its process ended with exit code {self._processes[rank].exitcode}")
+        return WorkerError(rank, f"its process ended with exit code {self._processes[rank].exitcode}")
 
     def describe(self) -> dict[str, Any]:
         """The processes and this machine."""
@@ -133,9 +134,9 @@ def _serve(rank: int, connection: Connection, parent: int, threads: int) -> None
         try:
             outcome: Any = (getattr(worker, method)(*arguments),)
         except ValueError as error:
-            outcome = WorkerFailed(rank, str(error), user_error=True, trace=traceback.format_exc())
+            outcome = WorkerError(rank, str(error), user_error=True, trace=traceback.format_exc())
         except Exception as error:
-            outcome = WorkerFailed(rank, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+            outcome = WorkerError(rank, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
         try:
             connection.send(outcome)
         except OSError:

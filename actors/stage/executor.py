@@ -18,6 +18,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import SlotKey, Slots, Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.collectives.primitives import started
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
     Block,
@@ -37,8 +38,8 @@ from braid.scheduling.schedule import (
 class MicroBatch:
     """Token ids of one micro-batch on the device: inputs and their successors, each T long."""
 
-    tokens_T: Tensor
-    targets_T: Tensor
+    tokens: Tensor
+    targets: Tensor
 
 
 class Update(Protocol):
@@ -141,7 +142,8 @@ class Executor:
                     assert update is not None
                     update.step()
         self._slots.assert_empty()
-        assert not (self._inputs or self._sending or self._receiving), "messages were left over"
+        left = [*self._inputs, *self._sending, *self._receiving]
+        assert not left, f"messages were left over: {', '.join(map(str, left))}"
         return sum(float(loss) for loss in self._losses)
 
     # -- blocks ------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class Executor:
         """Put a part's inputs into its slot."""
         available = {"x": x, "loss_scale": loss_scale}
         if batch is not None:
-            available |= {"tokens": batch.tokens_T, "targets": batch.targets_T}
+            available |= {"tokens": batch.tokens, "targets": batch.targets}
         part = self._parts[instance.name]
         needed = set(part.saved()) if self.schedule.trains else set()
         needed |= {name for op in part.forward.operators for name in op.reads}
@@ -218,7 +220,7 @@ class Executor:
         group, lane = self._channel(block, down=stage > self._mesh.position["pp"])
 
         def launch() -> tuple[Tensor, dist.Work]:
-            return x, dist.isend(x, peer, group=group, tag=tag)
+            return x, started(dist.isend(x, peer, group=group, tag=tag))
 
         transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
         self._sending[block] = transfer
@@ -230,7 +232,7 @@ class Executor:
         group, lane = self._channel(block, down=stage < self._mesh.position["pp"])
 
         def launch() -> tuple[Tensor, dist.Work]:
-            return x, dist.irecv(x, peer, group=group, tag=tag)
+            return x, started(dist.irecv(x, peer, group=group, tag=tag))
 
         transfer = self._streams.start(
             Stream.INTER, launch, awaited_next=awaited_next, lane=f"receive {lane}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -67,11 +68,8 @@ class GradientBuckets:
             for position, group in enumerate(bucket.groups):
                 last = position == len(bucket.groups) - 1
                 label = SpanLabel(f"gradients.{number}", Stream.INTER, bytes=bucket.buffer.nbytes)
-                transfer = self._streams.start(
-                    Stream.INTER,
-                    lambda bucket=bucket, group=group: all_reduce(bucket.buffer, group),
-                    awaited_next=not last,
-                )
+                launch = partial(all_reduce, bucket.buffer, group)
+                transfer = self._streams.start(Stream.INTER, launch, awaited_next=not last)
                 self._recorder.transfer(label, None, transfer)
                 if last:
                     pending.append(transfer)

@@ -53,11 +53,12 @@ class ModuleContext:
         """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
         hidden = self.shape.hidden
         weight = whole(GlobalParameter(name=f"{name}.weight", shape=(hidden,), constant=1.0))
-        options = {"hidden": hidden, "eps": self.shape.norm_eps, "device": self.device, "dtype": self.dtype}
+        kind = LayerNorm if self.shape.biases else RMSNorm
+        module = kind(hidden=hidden, eps=self.shape.norm_eps, device=self.device, dtype=self.dtype)
         if not self.shape.biases:
-            return OperatorModule(module=RMSNorm(**options), slices={"weight": weight})
+            return OperatorModule(module=module, slices={"weight": weight})
         bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
-        return OperatorModule(module=LayerNorm(**options), slices={"weight": weight, "bias": bias})
+        return OperatorModule(module=module, slices={"weight": weight, "bias": bias})
 
     def columns(self, names: dict[str, int], inputs: int, *, bias: bool) -> OperatorModule:
         """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
@@ -212,6 +213,8 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     return {
         "final_norm": context.norm("final_norm"),
         "head": OperatorModule(module=linear, slices={"weight": (piece,)}),
-        "loss_statistics": OperatorModule(module=CrossEntropyStatistics(rows=rows, first_row=offset)),
+        "loss_statistics": OperatorModule(
+            module=CrossEntropyStatistics(rows=rows, first_row=offset, vocabulary=shape.vocabulary)
+        ),
         "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tp)),
     }

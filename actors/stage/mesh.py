@@ -46,16 +46,16 @@ def build_mesh(
     tied_ends: bool = False,
     timeout: timedelta,
 ) -> Mesh:
-    """Create all groups; every rank calls this with the same arguments, as each group is a collective call."""
+    """Create all groups. Making a group is a collective call: every rank passes the same arguments."""
     position = layout.coordinate(rank)
     groups: dict[tuple[str, Strand], dist.ProcessGroup] = {}
     for axis, strand in product(AXES, strands):
         if layout.degree(axis) > 1:
-            groups[axis, strand] = _my_group(_lines(layout, axis), rank, timeout)
+            groups[axis, strand] = _line_group(layout, axis, rank, timeout)
     channels: dict[Channel, dist.ProcessGroup] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
-            channels[direction, way] = _my_group(_lines(layout, "pp"), rank, timeout)
+            channels[direction, way] = _line_group(layout, "pp", rank, timeout)
     ends = None
     if tied_ends and layout.pp > 1:
         pairs = [[line[0], line[-1]] for line in _lines(layout, "pp")]
@@ -73,7 +73,15 @@ def _lines(layout: ParallelLayout, axis: str) -> list[list[int]]:
     return lines
 
 
-def _my_group(lines: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:  # type: ignore[return]
+def _line_group(layout: ParallelLayout, axis: str, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group along ``axis`` that this rank is in."""
+    group = _my_group(_lines(layout, axis), rank, timeout)
+    assert group is not None
+    return group
+
+
+def _my_group(lines: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Create a group for each list of ranks; returns the one this rank is in, if any."""
     mine = None
     for ranks in lines:
         group = dist.new_group(ranks, timeout=timeout)

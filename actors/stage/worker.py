@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,11 @@ class Worker:
         self._layout = layout
         schedule = parse(plan.schedule)
         self._mesh = build_mesh(
-            layout, self.rank, strands=schedule.strands, tied_ends=plan.shape.tied_head, timeout=timeout
+            layout,
+            self.rank,
+            strands=schedule.strands,
+            tied_ends=plan.shape.tied_head and not layout.folded,
+            timeout=timeout,
         )
         self._build(plan, schedule)
         self._open_data(Path(plan.data))
@@ -106,7 +111,7 @@ class Worker:
         bind_gloo(self.address)
         if self._store is None:
             self._store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
-        backend = self._config.cluster.backend
+        backend: str = self._config.cluster.backend
         if backend == "auto":
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -142,15 +147,15 @@ class Worker:
             self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20
         )
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
-        shared = {
-            "parts": parts,
-            "model": self._model,
-            "mesh": self._mesh,
-            "streams": self._streams,
-            "recorder": self._recorder,
-        }
-        self._executor = Executor(schedule=schedule, **shared)
-        self._evaluator = Executor(schedule=evaluation, **shared)
+        bind = partial(
+            Executor,
+            parts=parts,
+            model=self._model,
+            mesh=self._mesh,
+            streams=self._streams,
+            recorder=self._recorder,
+        )
+        self._executor, self._evaluator = bind(schedule=schedule), bind(schedule=evaluation)
 
     # -- data --------------------------------------------------------------------------------------------
 

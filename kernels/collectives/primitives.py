@@ -16,15 +16,21 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Concatenate the tokens of all ranks of the group, in rank order: (t, ...) -> (t x ranks, ...)."""
     y = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return y, _gather(y, x.contiguous(), group=group, async_op=True)
+    return y, started(_gather(y, x.contiguous(), group=group, async_op=True))
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...)."""
     y = torch.empty((x.shape[0] // group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return y, _scatter(y, x.contiguous(), group=group, async_op=True)
+    return y, started(_scatter(y, x.contiguous(), group=group, async_op=True))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Sum over the ranks, in place."""
-    return x, dist.all_reduce(x, group=group, async_op=True)
+    return x, started(dist.all_reduce(x, group=group, async_op=True))
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """The work of an asynchronous call; torch returns none to ranks outside the group."""
+    assert work is not None, "this rank is not in the group it communicates in"
+    return work
