@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from braid.scheduling.lowering.pipelines import GENERATORS, needs_folding
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
@@ -20,6 +20,18 @@ from braid.scheduling.spec import FAMILIES, ModelShape, ParallelLayout, Workload
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
+def _one_of(options: Iterable[str]) -> AfterValidator:
+    """A string that must be one of ``options``."""
+    known = tuple(options)
+
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return value
+
+    return AfterValidator(check)
 
 
 class ConfigError(ValueError):
@@ -103,16 +115,10 @@ class TrainConfig(_Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
-    recompute: str = "none"
+    recompute: Annotated[str, _one_of(RECOMPUTE_POLICIES)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     validation_samples: Positive = 64
-
-    @model_validator(mode="after")
-    def _policy(self) -> "TrainConfig":
-        if self.recompute not in RECOMPUTE_POLICIES:
-            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}")
-        return self
 
 
 class ParallelConfig(_Section):
@@ -128,14 +134,8 @@ class ParallelConfig(_Section):
 class OverlapConfig(_Section):
     """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``."""
 
-    schedule: str = "megatron"
+    schedule: Annotated[str, _one_of(GENERATORS)] = "megatron"
     schedule_file: Path | None = None
-
-    @model_validator(mode="after")
-    def _known(self) -> "OverlapConfig":
-        if self.schedule not in GENERATORS:
-            raise ValueError(f"schedule must be one of {', '.join(sorted(GENERATORS))}")
-        return self
 
 
 class ClusterConfig(_Section):

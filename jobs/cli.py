@@ -72,6 +72,8 @@ def train(
         from braid.actors.controller.manifest import write_durably
 
         write_durably(report, json.dumps(result, indent=1))
+    if not result["complete"] and len(result["steps"]) != until:
+        raise typer.Exit(_INTERRUPT_EXIT)
 
 
 def _dry_run(console: Console, config: Config) -> None:

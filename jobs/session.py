@@ -33,7 +33,8 @@ def ray_session(config: Config) -> Iterator[None]:
         if address:
             _check_reachable(address)
             try:
-                ray.init(address=address, runtime_env={"py_modules": [_package()]}, **quiet)
+                with _native_messages_dropped():
+                    ray.init(address=address, runtime_env={"py_modules": [_package()]}, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
@@ -53,6 +54,19 @@ def ray_session(config: Config) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _native_messages_dropped() -> Iterator[None]:
+    """Keep Ray's C++ layer from writing its retries to standard error; the outcome is an exception."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _check_reachable(address: str) -> None:

@@ -11,7 +11,7 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished
-from braid.actors.stage.worker import RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import ray_session
@@ -70,8 +70,9 @@ def corpus_of(config: Config) -> Corpus:
 def _in_processes(
     config: Config, options: RunOptions, plan: Callable[[Prepared], RunPlan], show: Show
 ) -> Iterator[Event]:
-    prepared = prepare_data(config, local_map, show)
-    controller = Controller(plan(prepared), ProcessLauncher(config), options)
+    launcher = ProcessLauncher(config)
+    launcher.check(config.layout().ranks)
+    controller = Controller(plan(prepare_data(config, local_map, show)), launcher, options)
     with _stopping(controller.stop):
         yield from controller.run()
 
@@ -83,10 +84,11 @@ def _on_ray(
         import ray
 
         from braid.actors.controller.actor import start_controller
+        from braid.actors.controller.placement import RayLauncher
         from braid.jobs.prepare_ray import ray_map
 
-        prepared = prepare_data(config, ray_map, show)
-        controller = start_controller(plan(prepared), options)
+        RayLauncher(config).check(config.layout().ranks)
+        controller = start_controller(plan(prepare_data(config, ray_map, show)), options)
         with _stopping(lambda: ray.get(controller.stop.remote())):
             for reference in controller.run.options(num_returns="streaming").remote():
                 event = ray.get(reference)

@@ -10,7 +10,7 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.placement import RayLauncher
 from braid.actors.controller.records import Event
-from braid.actors.stage.worker import RunPlan
+from braid.actors.stage.messages import RunPlan
 
 
 class ControllerActor:

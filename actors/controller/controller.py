@@ -23,7 +23,7 @@ from braid.actors.controller.records import (
     StepRecord,
     build_report,
 )
-from braid.actors.stage.worker import Rendezvous, RunPlan, StepResult
+from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,10 @@ class Controller:
             (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
             None,
         )
-        report = build_report(records, self._config, validation)
+        complete = step == self._config.train.steps
+        report = build_report(records, self._config, validation, complete=complete)
         directory.write_report(report)
-        yield Finished(complete=step == self._config.train.steps, report=report)
+        yield Finished(complete=complete, report=report)
 
     def _rendezvous(self, group: WorkerGroup) -> None:
         self._generation += 1

@@ -46,5 +46,8 @@ class WorkerGroup(Protocol):
 class Launcher(Protocol):
     """Starts worker groups; picklable, so that it can be handed to a controller elsewhere."""
 
+    def check(self, ranks: int) -> None:
+        """Raise `ConfigError` if it is plain already that there is no room for that many ranks."""
+
     def start(self, ranks: int) -> WorkerGroup:
         """Start that many ranks; `ConfigError` if there is no room for them."""

@@ -24,24 +24,27 @@ class RayLauncher:
         device = config.cluster.device
         self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
+        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
+
+    def check(self, ranks: int) -> None:
+        """`ConfigError` if the whole cluster is too small, and none of its kind can grow."""
+        total = ray.cluster_resources()
+        fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
+        grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
+        if not fits and not grows:
+            raise ConfigError(self._too_small(ranks))
+
     def start(self, ranks: int) -> WorkerGroup:
         """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
-        bundle = {"CPU": self._cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
-        group = placement_group([bundle] * ranks, strategy="PACK")
-        if not group.wait(self._cluster.placement_timeout_s if self._may_fit(bundle, ranks) else 0.2):
+        self.check(ranks)
+        group = placement_group([self._bundle] * ranks, strategy="PACK")
+        if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
-            raise ConfigError(self._too_small(bundle, ranks))
-        return ActorGroup(group, ranks, bundle, self._cluster.threads_per_rank)
+            raise ConfigError(self._too_small(ranks))
+        return ActorGroup(group, ranks, self._bundle, self._cluster.threads_per_rank)
 
-    def _may_fit(self, bundle: dict[str, float], ranks: int) -> bool:
-        """Whether waiting can help: the cluster is large enough, or an autoscaler may enlarge it."""
-        total = ray.cluster_resources()
-        fits = all(total.get(name, 0.0) >= need * ranks for name, need in bundle.items())
-        return fits or bool(
-            os.environ.get("RAY_ENABLE_AUTOSCALER_V2") or os.environ.get("KUBERAY_GEN_RAY_START_CMD")
-        )
-
-    def _too_small(self, bundle: dict[str, float], ranks: int) -> str:
+    def _too_small(self, ranks: int) -> str:
+        bundle = self._bundle
         total, free = ray.cluster_resources(), ray.available_resources()
         asked = ", ".join(f"{need * ranks:g} {name}" for name, need in bundle.items())
         there = ", ".join(

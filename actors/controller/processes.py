@@ -25,8 +25,8 @@ class ProcessLauncher:
         self._threads = config.cluster.threads_per_rank
         self._cpus_per_rank = config.cluster.cpus_per_rank
 
-    def start(self, ranks: int) -> WorkerGroup:
-        """Start the processes; `ConfigError` if they need more CPUs than this machine has."""
+    def check(self, ranks: int) -> None:
+        """`ConfigError` if the ranks need more CPUs than this machine has."""
         cpus = len(os.sched_getaffinity(0))
         if ranks * self._cpus_per_rank > cpus:
             raise ConfigError(
@@ -34,6 +34,10 @@ class ProcessLauncher:
                 f"machine has {cpus} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks share "
                 f"CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
             )
+
+    def start(self, ranks: int) -> WorkerGroup:
+        """Start the processes."""
+        self.check(ranks)
         return ProcessGroup(ranks, self._threads)
 
 

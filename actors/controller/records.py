@@ -82,17 +82,13 @@ class RunDirectory:
             raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
-        try:
-            if existed and not resume and (self.path / "config.yaml").exists():
-                if not overwrite:
-                    raise ConfigError(
-                        f"run directory {self.path} already holds a run; continue it with --resume, "
-                        f"choose another with --set name=..., or replace it with --overwrite"
-                    )
-                self._empty()
-        except BaseException:
+        self._replaces = existed and not resume and (self.path / "config.yaml").exists()
+        if self._replaces and not overwrite:
             self.close()
-            raise
+            raise ConfigError(
+                f"run directory {self.path} already holds a run; continue it with --resume, "
+                f"choose another with --set name=..., or replace it with --overwrite"
+            )
 
     def _acquire(self) -> IO[str]:
         lock = (self.path / ".lock").open("a+", encoding="utf-8")
@@ -117,7 +113,9 @@ class RunDirectory:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def describe(self, config: Config, shape: ModelShape, schedule: str, cluster: dict[str, Any]) -> None:
-        """Write down what the run is before it starts."""
+        """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
+        if self._replaces:
+            self._empty()
         write_durably(self.path / "config.yaml", config.to_yaml())
         write_durably(self.path / "schedule.txt", schedule)
         write_durably(self.path / "cluster.json", json.dumps(cluster, indent=1))
@@ -144,9 +142,13 @@ class RunDirectory:
         write_durably(self.path / "report.json", json.dumps(report, indent=1))
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Let go of the lock, and of the directory if the run never started."""
         with contextlib.suppress(OSError):
-            self._lock.close()
+            if [path.name for path in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+                self.path.parent.rmdir()
+        self._lock.close()
 
 
 def _line(record: StepRecord) -> str:
@@ -164,13 +166,16 @@ def read_metrics(path: Path) -> list[StepRecord]:
     return records
 
 
-def build_report(records: list[StepRecord], config: Config, validation: float | None) -> dict[str, Any]:
+def build_report(
+    records: list[StepRecord], config: Config, validation: float | None, *, complete: bool
+) -> dict[str, Any]:
     """The contents of ``report.json``."""
     layout = config.layout()
     timed = records[1:] or records
     seconds = sum(record.seconds for record in timed)
     peaks = [record.peak_bytes for record in records if len(record.peak_bytes) == layout.ranks]
     return {
+        "complete": complete,
         "steps": [
             {key: getattr(r, key) for key in ("step", "loss", "grad_norm", "lr", "seconds", "tokens")}
             for r in records

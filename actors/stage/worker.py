@@ -8,7 +8,6 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh
+from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
@@ -36,38 +36,6 @@ from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of one generation meet."""
-
-    address: str
-    port: int
-    generation: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What every rank is told: the configuration, the model's shape, the schedule's text, the data."""
-
-    config: Config
-    shape: ModelShape
-    schedule: str
-    data: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one rank saw of one training step."""
-
-    loss_sum: float
-    gradient_norm: float
-    lr: float
-    seconds: float
-    communication_seconds: float
-    exposed_seconds: float
-    peak_bytes: int
 
 
 class Worker:

@@ -129,6 +129,12 @@ def test_the_command_line_starts_without_torch_and_ray() -> None:
     assert not loaded_after("import braid.jobs.cli") & {"torch", "ray"}
 
 
+def test_the_controller_starts_without_torch_and_ray() -> None:
+    """It never touches a tensor; and a wrong configuration is refused before torch is loaded."""
+    modules = "braid.actors.controller.controller, braid.actors.controller.processes, braid.jobs.train"
+    assert not loaded_after(f"import {modules}") & {"torch", "ray"}
+
+
 def test_links_cover_the_folders() -> None:
     for folder in FOLDERS:
         link = ROOT / "braid" / folder

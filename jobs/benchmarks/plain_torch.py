@@ -1,0 +1,216 @@
+"""A training loop as a PyTorch user writes it: ordinary modules, autograd, AdamW; nothing of Braid in it.
+
+It is the independent reference of the tests and the peer of the benchmark, so it must be good: fused query,
+key and value projections, fused gate and up projections, PyTorch's own attention, loss and fused AdamW.
+
+Legend: B samples, S tokens of a sample, D hidden, N query heads, K key-value heads, H head dimension, V
+vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSizes:
+    """Sizes of a decoder-only transformer of the family ``llama`` or ``gpt``."""
+
+    family: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    sequence: int
+    tied_head: bool = False
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+
+    @property
+    def is_gpt(self) -> bool:
+        """LayerNorm, learned positions, GELU and biases, instead of RMSNorm, rotary embedding and SwiGLU."""
+        return self.family == "gpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSettings:
+    """AdamW with linear warm-up and cosine decay to ``min_lr_fraction``; ``clip_norm`` 0 means no clipping."""
+
+    steps: int
+    lr: float
+    min_lr_fraction: float
+    warmup_steps: int
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        done = min((step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1), 1.0)
+        cosine = (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.min_lr_fraction + (1 - self.min_lr_fraction) * cosine)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
+
+    cos_SH: Tensor
+    sin_SH: Tensor
+
+    def __init__(self, sizes: PlainSizes) -> None:
+        super().__init__()
+        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
+        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
+        angles_SH = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos_SH", angles_SH.cos(), persistent=False)
+        self.register_buffer("sin_SH", angles_SH.sin(), persistent=False)
+
+    def forward(self, x_BNSH: Tensor) -> Tensor:
+        length = x_BNSH.shape[-2]
+        low, high = x_BNSH.chunk(2, dim=-1)
+        rotated_half = torch.cat((-high, low), dim=-1)
+        return x_BNSH * self.cos_SH[:length] + rotated_half * self.sin_SH[:length]
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, sizes: PlainSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        hidden, bias = sizes.hidden, sizes.is_gpt
+        query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.attention_norm = norm(sizes)
+        self.qkv = nn.Linear(hidden, query + 2 * key, bias=bias)
+        self.projection = nn.Linear(query, hidden, bias=bias)
+        self.mlp_norm = norm(sizes)
+        self.mlp_in = nn.Linear(hidden, sizes.ffn if sizes.is_gpt else 2 * sizes.ffn, bias=bias)
+        self.mlp_out = nn.Linear(sizes.ffn, hidden, bias=bias)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
+        x_BSD = x_BSD + self.projection(self._attention(self.attention_norm(x_BSD), rotary))
+        return x_BSD + self.mlp_out(self._activation(self.mlp_in(self.mlp_norm(x_BSD))))
+
+    def _attention(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
+        sizes = self.sizes
+        heads = self.qkv(x_BSD).unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2)
+        q_BNSH, k_BKSH, v_BKSH = heads.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=1)
+        if rotary is not None:
+            q_BNSH, k_BKSH = rotary(q_BNSH), rotary(k_BKSH)
+        grouped = sizes.kv_heads != sizes.heads
+        o_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
+        return o_BNSH.transpose(1, 2).flatten(2)
+
+    def _activation(self, h: Tensor) -> Tensor:
+        if self.sizes.is_gpt:
+            return F.gelu(h, approximate="tanh")
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class PlainModel(nn.Module):
+    """A decoder-only transformer in ``dtype``, uninitialised beyond PyTorch's defaults (see `load_named`)."""
+
+    def __init__(self, sizes: PlainSizes, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.positions = nn.Embedding(sizes.sequence, sizes.hidden) if sizes.is_gpt else None
+        self.rotary = None if sizes.is_gpt else Rotary(sizes)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.final_norm = norm(sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        if sizes.tied_head:
+            self.head.weight = self.embedding.weight
+        self.to(dtype)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Token ids to logits_BSV."""
+        x_BSD = self.embedding(tokens_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions.weight[: tokens_BS.shape[1]]
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, self.rotary)
+        return self.head(self.final_norm(x_BSD))
+
+    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Sum of the tokens' cross-entropies, in nats."""
+        return F.cross_entropy(self(tokens_BS).flatten(0, 1), targets_BS.flatten(), reduction="sum")
+
+
+def norm(sizes: PlainSizes) -> nn.Module:
+    """The family's normalisation of the hidden dim."""
+    kind = nn.LayerNorm if sizes.is_gpt else nn.RMSNorm  # nn.RMSNorm is F.rms_norm with a weight
+    return kind(sizes.hidden, eps=sizes.norm_eps)
+
+
+class PlainTrainer:
+    """The training loop: gradient accumulation, clipping, AdamW."""
+
+    def __init__(self, model: PlainModel, settings: PlainSettings) -> None:
+        self.model, self.settings = model, settings
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def step(self, step: int, windows: Sequence[Tensor]) -> tuple[float, float]:
+        """Train on micro-batches of windows (B x (S + 1) tokens each); returns (mean loss, gradient norm)."""
+        tokens = sum(window.shape[0] * (window.shape[1] - 1) for window in windows)
+        loss_sum = 0.0
+        for window in windows:
+            loss = self.model.loss_sum(window[:, :-1], window[:, 1:])
+            (loss / tokens).backward()
+            loss_sum += loss.item()
+        limit = self.settings.clip_norm or math.inf
+        gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum / tokens, gradient_norm.item()
+
+    @torch.no_grad()
+    def mean_loss(self, windows: Sequence[Tensor]) -> float:
+        """Mean loss over the tokens of micro-batches of windows, without training."""
+        losses = [self.model.loss_sum(window[:, :-1], window[:, 1:]).item() for window in windows]
+        return sum(losses) / sum(window[:, 1:].numel() for window in windows)
+
+
+@torch.no_grad()
+def load_named(model: PlainModel, tensors: Mapping[str, Tensor]) -> None:
+    """Set all parameters from tensors with Braid's global names, such as ``layers.3.qkv.q.weight``.
+
+    The parts of a fused parameter are stacked in the order q, k, v and gate, up. Raises KeyError for a part
+    that is missing, ValueError for tensors that the model has no parameter for.
+    """
+    unused = set(tensors)
+    for name, parameter in model.named_parameters():
+        names = list(_global_names(name, gated=model.rotary is not None))
+        parameter.copy_(torch.cat([tensors[part] for part in names]))
+        unused -= set(names)
+    if unused:
+        raise ValueError(f"the model has no parameters for {', '.join(sorted(unused))}")
+
+
+def _global_names(name: str, gated: bool) -> Iterator[str]:
+    """Global names of the tensors that are stacked in the parameter ``name``."""
+    parts = {"qkv": ("q", "k", "v"), "mlp_in": ("gate", "up") if gated else ("up",)}
+    module, _, attribute = name.rpartition(".")
+    for part in parts.get(module.rpartition(".")[2], ("",)):
+        yield ".".join(filter(None, (module, part, attribute)))

@@ -1,0 +1,117 @@
+"""Runs the command line as a user does: a process of its own, in a session of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BASE: dict[str, Any] = {
+    "name": "run",
+    "model": {"hidden": 32, "layers": 4, "heads": 4, "sequence": 32},
+    "data": {"files": ["corpus.txt"], "validation_fraction": 0.1},
+    "train": {"steps": 4, "global_batch": 8, "micro_batch": 2},
+    "cluster": {"launcher": "processes"},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+
+
+def environment() -> dict[str, str]:
+    """The test's environment with the package importable and Ray kept private."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **{key: value for key, value in os.environ.items() if not key.startswith("RAY_")},
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "RAY_AUTH_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """Start ``braid ARGUMENTS`` in a folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "braid.jobs.cli", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def braid(folder: Path, *arguments: str, timeout: float = 120.0) -> Outcome:
+    """Run ``braid ARGUMENTS`` in a folder to its end; its whole session is killed if it takes too long."""
+    begin = time.monotonic()
+    process = start(folder, *arguments)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return Outcome(process.returncode, output, errors, time.monotonic() - begin)
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """Write ``run.yaml``: `BASE` with keys of sections replaced."""
+    content = {key: dict(value) if isinstance(value, dict) else value for key, value in BASE.items()}
+    for section, value in sections.items():
+        content[section] = {**content.get(section, {}), **value} if isinstance(value, dict) else value
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def write_corpus(folder: Path) -> Path:
+    """A small corpus of real text: this project's design of itself, its own source files."""
+    path = folder / "corpus.txt"
+    sources = sorted((ROOT / "scheduling").glob("*.py")) + sorted((ROOT / "actors" / "stage").glob("*.py"))
+    path.write_text("\n".join(source.read_text(encoding="utf-8") for source in sources), encoding="utf-8")
+    return path
+
+
+def processes_in(session: int) -> list[str]:
+    """Command lines of the processes that still live in a session."""
+    alive = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(stat[3]) == session and stat[0] != "Z":
+                    alive.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except (OSError, IndexError):
+                continue
+    return alive
+
+
+def processes_mentioning(text: str) -> list[str]:
+    """Command lines of live processes that mention a text, such as a cluster's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in command:
+                found.append(command)
+    return found

@@ -1,0 +1,211 @@
+"""Wrong input gets one clear message, exit code 2, no trace, and leaves nothing behind (a table)."""
+
+import fcntl
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.command import braid, processes_in, start, write_config, write_corpus
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, and what the message must say."""
+
+    name: str
+    says: tuple[str, ...]
+    config: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    prepare: Callable[[Path], None] = lambda folder: None
+
+
+def _write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None  # type: ignore[func-returns-value]
+
+
+def _other_run(folder: Path) -> None:
+    run = folder / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("name: run\n")
+    (run / ".lock").touch()
+
+
+CASES = [
+    Case("misspelt key", ("train.lrr", "train.lr"), {"train": {"lrr": 1.0}}),
+    Case("misspelt section", ("trian", "train"), {"trian": {"lr": 1.0}}),
+    Case("key in no section", ("'lr'", "train.lr"), {"lr": 1.0}),
+    Case("wrong type", ("train.steps", "'many'"), {"train": {"steps": "many"}}),
+    Case("not finite", ("train.lr", "nan"), {"train": {"lr": float("nan")}}),
+    Case("bad name", ("name", "../elsewhere"), {"name": "../elsewhere"}),
+    Case("unknown schedule", ("overlap.schedule", "zigzag", "megatron"), {"overlap": {"schedule": "zigzag"}}),
+    Case("unknown policy", ("train.recompute", "some", "selective"), {"train": {"recompute": "some"}}),
+    Case("override without value", ("--set", "train.lr", "key=value"), options=("--set", "train.lr")),
+    Case("missing data file", ("data.files", "missing.txt"), {"data": {"files": ["missing.txt"]}}),
+    Case(
+        "empty corpus",
+        ("data.files", "no text"),
+        {"data": {"files": ["empty.txt"]}},
+        prepare=_write("empty.txt", b""),
+    ),
+    Case(
+        "not UTF-8",
+        ("latin.txt", "UTF-8", "byte 3", "data.encoding_errors"),
+        {"data": {"files": ["latin.txt"]}},
+        prepare=_write("latin.txt", b"caf\xe9 au lait"),
+    ),
+    Case(
+        "corpus too short",
+        ("tokens", "33"),
+        {"data": {"files": ["short.txt"]}},
+        prepare=_write("short.txt", b"too short for one sample"),
+    ),
+    Case("missing tokenizer", ("data.tokenizer", "none.json"), {"data": {"tokenizer": "none.json"}}),
+    Case("heads and tp", ("model.heads=4", "parallel.tp=3", "1, 2, 4"), {"parallel": {"tp": 3}}),
+    Case(
+        "kv heads and tp",
+        ("model.kv_heads=1", "parallel.tp=2"),
+        {"model": {"kv_heads": 1}, "parallel": {"tp": 2}},
+    ),
+    Case("hidden and heads", ("model.hidden=32", "model.heads=5"), {"model": {"heads": 5}}),
+    Case(
+        "layers and folded pp",
+        ("model.layers=6", "2 x parallel.pp=4", "multiple of 4"),
+        {"model": {"layers": 6}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+    ),
+    Case("layers and pp", ("model.layers=4", "parallel.pp=3"), {"parallel": {"pp": 3}}),
+    Case(
+        "batch",
+        ("train.global_batch=9", "train.micro_batch=2", "parallel.dp=2", "8 or 12"),
+        {"train": {"global_batch": 9}, "parallel": {"dp": 2}},
+    ),
+    Case("axis not there", ("parallel.cp=2", "1"), {"parallel": {"cp": 2}}),
+    Case(
+        "more ranks than CPUs",
+        ("4096 ranks", "CPUs", "parallel.dp"),
+        {"parallel": {"dp": 4096}, "train": {"global_batch": 8192}},
+    ),
+    Case("run exists", ("runs/run", "--resume", "--overwrite"), prepare=_other_run),
+    Case("nothing to resume", ("runs/run", "--resume"), options=("--resume",)),
+    Case("resume and overwrite", ("--resume", "--overwrite"), options=("--resume", "--overwrite")),
+    Case("report into nowhere", ("--report", "nowhere"), options=("--report", "nowhere/report.json")),
+    Case("unknown layer", ("model.layer", "package.module:Class"), {"model": {"layer": "nowhere:Layer"}}),
+    Case(
+        "missing schedule file",
+        ("overlap.schedule_file", "none.txt"),
+        {"overlap": {"schedule_file": "none.txt"}},
+    ),
+    Case(
+        "schedule of another version",
+        ("braid schedule 1", "braid schedule 7"),
+        {"overlap": {"schedule_file": "old.txt"}},
+        prepare=_write("old.txt", b"braid schedule 7\nname megatron\n"),
+    ),
+]
+
+
+def _check(folder: Path, case: Case, *arguments: str) -> None:
+    before = {path for path in folder.rglob("*") if "data" not in path.parts}
+    outcome = braid(folder, *arguments, timeout=100)
+    assert outcome.code == 2, outcome.output + outcome.errors
+    assert "Traceback" not in outcome.output + outcome.errors
+    assert outcome.errors.startswith("braid: ")
+    for text in case.says:
+        assert text in outcome.errors
+    after = {path for path in folder.rglob("*") if "data" not in path.parts}
+    assert {p for p in after - before if p.name != "runs"} == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_wrong_input(case: Case, tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path, **case.config)
+    case.prepare(tmp_path)
+    _check(tmp_path, case, "train", "run.yaml", *case.options)
+
+
+def test_config_file_missing_or_broken(tmp_path: Path) -> None:
+    _check(tmp_path, Case("missing", ("absent.yaml",)), "train", "absent.yaml")
+    (tmp_path / "broken.yaml").write_text("train: [unclosed\n")
+    _check(tmp_path, Case("broken", ("broken.yaml", "YAML")), "train", "broken.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    _check(tmp_path, Case("list", ("list.yaml", "keys and values")), "train", "list.yaml")
+
+
+def test_yaml_tags_run_nothing(tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text("name: !!python/object/apply:os.system ['touch owned']\n")
+    _check(tmp_path, Case("evil", ("evil.yaml", "YAML")), "train", "evil.yaml")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_run_directory_in_use(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path)
+    lock = tmp_path / "runs" / "run" / ".lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _check(tmp_path, Case("in use", ("runs/run", "in use", "--set name=")), "train", "run.yaml")
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """Truncated, flipped, missing: refused by name; an older good one is used, and that is said aloud."""
+    write_corpus(tmp_path)
+    write_config(tmp_path, checkpoint={"every": 2})
+    assert braid(tmp_path, "train", "run.yaml").code == 0
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    newest = next(iter(sorted((checkpoints / "step-4").glob("*.distcp"))))
+    newest.write_bytes(newest.read_bytes()[:-7])
+    again = braid(tmp_path, "train", "run.yaml", "--resume", "--set", "checkpoint.keep=9", "--until", "3")
+    assert again.code == 0, again.errors
+    assert "step-4" in again.output
+    assert "falling back to step 2" in again.output
+    for damaged in checkpoints.glob("step-*/*.distcp"):
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+    case = Case("all damaged", ("step-3", "step-2", "checksum", "no older checkpoint"))
+    _check(tmp_path, case, "train", "run.yaml", "--resume")
+
+
+@pytest.mark.slow
+def test_other_data_or_model_cannot_resume(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path)
+    assert braid(tmp_path, "train", "run.yaml", "--until", "2").code == 0
+    for override, says in (
+        ("model.layers=2", ("layers=4", "layers=2")),
+        ("train.seed=7", ("seed=0", "7", "sample order")),
+        ("train.global_batch=4", ("global_batch=8", "4")),
+    ):
+        arguments = ("train", "run.yaml", "--resume", "--set", override)
+        _check(tmp_path, Case(override, says), *arguments)
+
+
+@pytest.mark.slow
+def test_ray_cluster_too_small(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"dp": 64}, train={"global_batch": 128})
+    case = Case("too small", ("64 ranks", "64 CPU", "parallel.dp"))
+    process = start(tmp_path, "train", "run.yaml")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert all(text in errors for text in case.says)
+    assert processes_in(process.pid) == []
+
+
+def test_unreachable_address(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        options = ("--launcher", "ray", "--address", f"127.0.0.1:{port}")
+        case = Case("unreachable", (f"127.0.0.1:{port}", "does not answer", "ray start"))
+        _check(tmp_path, case, "train", "run.yaml", *options)
+    case = Case("not an address", ("nowhere", "HOST:PORT"))
+    _check(tmp_path, case, "train", "run.yaml", "--launcher", "ray", "--address", "nowhere")
