@@ -156,9 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Import errors of Ray's own make more noise than sense; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
-        app(args=arguments, standalone_mode=False)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
+        sys.exit(app(args=arguments, standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(_INTERRUPT_EXIT)
     except Exception as error:

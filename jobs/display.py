@@ -89,10 +89,10 @@ class Display:
     def _begin(self, event: Started) -> None:
         for note in event.notes:
             self._say(f"warning {note}")
-        self._say(
-            f"ranks   {event.ranks} ({event.layout}); steps {event.first_step} to {event.last_step}; "
-            f"records in {event.run_directory}"
-        )
+        work = f"steps {event.first_step} to {event.last_step}"
+        if event.first_step > event.last_step:
+            work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
+        self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
         self._task = self._progress.add_task(
             "training", total=event.last_step, completed=event.first_step - 1
         )

@@ -1,7 +1,7 @@
 """Writes a part of the model forward and derives its backward graph by walking it in reverse."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream, Value
 
@@ -19,7 +19,7 @@ class GraphBuilder:
     """Writes a part forward, operator by operator, and derives its backward graph.
 
     Every method returns the name of the value that the operator writes; collectives over an axis of degree
-    one vanish and return their input.
+    one vanish and return their input. Graphs that cannot be differentiated raise `ValueError`.
     """
 
     name: str
@@ -51,11 +51,20 @@ class GraphBuilder:
         return name
 
     def _value(
-        self, name: str, elements: int, precision: Precision = Precision.ACTIVATION, alias: str | None = None
+        self,
+        name: str,
+        elements: int,
+        precision: Precision = Precision.ACTIVATION,
+        *,
+        statistics: int = 0,
+        alias: str | None = None,
     ) -> str:
-        assert name not in self._values, f"value {name} is written twice"
+        if name in self._values:
+            raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
         owner = self._values[alias].alias_of or alias if alias else None
-        self._values[name] = Value(name=name, elements=elements, precision=precision, alias_of=owner)
+        self._values[name] = Value(
+            name=name, elements=elements, precision=precision, statistics=statistics, alias_of=owner
+        )
         return name
 
     def elements(self, value: str) -> int:
@@ -64,16 +73,20 @@ class GraphBuilder:
 
     # -- operators ---------------------------------------------------------------------------------------
 
-    def norm(self, name: str, x: str, tokens: int) -> str:
-        """Normalise tokens; saves a statistic of each. Its backward also adds the gradient of a skip."""
+    def norm(self, name: str, x: str, tokens: int, *, statistics_each: int = 1) -> str:
+        """Normalise ``tokens`` tokens; ``statistics_each`` numbers of each are saved (LayerNorm: 2).
+
+        Its backward also adds the gradient that reaches ``x`` around the norm.
+        """
         y = self._value(f"{name}.out", self.elements(x))
-        statistics = self._value(f"{name}.statistics", tokens, Precision.STATISTIC)
-        self._emit(name, Kind.NORM, (x,), (y, statistics), differentiable=(x,))
+        statistics = self._value(f"{name}.statistics", tokens * statistics_each, Precision.STATISTIC)
+        self._emit(name, Kind.NORM, (x,), (y, statistics))
 
         def reverse() -> None:
-            partial = self._partial(x)
-            reads = (f"d.{y}", x, statistics, *((partial,) if partial else ()))
-            self._emit_gradient(f"{name}.grad", Kind.NORM, Pass.GRADIENT, name, reads, (self._arrive(x),))
+            skip = self._partial(x)
+            reads = (f"d.{y}", x, statistics, *((skip,) if skip else ()))
+            gradient = _gradient(name, "grad", Kind.NORM, Pass.GRADIENT, reads)
+            self._backward.append(replace(gradient, writes=(self._arrive(x),)))
 
         self._reverse.append(reverse)
         return y
@@ -81,59 +94,43 @@ class GraphBuilder:
     def gemm(self, name: str, x: str, elements: int, flops: int) -> str:
         """Multiply by a weight; input and weight gradients are separate operators."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.GEMM, (x,), (y,), differentiable=(x,), flops=flops)
+        self._emit(name, Kind.GEMM, (x,), (y,), flops=flops)
 
         def reverse() -> None:
-            self._contribute(
-                x, f"{name}.dgrad", Kind.GEMM, Pass.INPUT_GRADIENT, name, (f"d.{y}",), flops=flops
-            )
-            reads = (f"d.{y}", x)
-            self._emit_gradient(
-                f"{name}.wgrad", Kind.GEMM, Pass.WEIGHT_GRADIENT, name, reads, (), flops=flops
-            )
+            d_y = f"d.{y}"
+            self._contribute(_gradient(name, "dgrad", Kind.GEMM, Pass.INPUT_GRADIENT, (d_y,), flops), (x,))
+            self._backward.append(_gradient(name, "wgrad", Kind.GEMM, Pass.WEIGHT_GRADIENT, (d_y, x), flops))
 
         self._reverse.append(reverse)
         return y
 
-    def attention(self, name: str, qkv: str, elements: int, flops: int, saved_elements: int) -> str:
-        """Attend; what the kernel needs for its backward is one opaque saved value."""
+    def attention(
+        self, name: str, qkv: str, elements: int, flops: int, saved_elements: int, saved_statistics: int = 0
+    ) -> str:
+        """Attend; what the kernel needs for its backward beside its output is one opaque saved value."""
         y = self._value(f"{name}.out", elements)
-        saved = self._value(f"{name}.saved", saved_elements)
-        self._emit(name, Kind.ATTENTION, (qkv,), (y, saved), differentiable=(qkv,), flops=flops)
-
-        def reverse() -> None:
-            reads = (f"d.{y}", saved)
-            self._contribute(
-                qkv, f"{name}.grad", Kind.ATTENTION, Pass.INPUT_GRADIENT, name, reads, flops=2 * flops
-            )
-
-        self._reverse.append(reverse)
+        saved = self._value(f"{name}.saved", saved_elements, statistics=saved_statistics)
+        self._emit(name, Kind.ATTENTION, (qkv,), (y, saved), flops=flops)
+        gradient = _gradient(
+            name, "grad", Kind.ATTENTION, Pass.INPUT_GRADIENT, (f"d.{y}", saved), flops=2 * flops
+        )
+        self._reverse.append(lambda: self._contribute(gradient, (qkv,)))
         return y
 
     def activation(self, name: str, x: str, elements: int) -> str:
         """Apply a pointwise (possibly gated) function without parameters."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.ACTIVATION, (x,), (y,), differentiable=(x,))
-        self._reverse.append(
-            lambda: self._contribute(
-                x, f"{name}.grad", Kind.ACTIVATION, Pass.INPUT_GRADIENT, name, (f"d.{y}", x)
-            )
-        )
+        self._emit(name, Kind.ACTIVATION, (x,), (y,))
+        gradient = _gradient(name, "grad", Kind.ACTIVATION, Pass.INPUT_GRADIENT, (f"d.{y}", x))
+        self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
     def residual(self, name: str, branch: str, skip: str) -> str:
         """Add a branch (and its bias, if the module has one) to the residual stream."""
         y = self._value(f"{name}.out", self.elements(skip))
-        self._emit(name, Kind.RESIDUAL, (branch, skip), (y,), differentiable=(branch, skip))
-
-        def reverse() -> None:
-            assert self._partial(skip) is None and self._partial(branch) is None, (
-                "a residual's operands must not be read again after it"
-            )
-            writes = (self._arrive(branch, alias=f"d.{y}"), self._arrive(skip, alias=f"d.{y}"))
-            self._emit_gradient(f"{name}.grad", Kind.RESIDUAL, Pass.GRADIENT, name, (f"d.{y}",), writes)
-
-        self._reverse.append(reverse)
+        self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
+        gradient = _gradient(name, "grad", Kind.RESIDUAL, Pass.GRADIENT, (f"d.{y}",))
+        self._reverse.append(lambda: self._contribute(gradient, (branch, skip), alias=f"d.{y}"))
         return y
 
     def custom(
@@ -149,24 +146,19 @@ class GraphBuilder:
         """A user's own module (`AutogradOperator`): one output, one opaque saved value."""
         y = self._value(f"{name}.out", elements)
         saved = self._value(f"{name}.saved", saved_elements)
-        self._emit(name, Kind.CUSTOM, reads, (y, saved), differentiable=reads, flops=flops)
+        self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
+        receivers = tuple(x for x in reads if x not in self._constants)
 
         def reverse() -> None:
             sources = (f"d.{y}", saved)
-            partials = [self._partial(x) for x in reads]
-            fresh = tuple(
-                self._arrive(x) if partial is None else self._value(f"d.{x}@{name}", self.elements(x))
-                for x, partial in zip(reads, partials, strict=True)
+            # All of the backward's FLOPs stand here unless the weights' share is an operator of its own.
+            share = flops if splits_weight_gradient else 2 * flops
+            self._contribute(
+                _gradient(name, "dgrad", Kind.CUSTOM, Pass.INPUT_GRADIENT, sources, share), receivers
             )
-            self._emit_gradient(
-                f"{name}.dgrad", Kind.CUSTOM, Pass.INPUT_GRADIENT, name, sources, fresh, flops=2 * flops
-            )
-            for x, partial, part in zip(reads, partials, fresh, strict=True):
-                if partial is not None:
-                    self._add(x, partial, part, name)
             if splits_weight_gradient:
-                self._emit_gradient(
-                    f"{name}.wgrad", Kind.CUSTOM, Pass.WEIGHT_GRADIENT, name, sources, (), flops=flops
+                self._backward.append(
+                    _gradient(name, "wgrad", Kind.CUSTOM, Pass.WEIGHT_GRADIENT, sources, flops)
                 )
 
         self._reverse.append(reverse)
@@ -175,24 +167,17 @@ class GraphBuilder:
     def embedding(self, name: str, tokens: str, elements: int) -> str:
         """Look tokens up in this rank's rows of the vocabulary."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.EMBEDDING, (tokens,), (y,), differentiable=())
-        self._reverse.append(
-            lambda: self._emit_gradient(
-                f"{name}.wgrad", Kind.EMBEDDING, Pass.WEIGHT_GRADIENT, name, (f"d.{y}", tokens), ()
-            )
-        )
+        self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
+        gradient = _gradient(name, "wgrad", Kind.EMBEDDING, Pass.WEIGHT_GRADIENT, (f"d.{y}", tokens))
+        self._reverse.append(lambda: self._backward.append(gradient))
         return y
 
     def positions(self, name: str, x: str) -> str:
         """Add learned positions."""
         y = self._value(f"{name}.out", self.elements(x))
-        self._emit(name, Kind.EMBEDDING, (x,), (y,), differentiable=(x,))
-
-        def reverse() -> None:
-            writes = (self._arrive(x, alias=f"d.{y}"),)
-            self._emit_gradient(f"{name}.grad", Kind.EMBEDDING, Pass.GRADIENT, name, (f"d.{y}",), writes)
-
-        self._reverse.append(reverse)
+        self._emit(name, Kind.EMBEDDING, (x,), (y,))
+        gradient = _gradient(name, "grad", Kind.EMBEDDING, Pass.GRADIENT, (f"d.{y}",))
+        self._reverse.append(lambda: self._contribute(gradient, (x,), alias=f"d.{y}"))
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str, tokens: int) -> str:
@@ -200,22 +185,17 @@ class GraphBuilder:
 
         Its backward writes d.logits over the logits, of which it is the last reader.
         """
-        statistics = self._value(f"{name}_statistics.out", 3 * tokens, Precision.STATISTIC)
+        module = f"{name}_statistics"
+        statistics = self._value(f"{module}.out", 3 * tokens, Precision.STATISTIC)
         partition = self._value(f"{name}.partition", tokens, Precision.STATISTIC)
         loss = self._value(name, 1, Precision.STATISTIC)
-        module = f"{name}_statistics"
-        self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,), differentiable=(logits,))
+        self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
         gathered = self._collective(f"{name}_gather", Kind.ALL_GATHER, statistics, "tp")
-        self._emit(name, Kind.CROSS_ENTROPY, (gathered,), (loss, partition), differentiable=())
-
-        def reverse() -> None:
-            d_logits = self._arrive(logits, alias=logits)
-            reads = (logits, partition, targets, scale)
-            self._emit_gradient(
-                f"{name}.grad", Kind.CROSS_ENTROPY, Pass.INPUT_GRADIENT, module, reads, (d_logits,)
-            )
-
-        self._reverse.append(reverse)
+        self._emit(name, Kind.CROSS_ENTROPY, (gathered,), (loss, partition))
+        reads = (logits, partition, targets, scale)
+        gradient = _gradient(module, "grad", Kind.CROSS_ENTROPY, Pass.INPUT_GRADIENT, reads)
+        gradient = replace(gradient, name=f"{name}.grad")
+        self._reverse.append(lambda: self._contribute(gradient, (logits,), alias=logits))
         return loss
 
     # -- collectives -------------------------------------------------------------------------------------
@@ -231,50 +211,25 @@ class GraphBuilder:
     def _exchange(self, name: str, x: str, axis: str, kind: Kind, backward: Kind) -> str:
         y = self._collective(name, kind, x, axis)
         if y != x:
-            self._readers[x] = self._readers.get(x, 0) + 1
-            placement = self.axes[axis]
-
-            def reverse() -> None:
-                self._contribute(
-                    x,
-                    f"{name}.grad",
-                    backward,
-                    Pass.INPUT_GRADIENT,
-                    name,
-                    (f"d.{y}",),
-                    stream=placement.stream,
-                    axis=axis,
-                    moved=_bytes_sent(max(self.elements(x), self.elements(y)), placement.degree),
-                )
-
-            self._reverse.append(reverse)
+            forward = self._forward[-1]
+            gradient = replace(
+                forward, name=f"{name}.grad", kind=backward, phase=Pass.INPUT_GRADIENT, reads=(f"d.{y}",)
+            )
+            self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
     def _collective(self, name: str, kind: Kind, x: str, axis: str) -> str:
         placement = self.axes.get(axis, AxisPlacement())
-        if placement.degree == 1:
+        degree = placement.degree
+        if degree == 1:
             return x
-        small, large = self.elements(x), self.elements(x)
-        if kind is Kind.ALL_GATHER:
-            large = small * placement.degree
-            y_elements = large
-        else:
-            small = large // placement.degree
-            y_elements = small
-        y = self._value(f"{name}.out", y_elements, self._values[x].precision)
-        self._forward.append(
-            Operator(
-                name=name,
-                kind=kind,
-                phase=Pass.FORWARD,
-                module=name,
-                reads=(x,),
-                writes=(y,),
-                stream=placement.stream,
-                axis=axis,
-                bytes=_bytes_sent(large, placement.degree),
-            )
-        )
+        gathers = kind is Kind.ALL_GATHER
+        whole = self.elements(x) * degree if gathers else self.elements(x)
+        precision = self._values[x].precision
+        y = self._value(f"{name}.out", whole if gathers else whole // degree, precision)
+        # In a ring, each rank sends all parts of the whole but one.
+        sent = precision.bytes_each(2) * whole * (degree - 1) // degree
+        self._emit(name, kind, (x,), (y,), stream=placement.stream, axis=axis, sent_bytes=sent)
         return y
 
     # -- machinery ---------------------------------------------------------------------------------------
@@ -286,10 +241,15 @@ class GraphBuilder:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         *,
-        differentiable: Iterable[str],
         flops: int = 0,
+        stream: Stream = Stream.COMPUTE,
+        axis: str | None = None,
+        sent_bytes: int = 0,
     ) -> None:
-        for x in differentiable:
+        """Append a forward operator."""
+        if len(set(reads)) < len(reads):
+            raise ValueError(f"{self.name}: operator {name} reads the same value twice: {', '.join(reads)}")
+        for x in reads:
             self._readers[x] = self._readers.get(x, 0) + 1
         self._forward.append(
             Operator(
@@ -299,36 +259,10 @@ class GraphBuilder:
                 module=name,
                 reads=reads,
                 writes=writes,
-                flops=flops,
-            )
-        )
-
-    def _emit_gradient(
-        self,
-        name: str,
-        kind: Kind,
-        phase: Pass,
-        module: str,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
-        *,
-        flops: int = 0,
-        stream: Stream = Stream.COMPUTE,
-        axis: str | None = None,
-        moved: int = 0,
-    ) -> None:
-        self._backward.append(
-            Operator(
-                name=name,
-                kind=kind,
-                phase=phase,
-                module=module,
-                reads=reads,
-                writes=writes,
-                flops=flops,
                 stream=stream,
                 axis=axis,
-                bytes=moved,
+                flops=flops,
+                bytes=sent_bytes,
             )
         )
 
@@ -339,42 +273,39 @@ class GraphBuilder:
     def _arrive(self, x: str, alias: str | None = None) -> str:
         """Name the gradient of ``x`` that the next contribution writes: whole, or one more partial sum."""
         count = self._arrived[x] = self._arrived.get(x, 0) + 1
-        name = f"d.{x}" if count == self._readers.get(x, 0) else f"d.{x}~{count}"
+        name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
         return self._value(name, self.elements(x), alias=alias)
 
-    def _contribute(
-        self,
-        x: str,
-        name: str,
-        kind: Kind,
-        phase: Pass,
-        module: str,
-        reads: tuple[str, ...],
-        *,
-        flops: int = 0,
-        stream: Stream = Stream.COMPUTE,
-        axis: str | None = None,
-        moved: int = 0,
-    ) -> None:
-        """Emit an operator that adds to the gradient of ``x``, and the addition where it is not the first."""
-        partial = self._partial(x)
-        target = self._arrive(x) if partial is None else self._value(f"d.{x}@{module}", self.elements(x))
-        self._emit_gradient(
-            name, kind, phase, module, reads, (target,), flops=flops, stream=stream, axis=axis, moved=moved
-        )
-        if partial is not None:
-            self._add(x, partial, target, module)
+    def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
+        """Emit a backward operator that adds to the gradients of the values ``receivers``.
 
-    def _add(self, x: str, partial: str, part: str, module: str) -> None:
-        name = f"{module}.{x}.add"
-        self._emit_gradient(name, Kind.ADD, Pass.INPUT_GRADIENT, module, (partial, part), (self._arrive(x),))
+        Where a part of a gradient has arrived before, an addition follows. ``alias``: the value that the
+        operator hands on as it is.
+        """
+        partials = {x: self._partial(x) for x in receivers}
+        writes = tuple(
+            self._value(f"d.{x}@{operator.module}", self.elements(x), alias=alias)
+            if partial
+            else self._arrive(x, alias)
+            for x, partial in partials.items()
+        )
+        self._backward.append(replace(operator, writes=writes))
+        for (x, partial), part in zip(partials.items(), writes, strict=True):
+            if partial:
+                addition = _gradient(
+                    operator.module, f"{x}.add", Kind.ADD, Pass.INPUT_GRADIENT, (partial, part)
+                )
+                self._backward.append(replace(addition, writes=(self._arrive(x),)))
 
     def build(self, output: str) -> Part:
         """Close the part whose result is ``output`` and derive its backward graph."""
+        if output in self._readers:
+            raise ValueError(f"{self.name}: the output {output} must not be read inside the part")
         if self._values[output].precision is Precision.ACTIVATION:
             self._value(f"d.{output}", self.elements(output))
         for reverse in reversed(self._reverse):
             reverse()
+        self._check_gradients()
         return Part(
             name=self.name,
             forward=Graph(operators=tuple(self._forward)),
@@ -385,7 +316,20 @@ class GraphBuilder:
             constants=tuple(self._constants),
         )
 
+    def _check_gradients(self) -> None:
+        for op in self._backward:
+            for name in op.reads:
+                if name not in self._values:
+                    raise ValueError(
+                        f"{self.name}: {op.name} needs {name}, which no operator writes; "
+                        f"use every operator's result, once more or as the part's output"
+                    )
 
-def _bytes_sent(elements: int, degree: int) -> int:
-    """Bytes each rank sends in a ring all-gather or reduce-scatter whose whole tensor has ``elements``."""
-    return 2 * elements * (degree - 1) // degree
+
+def _gradient(
+    module: str, suffix: str, kind: Kind, phase: Pass, reads: tuple[str, ...], flops: int = 0
+) -> Operator:
+    """A backward operator of a module; what it writes is added by whoever emits it."""
+    return Operator(
+        name=f"{module}.{suffix}", kind=kind, phase=phase, module=module, reads=reads, writes=(), flops=flops
+    )

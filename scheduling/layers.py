@@ -38,6 +38,11 @@ class PartSizes:
         """Rows of the vocabulary on the fullest rank."""
         return -(-self.shape.vocabulary // self.tp)
 
+    @property
+    def norm_statistics(self) -> int:
+        """Numbers that a norm saves of each token: RMSNorm one, LayerNorm two."""
+        return 2 if self.shape.biases else 1
+
     def gemm_flops(self, inputs: int, outputs: int) -> int:
         """FLOPs of all tokens through a weight of ``inputs`` x ``outputs``, this rank's share."""
         return 2 * self.tokens * inputs * outputs // self.tp
@@ -65,16 +70,22 @@ def transformer_layer(sizes: PartSizes) -> Part:
 
     g = GraphBuilder("layer", sizes.axes)
     x = g.input("x", local * shape.hidden)
-    a = g.norm("attention_norm", x, local)
+    a = g.norm("attention_norm", x, local, statistics_each=sizes.norm_statistics)
     a = g.gather("attention_gather", a, "tp")
     a = g.gemm("qkv", a, tokens * qkv_width // tp, sizes.gemm_flops(shape.hidden, qkv_width))
-    # What attention saves beside its output: rotated q, k, v and a log-sum-exp per query head.
-    saved = tokens * (shape.query_width + 2 * shape.kv_width + shape.heads) // tp
-    a = g.attention("attention", a, tokens * shape.query_width // tp, attention_flops, saved)
+    # Attention saves its turned q, k, v, and the log-sum-exp of every query head's scores.
+    a = g.attention(
+        "attention",
+        a,
+        tokens * shape.query_width // tp,
+        attention_flops,
+        saved_elements=tokens * qkv_width // tp,
+        saved_statistics=tokens * shape.heads // tp,
+    )
     a = g.gemm("projection", a, tokens * shape.hidden, sizes.gemm_flops(shape.query_width, shape.hidden))
     a = g.scatter("attention_scatter", a, "tp")
     x = g.residual("attention_residual", a, x)
-    m = g.norm("mlp_norm", x, local)
+    m = g.norm("mlp_norm", x, local, statistics_each=sizes.norm_statistics)
     m = g.gather("mlp_gather", m, "tp")
     m = g.gemm("mlp_in", m, tokens * mlp_in_width // tp, sizes.gemm_flops(shape.hidden, mlp_in_width))
     m = g.activation("activation", m, tokens * shape.ffn // tp)
@@ -100,7 +111,7 @@ def head(sizes: PartSizes) -> Part:
     x = g.input("x", sizes.local_tokens * sizes.shape.hidden)
     targets = g.constant("targets", sizes.tokens)
     scale = g.constant("loss_scale", 1, Precision.STATISTIC)
-    h = g.norm("final_norm", x, sizes.local_tokens)
+    h = g.norm("final_norm", x, sizes.local_tokens, statistics_each=sizes.norm_statistics)
     h = g.gather("head_gather", h, "tp")
     rows = sizes.vocabulary_rows
     logits = g.gemm("head", h, sizes.tokens * rows, sizes.gemm_flops(sizes.shape.hidden, rows * sizes.tp))

@@ -62,8 +62,14 @@ class Precision(StrEnum):
     INDEX = "index"
 
     def bytes_each(self, activation_bytes: int) -> int:
-        """Bytes of one element when activations take ``activation_bytes`` each."""
-        return {"activation": activation_bytes, "statistic": 4, "index": 8}[self.value]
+        """Bytes of one element when activations take ``activation_bytes`` each; statistics are never narrow."""
+        match self:
+            case Precision.ACTIVATION:
+                return activation_bytes
+            case Precision.STATISTIC:
+                return max(4, activation_bytes)
+            case Precision.INDEX:
+                return 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +79,15 @@ class Value:
     name: str
     elements: int
     precision: Precision = Precision.ACTIVATION
+    statistics: int = 0
+    """Further elements, in statistic precision, that an opaque value holds (attention's log-sum-exp)."""
     alias_of: str | None = None
     """The value whose memory this one shares, if it has none of its own."""
+
+    def bytes(self, activation_bytes: int) -> int:
+        """Bytes on one rank when activations take ``activation_bytes`` each."""
+        own = self.elements * self.precision.bytes_each(activation_bytes)
+        return own + self.statistics * Precision.STATISTIC.bytes_each(activation_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +116,9 @@ class Graph:
     def __post_init__(self) -> None:
         names = [op.name for op in self.operators]
         assert len(set(names)) == len(names), f"operator names are not unique: {names}"
+        for name in names:
+            if not name or name.split() != [name] or "#" in name:
+                raise ValueError(f"operator {name!r}: a name is one word without '#', as schedules are text")
 
     def named(self, name: str) -> Operator:
         """The operator of that name; `KeyError` if there is none."""
@@ -140,6 +156,4 @@ class Part:
     def saved_bytes(self, activation_bytes: int) -> int:
         """Bytes that one micro-batch keeps between forward and backward; aliases count once."""
         owners = {self.values[name].alias_of or name for name in self.saved()} - set(self.constants)
-        return sum(
-            self.values[n].elements * self.values[n].precision.bytes_each(activation_bytes) for n in owners
-        )
+        return sum(self.values[name].bytes(activation_bytes) for name in owners)

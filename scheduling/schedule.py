@@ -24,11 +24,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, assert_never
+from typing import Final
 
 from braid.scheduling.operators import Stream
 
 VERSION: Final = 1
+
+COLUMNS: Final = 100
+"""Lines of the text form are not longer, where it can be helped."""
 
 
 class Direction(StrEnum):
@@ -180,8 +183,8 @@ class Schedule:
 
     @property
     def trains(self) -> bool:
-        """Whether the schedule has backward passes (a validation schedule has none)."""
-        return any(isinstance(i, Block) and i.direction is Direction.BACKWARD for i in self.stages[0])
+        """Whether the schedule has programs for backward passes (a validation schedule has none)."""
+        return any(direction is Direction.BACKWARD for _, direction in self.programs)
 
     @property
     def strands(self) -> tuple[Strand, ...]:
@@ -210,21 +213,32 @@ class Schedule:
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
-    """One line per block, with what is received before it and sent after it."""
-    lines: list[list[str]] = [[]]
+    """A line per block, after what is received for it and before what is sent of it; other kinds in runs."""
+    lines: list[str] = []
+    previous: Instruction | None = None
     for instruction in stage:
-        opens = isinstance(instruction, Receive | Reduce | Step)
-        has_block = any(token[0] in "FB" for token in lines[-1])
-        if opens and lines[-1] and (has_block or not isinstance(instruction, Receive)):
-            lines.append([])
-        elif isinstance(instruction, Block) and has_block:
-            lines.append([])
-        lines[-1].append(str(instruction))
-    return ["  " + " ".join(line) for line in lines if line]
+        token = str(instruction)
+        if _same_line(previous, instruction) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
+            lines[-1] += f" {token}"
+        else:
+            lines.append(f"  {token}")
+        previous = instruction
+    return lines
 
 
-_BLOCK = r"([FB])(0|[1-9]\d*)\.(0|[1-9]\d*)(b?)"
-_NUMBER = r"(0|[1-9]\d*)"
+_PLACES: Final = {Receive: 0, WaitReceive: 0, Block: 1, Send: 2}
+"""Order of the instructions on a block's line."""
+
+
+def _same_line(previous: Instruction | None, instruction: Instruction) -> bool:
+    before, here = type(previous), type(instruction)
+    if before in _PLACES and here in _PLACES:
+        return _PLACES[before] <= _PLACES[here] and not before is here is Block
+    return before is here
+
+
+_NUMBER = r"(0|[1-9][0-9]*)"
+_BLOCK = rf"([FB]){_NUMBER}\.{_NUMBER}(b?)"
 _INSTRUCTIONS: Final = {
     "block": re.compile(_BLOCK),
     "send": re.compile(rf"SEND\({_BLOCK}>{_NUMBER}\)"),
@@ -235,7 +249,7 @@ _INSTRUCTIONS: Final = {
     "wait_reduce": re.compile(rf"WAIT\(REDUCE {_NUMBER}\)"),
     "step": re.compile(r"STEP"),
 }
-_TOKEN = re.compile(r"WAIT\([^)]*\)|\S+")
+_TOKEN: Final = re.compile(r"(?:WAIT\([^)]*\)|\S)+")
 
 
 def _block(groups: tuple[str, ...]) -> Block:
@@ -266,94 +280,113 @@ def parse_instruction(token: str) -> Instruction:
                     return WaitReduce(int(groups[0]))
                 case _:
                     return Step()
-    raise ValueError(f"{token!r} is not an instruction")
+    raise ValueError(
+        f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), REDUCE(1), WAIT(...), STEP)"
+    )
 
 
 def parse_action(line: str) -> Action:
-    """Parse one line of an operator program."""
+    """Parse one line of an operator program; `ValueError` for anything else."""
     match line.split():
         case ["compute", name]:
             return Compute(name)
-        case ["start", name, "on", stream] if stream in {s.value for s in Stream}:
+        case ["start", name, "on", stream]:
+            if stream not in set(Stream):
+                raise ValueError(f"{stream!r} is not a stream; use one of {', '.join(Stream)}")
             return Start(name, Stream(stream))
         case ["wait", name]:
             return Wait(name)
     raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
 
 
+Line = tuple[int, str]
+"""A line's number and its text, without comment and outer white space."""
+
+
 def parse(text: str) -> Schedule:
     """Parse a schedule; `ValueError` names the line that is wrong."""
-    lines = [
+    lines: list[Line] = [
         (number, stripped)
         for number, line in enumerate(text.splitlines(), start=1)
         if (stripped := line.split("#", 1)[0].strip())
     ]
-    header, rest = _header(lines)
-    stages: list[list[Instruction]] = []
-    programs: dict[ProgramKey, list[Action]] = {}
-    program: list[Action] | None = None
-    for number, line in rest:
-        try:
-            match line.split():
-                case ["stage", index]:
-                    if index != str(len(stages)):
-                        raise ValueError(f"expected 'stage {len(stages)}', found {line!r}")
-                    stages.append([])
-                    program = None
-                case ["program", part, ("F" | "B") as direction]:
-                    key = (part, Direction(direction))
-                    if key in programs:
-                        raise ValueError(f"program {part} {direction} stands twice")
-                    program = programs[key] = []
-                case _ if program is not None:
-                    program.append(parse_action(line))
-                case _ if stages:
-                    stages[-1] += [parse_instruction(token) for token in _TOKEN.findall(line)]
-                case _:
-                    raise ValueError(f"expected 'stage 0', found {line!r}")
-        except ValueError as error:
-            raise ValueError(f"schedule, line {number}: {error}") from None
-    if len(stages) != header["stages"]:
-        raise ValueError(f"schedule: the header says {header['stages']} stages, {len(stages)} follow")
+    name, stage_count, chunks, micro_batches = _parse_header(lines)
+    body = lines[1 + len(_HEADER) :]
+    cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
+    stages = _parse_stages(body[:cut])
+    if len(stages) != stage_count:
+        number = lines[_HEADER.index("stages") + 1][0]
+        raise _wrong(number, f"the header says {stage_count} stages, {len(stages)} follow")
     return Schedule(
-        name=str(header["name"]),
-        chunks=int(header["chunks"]),
-        micro_batches=int(header["micro_batches"]),
-        stages=tuple(tuple(stage) for stage in stages),
-        programs={key: tuple(actions) for key, actions in programs.items()},
+        name=name,
+        chunks=chunks,
+        micro_batches=micro_batches,
+        stages=stages,
+        programs=_parse_programs(body[cut:]),
     )
 
 
-def _header(lines: list[tuple[int, str]]) -> tuple[dict[str, int | str], list[tuple[int, str]]]:
-    first = lines[0][1] if lines else ""
+_HEADER: Final = ("name", "stages", "chunks", "micro_batches")
+
+
+def _parse_header(lines: list[Line]) -> tuple[str, int, int, int]:
+    number, first = lines[0] if lines else (1, "")
     if first != f"braid schedule {VERSION}":
-        raise ValueError(
-            f"schedule: the first line must be 'braid schedule {VERSION}', found {first!r}; "
-            f"make it anew with 'braid schedule'"
+        raise _wrong(
+            number,
+            f"expected 'braid schedule {VERSION}', found {first!r}; "
+            f"if another version of Braid wrote the file, make it anew with 'braid schedule'",
         )
-    header: dict[str, int | str] = {}
-    for (number, line), key in zip(lines[1:5], ("name", "stages", "chunks", "micro_batches"), strict=False):
-        words = line.split()
-        if len(words) != 2 or words[0] != key or not (key == "name" or words[1].isdecimal()):
-            raise ValueError(f"schedule, line {number}: expected '{key} ...', found {line!r}")
-        header[key] = words[1] if key == "name" else int(words[1])
-    if len(header) != 4:
-        raise ValueError("schedule: the header (name, stages, chunks, micro_batches) is not complete")
-    return header, lines[5:]
+    entries = []
+    for place, key in enumerate(_HEADER, start=1):
+        number, line = lines[place] if place < len(lines) else (number + 1, "")
+        found, _, value = line.partition(" ")
+        if found != key or not re.fullmatch(r"\S+" if key == "name" else _NUMBER, value.strip()):
+            what = "one word" if key == "name" else "a number"
+            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
+        entries.append(value.strip())
+    name, *counts = entries
+    stages, chunks, micro_batches = map(int, counts)
+    return name, stages, chunks, micro_batches
 
 
-def instruction_kind(instruction: Instruction) -> str:
-    """A word for messages: what kind of instruction this is."""
-    match instruction:
-        case Block():
-            return "block"
-        case Send() | WaitSend():
-            return "send"
-        case Receive() | WaitReceive():
-            return "receive"
-        case Reduce() | WaitReduce():
-            return "reduce"
-        case Step():
-            return "step"
-        case _:
-            assert_never(instruction)
+def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:
+    stages: list[list[Instruction]] = []
+    for number, line in lines:
+        if line.split()[0] == "stage":
+            if line.split() != ["stage", str(len(stages))]:
+                raise _wrong(number, f"expected 'stage {len(stages)}', found {line!r}")
+            stages.append([])
+        elif not stages:
+            raise _wrong(number, f"expected 'stage 0', found {line!r}")
+        else:
+            try:
+                stages[-1] += [parse_instruction(token) for token in _TOKEN.findall(line)]
+            except ValueError as error:
+                raise _wrong(number, str(error)) from None
+    return tuple(tuple(stage) for stage in stages)
+
+
+def _parse_programs(lines: list[Line]) -> dict[ProgramKey, Program]:
+    programs: dict[ProgramKey, list[Action]] = {}
+    for number, line in lines:
+        match line.split():
+            case ["program", part, ("F" | "B") as direction]:
+                key = (part, Direction(direction))
+                if key in programs:
+                    raise _wrong(number, f"program {part} {direction} stands twice")
+                program = programs[key] = []
+            case ["program", *_]:
+                raise _wrong(number, f"expected 'program PART F' or 'program PART B', found {line!r}")
+            case ["stage", *_]:
+                raise _wrong(number, f"{line!r} after a program; stages come first")
+            case _:
+                try:
+                    program.append(parse_action(line))
+                except ValueError as error:
+                    raise _wrong(number, str(error)) from None
+    return {key: tuple(actions) for key, actions in programs.items()}
+
+
+def _wrong(number: int, cause: str) -> ValueError:
+    return ValueError(f"schedule, line {number}: {cause}")

@@ -6,7 +6,16 @@ Used to draw schedules and to find deadlocks; costs of operators and links are t
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from braid.scheduling.schedule import Block, Direction, Instruction, Receive, Schedule, Send, WaitReceive
+from braid.scheduling.schedule import (
+    Block,
+    Direction,
+    Instruction,
+    Receive,
+    Schedule,
+    Send,
+    WaitReceive,
+    WaitSend,
+)
 
 
 @dataclass(frozen=True)
@@ -20,10 +29,10 @@ class TimedBlock:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All blocks of all stages; ``stuck`` holds, per stage, the instruction it could not pass, if any."""
+    """All blocks of all stages; ``stuck`` holds, per stage, the position it could not pass, if any."""
 
     stages: tuple[tuple[TimedBlock, ...], ...]
-    stuck: Mapping[int, Instruction]
+    stuck: Mapping[int, int]
 
     @property
     def length(self) -> int:
@@ -36,41 +45,63 @@ class Timeline:
 
 
 def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Timeline:
-    """Run every stage's instructions as soon as what they need is there."""
-    arrivals: dict[tuple[int, Block], int] = {}
-    clocks = [0] * len(schedule.stages)
-    cursors = [0] * len(schedule.stages)
-    timed: list[list[TimedBlock]] = [[] for _ in schedule.stages]
+    """Run every stage's instructions as soon as what they need is there.
+
+    A message arrives when it is sent. To wait for a send takes until its receive is asked for: more would be
+    buffering, on which no schedule may count.
+    """
+    run = _Run(schedule, forward, backward)
     moved = True
     while moved:
-        moved = False
-        for stage, instructions in enumerate(schedule.stages):
-            while cursors[stage] < len(instructions):
-                instruction = instructions[cursors[stage]]
-                if not _ready(instruction, stage, arrivals):
-                    break
-                match instruction:
-                    case Block():
-                        duration = forward if instruction.direction is Direction.FORWARD else backward
-                        end = clocks[stage] + duration
-                        timed[stage].append(TimedBlock(instruction, clocks[stage], end))
-                        clocks[stage] = end
-                    case Send(block, target):
-                        arrivals[target, block] = clocks[stage]
-                    case WaitReceive(block):
-                        clocks[stage] = max(clocks[stage], arrivals[stage, block])
-                cursors[stage] += 1
-                moved = True
-    stuck = {
-        stage: instructions[cursors[stage]]
-        for stage, instructions in enumerate(schedule.stages)
-        if cursors[stage] < len(instructions)
-    }
-    return Timeline(stages=tuple(tuple(blocks) for blocks in timed), stuck=stuck)
+        moved = any([run.advance(stage) for stage in range(len(schedule.stages))])
+    return Timeline(stages=tuple(tuple(blocks) for blocks in run.timed), stuck=run.stuck())
 
 
-def _ready(instruction: Instruction, stage: int, arrivals: Mapping[tuple[int, Block], int]) -> bool:
-    return not isinstance(instruction, WaitReceive) or (stage, instruction.block) in arrivals
+class _Run:
+    """How far every stage has come; times are in slots."""
+
+    def __init__(self, schedule: Schedule, forward: int, backward: int) -> None:
+        self._durations = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+        self._stages = schedule.stages
+        self._clocks = [0] * len(schedule.stages)
+        self._cursors = [0] * len(schedule.stages)
+        self._sent: dict[Block, int] = {}
+        self._asked: dict[Block, int] = {}
+        self.timed: list[list[TimedBlock]] = [[] for _ in schedule.stages]
+
+    def advance(self, stage: int) -> bool:
+        """Run a stage until it has to wait; whether it came any further."""
+        start = self._cursors[stage]
+        instructions = self._stages[stage]
+        while self._cursors[stage] < len(instructions) and self._try(
+            stage, instructions[self._cursors[stage]]
+        ):
+            self._cursors[stage] += 1
+        return self._cursors[stage] > start
+
+    def _try(self, stage: int, instruction: Instruction) -> bool:
+        """Run an instruction; False where it has to wait for another stage."""
+        now = self._clocks[stage]
+        match instruction:
+            case Block():
+                self._clocks[stage] = now + self._durations[instruction.direction]
+                self.timed[stage].append(TimedBlock(instruction, now, self._clocks[stage]))
+            case Send(block):
+                self._sent[block] = now
+            case Receive(block):
+                self._asked[block] = now
+            case WaitSend(block) | WaitReceive(block):
+                other_side = self._asked if isinstance(instruction, WaitSend) else self._sent
+                if block not in other_side:
+                    return False
+                self._clocks[stage] = max(now, other_side[block])
+        return True
+
+    def stuck(self) -> dict[int, int]:
+        """Stages that could not run to their end, with the position at which they wait."""
+        return {
+            stage: cursor for stage, cursor in enumerate(self._cursors) if cursor < len(self._stages[stage])
+        }
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
@@ -80,13 +111,3 @@ def in_flight(schedule: Schedule, stage: int) -> int:
         alive += 1 if block.direction is Direction.FORWARD else -1
         peak = max(peak, alive)
     return peak
-
-
-def sent_blocks(instructions: tuple[Instruction, ...]) -> tuple[tuple[Block, int], ...]:
-    """Blocks whose input a stage sends, with the stage it goes to, in order."""
-    return tuple((i.block, i.stage) for i in instructions if isinstance(i, Send))
-
-
-def received_blocks(instructions: tuple[Instruction, ...]) -> tuple[tuple[Block, int], ...]:
-    """Blocks whose input a stage receives, with the stage it comes from, in order."""
-    return tuple((i.block, i.stage) for i in instructions if isinstance(i, Receive))

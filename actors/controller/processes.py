@@ -125,7 +125,8 @@ class ProcessGroup:
 def _serve(rank: int, connection: Connection, parent: int, threads: int) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
+        signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from braid.actors.stage.worker import Worker
 

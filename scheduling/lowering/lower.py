@@ -1,6 +1,7 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from braid.scheduling.lowering.pipelines import GENERATORS, BlockOrder, forward_only
 from braid.scheduling.operators import Graph, Part
@@ -28,26 +29,17 @@ from braid.scheduling.spec import ParallelLayout
 
 def successor(block: Block, layout: ParallelLayout) -> Block | None:
     """The block that takes what this one produces; None at the end of the pass."""
-    if block.direction is Direction.FORWARD:
-        chunk = block.chunk + 1
-        return (
-            None if chunk == layout.chunks else Block(block.direction, block.micro_batch, chunk, block.strand)
-        )
-    return (
-        None if block.chunk == 0 else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
-    )
+    return _neighbour(block, layout, 1 if block.direction is Direction.FORWARD else -1)
 
 
 def predecessor(block: Block, layout: ParallelLayout) -> Block | None:
     """The block whose output this one takes; None at the beginning of the pass."""
-    if block.direction is Direction.FORWARD:
-        return (
-            None
-            if block.chunk == 0
-            else Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)
-        )
-    last = block.chunk == layout.chunks - 1
-    return None if last else Block(block.direction, block.micro_batch, block.chunk + 1, block.strand)
+    return _neighbour(block, layout, -1 if block.direction is Direction.FORWARD else 1)
+
+
+def _neighbour(block: Block, layout: ParallelLayout, distance: int) -> Block | None:
+    chunk = block.chunk + distance
+    return replace(block, chunk=chunk) if 0 <= chunk < layout.chunks else None
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Instruction, ...], ...]:

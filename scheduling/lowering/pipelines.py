@@ -21,7 +21,11 @@ def _backward(micro_batch: int, chunk: int) -> Block:
 
 
 def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B: stage i runs p-1-i forwards ahead, then alternates; one chunk per stage."""
+    """1F1B: stage i runs p-1-i forwards ahead, then alternates; one chunk per stage.
+
+    Stage i holds at most p-i micro-batches (Narayanan et al. 2021).
+    """
+    assert not layout.folded, "1F1B runs one chunk per stage"
     stages = []
     for stage in range(layout.pp):
         ahead = min(layout.pp - 1 - stage, micro_batches)
@@ -39,8 +43,10 @@ def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     A journey goes down the stages and back up and carries the forward pass of micro-batch k together with
     the backward pass of micro-batch k-p; both travel the same way. Journeys start every second slot, so that
     those on their way down and up never meet: stage i is visited at 2k+i and at 2k+2p-1-i. Within a visit the
-    backward block comes first, so that memory is freed before more is taken.
+    backward block comes first, so that memory is freed before more is taken. Stage i of p holds at most
+    min(2p, m+1+i, 2m) blocks of m micro-batches, each of half a stage's layers.
     """
+    assert layout.folded, "the W-shaped pipeline needs the chunks i and 2p-1-i on stage i"
     p = layout.pp
     visits: list[list[tuple[int, tuple[Block, ...]]]] = [[] for _ in range(p)]
     for journey in range(micro_batches + p):

@@ -16,9 +16,8 @@ def with_recompute(part: Part, policy: str) -> Part:
     The head runs its backward right after its forward and is left as it is.
     """
     if policy not in RECOMPUTE_POLICIES:
-        raise ValueError(
-            f"train.recompute={policy!r} is not a recompute policy; use one of {', '.join(RECOMPUTE_POLICIES)}"
-        )
+        known = ", ".join(RECOMPUTE_POLICIES)
+        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
     if policy == "none" or part.name == "head":
         return part
     producers = {name: op for op in part.forward.operators for name in op.writes}

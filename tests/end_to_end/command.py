@@ -89,8 +89,15 @@ def write_corpus(folder: Path) -> Path:
     return path
 
 
-def processes_in(session: int) -> list[str]:
-    """Command lines of the processes that still live in a session."""
+def left_running(session: int, patience: float = 3.0) -> list[str]:
+    """What still lives in a session after a moment for helper processes to notice their parent's end."""
+    deadline = time.monotonic() + patience
+    while (alive := _processes_in(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
+
+
+def _processes_in(session: int) -> list[str]:
     alive = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

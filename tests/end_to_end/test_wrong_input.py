@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import braid, processes_in, start, write_config, write_corpus
+from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def test_ray_cluster_too_small(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert all(text in errors for text in case.says)
-    assert processes_in(process.pid) == []
+    assert left_running(process.pid) == []
 
 
 def test_unreachable_address(tmp_path: Path) -> None:

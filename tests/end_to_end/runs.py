@@ -1,0 +1,176 @@
+"""Whole runs: through the controller and real processes, and the same by the plain PyTorch loop.
+
+Shared by the end-to-end tests. The plain run knows nothing of ours but the order of samples and the initial
+values: it reads the token files itself.
+"""
+
+import json
+import random
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from braid.actors.config import Config, parse_config
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
+from braid.actors.stage.data import sample_ids
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.worker import DTYPES, RunPlan
+from braid.jobs.benchmarks.plain_torch import (
+    PlainModel,
+    PlainSettings,
+    PlainSizes,
+    PlainTrainer,
+    load_named,
+)
+from braid.jobs.corpus import Corpus
+from braid.jobs.prepare import prepare
+from braid.scheduling.layers import part_sizes
+from braid.scheduling.spec import ModelShape, ParallelLayout
+
+BYTES_VOCABULARY = 257
+"""Of the tokenizer ``bytes``."""
+
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "model": {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "sequence": 32},
+    "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "warmup_steps": 5, "validation_samples": 8},
+    "cluster": {"launcher": "processes", "device": "cpu", "cpus_per_rank": 0.25, "group_timeout_s": 60},
+}
+"""A run that any layout of up to four ranks can do; ranks share CPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    config: Config
+    shape: ModelShape
+    directory: Path
+    events: tuple[Event, ...]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """One per step."""
+        return [event.record for event in self.events if isinstance(event, StepDone)]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What ``report.json`` holds."""
+        (report,) = [event.report for event in self.events if isinstance(event, Finished)]
+        return report
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of every step."""
+        return [record.loss for record in self.records]
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Global gradient norm of every step, before clipping."""
+        return [record.grad_norm for record in self.records]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Final parameters by global name, from the last checkpoint."""
+        newest = self.directory / "checkpoints" / f"step-{len(self.records)}"
+        reader = dcp.FileSystemReader(newest)
+        state: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith("parameter.")
+        }
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRun:
+    """The same run by the plain loop."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    lr: list[float]
+    validation_loss: float
+    model: PlainModel
+
+
+def prepare_text(directory: Path, seed: int, files: int = 12) -> Path:
+    """Tokenise some sources of the standard library, chosen by the seed, and return the data's folder."""
+    sources = [p for p in Path(sysconfig.get_path("stdlib")).glob("*.py") if p.stat().st_size > 5_000]
+    chosen = random.Random(seed).sample(sorted(sources), files)
+    corpus = Corpus(files=[str(path) for path in chosen], validation_fraction=0.1)
+    return prepare(corpus, output=directory / "data", executor=map).output
+
+
+def small_config(path: Path, **overrides: Mapping[str, Any]) -> Config:
+    """`SMALL`, with sections changed by ``overrides``, in a run directory of its own under ``path``."""
+    content = {key: {**SMALL.get(key, {}), **overrides.get(key, {})} for key in {*SMALL, *overrides}}
+    path.mkdir(parents=True, exist_ok=True)
+    name = f"run-{sum(1 for _ in path.iterdir())}"
+    return parse_config({"name": name, "runs": str(path), **content})
+
+
+def run_layout(path: Path, data: Path, **overrides: Mapping[str, Any]) -> Run:
+    """Train through `Controller` and `ProcessLauncher`; ``overrides`` by section: ``parallel={"tp": 2}``."""
+    config = small_config(path, **overrides)
+    shape = config.check(BYTES_VOCABULARY)
+    schedule = build_schedule(config, shape).to_text()
+    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+    events = tuple(Controller(plan, ProcessLauncher(config), RunOptions()).run())
+    return Run(config=config, shape=shape, directory=config.run_directory, events=events)
+
+
+def initial_parameters(shape: ModelShape, seed: int) -> dict[str, Tensor]:
+    """Initial values of the whole model, by global name."""
+    layout = ParallelLayout()
+    model = StageModel(
+        shape=shape,
+        layout=layout,
+        position=layout.coordinate(0),
+        sizes=part_sizes(shape, layout, micro_batch=1),
+        device=torch.device("meta"),
+        dtype=torch.float32,
+    )
+    return {
+        piece.source.name: piece.source.initial(seed)
+        for parameter in model.parameters
+        for piece in parameter.slices
+    }
+
+
+def windows(data: Path, split: str, sequence: int) -> Tensor:
+    """All samples of a split, samples x (sequence + 1) tokens, read without our reader."""
+    dtype = json.loads((data / "index.json").read_text())["dtype"]
+    shards = [np.fromfile(file, dtype=dtype) for file in sorted(data.glob(f"{split}-*.bin"))]
+    tokens = torch.from_numpy(np.concatenate(shards).astype(np.int64))
+    return tokens.unfold(0, sequence + 1, sequence)
+
+
+def run_plain(config: Config, data: Path) -> PlainRun:
+    """Do what ``config`` says in this process, one rank, with the plain loop."""
+    shape, train = config.check(BYTES_VOCABULARY), config.train
+    model = PlainModel(PlainSizes(**asdict(shape)), DTYPES[train.dtype])
+    load_named(model, initial_parameters(shape, train.seed))
+    names = PlainSettings.__dataclass_fields__
+    trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
+    samples = windows(data, "train", shape.sequence)
+    results = []
+    for step in range(train.steps):
+        ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
+        results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
+    validation = windows(data, "validation", shape.sequence)[: train.validation_samples]
+    return PlainRun(
+        losses=[loss for loss, _ in results],
+        gradient_norms=[norm for _, norm in results],
+        lr=[trainer.settings.learning_rate(step) for step in range(train.steps)],
+        validation_loss=trainer.mean_loss(validation.split(train.micro_batch)),
+        model=model,
+    )

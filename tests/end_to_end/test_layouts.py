@@ -1,0 +1,163 @@
+"""Every layout and every schedule trains as one rank does, and that rank as a loop of plain PyTorch does.
+
+Inputs are fresh in every session: the seed stands in the tests' names, and BRAID_TEST_SEED sets it.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.jobs.benchmarks.plain_torch import load_named
+from tests.end_to_end.runs import PlainRun, Run, prepare_text, run_layout, run_plain
+
+SEED = int(os.environ.get("BRAID_TEST_SEED", random.SystemRandom().randrange(2**31)))
+TOLERANCE = {"fp64": 1e-9, "fp32": 2e-5}
+
+Overrides = Mapping[str, Mapping[str, Any]]
+
+FOLDED = {"overlap": {"schedule": "folded"}}
+LAYOUTS: Mapping[str, Overrides] = {
+    "one rank": {},
+    "tp 2": {"parallel": {"tp": 2}},
+    "pp 2": {"parallel": {"pp": 2}},
+    "pp 2 folded": {"parallel": {"pp": 2}, **FOLDED},
+    "dp 2": {"parallel": {"dp": 2}},
+    "tp 2 x pp 2": {"parallel": {"tp": 2, "pp": 2}},
+    "tp 2 x pp 2 folded": {"parallel": {"tp": 2, "pp": 2}, **FOLDED},
+    "dp 2 x tp 2": {"parallel": {"dp": 2, "tp": 2}},
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama"},
+    "tied llama": {"family": "llama", "tied_head": True},
+    "gpt": {"family": "gpt", "kv_heads": 4},
+}
+TIED_LAYOUTS = ("one rank", "pp 2", "pp 2 folded", "tp 2 x pp 2")
+FP32_LAYOUTS = ("one rank", "tp 2", "pp 2", "pp 2 folded", "dp 2 x tp 2")
+CASES = [
+    *((model, layout, "fp64") for model in ("llama", "gpt") for layout in LAYOUTS),
+    *(("tied llama", layout, "fp64") for layout in TIED_LAYOUTS),
+    *(("llama", layout, "fp32") for layout in FP32_LAYOUTS),
+]
+
+
+class Runs:
+    """Runs of this module by what they are, each done once."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._path = path
+        self._seed = seed
+        self._runs: dict[str, Run] = {}
+        self._plain: dict[tuple[str, str], PlainRun] = {}
+
+    @cached_property
+    def data(self) -> Path:
+        """The corpus that all runs train on."""
+        return prepare_text(self._path, self._seed)
+
+    def of(self, model: str, layout: str, dtype: str, recompute: str = "none") -> Run:
+        """Through controller and processes."""
+        key = json.dumps([model, layout, dtype, recompute])
+        if key not in self._runs:
+            overrides = {
+                "model": MODELS[model],
+                "train": {"dtype": dtype, "recompute": recompute, "seed": self._seed},
+                **LAYOUTS[layout],
+            }
+            self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
+        return self._runs[key]
+
+    def plain(self, run: Run, model: str) -> PlainRun:
+        """By the plain loop, in this process."""
+        key = model, run.config.train.dtype
+        if key not in self._plain:
+            self._plain[key] = run_plain(run.config, self.data)
+        return self._plain[key]
+
+
+@pytest.fixture(scope="module", params=[SEED], ids=lambda seed: f"seed={seed}")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("layouts"), request.param)
+
+
+def _slow_cases() -> list[Any]:
+    """Two ranks of one family are enough for a quick look; the rest takes minutes."""
+    return [
+        pytest.param(*case, id=", ".join(case))
+        if case[0] == "llama" and case[2] == "fp64" and " x " not in case[1]
+        else pytest.param(*case, id=", ".join(case), marks=pytest.mark.slow)
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout", "dtype"), _slow_cases())
+def test_layout_trains_as_plain_pytorch_does(runs: Runs, model: str, layout: str, dtype: str) -> None:
+    run = runs.of(model, layout, dtype)
+    plain = runs.plain(run, model)
+    tolerance = TOLERANCE[dtype]
+    assert len(run.losses) == run.config.train.steps == 20
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+    assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=tolerance, abs=0)
+    assert [record.lr for record in run.records] == pytest.approx(plain.lr, rel=1e-12)
+    assert max(plain.gradient_norms) > run.config.train.clip_norm, "nothing was clipped: too easy a test"
+    assert plain.losses[-1] < plain.losses[0] - 0.1, "nothing was learned: too easy a test"
+
+    split = json.loads((runs.data / "index.json").read_text())["splits"]["validation"]
+    bytes_per_token = sum(s["bytes_of_text"] for s in split) / sum(s["tokens"] for s in split)
+    bits = plain.validation_loss / math.log(2) / bytes_per_token
+    assert run.report["validation"]["bits_per_byte"] == pytest.approx(bits, rel=tolerance)
+
+    if dtype == "fp64":  # in fp32, Adam blows up the rounding of gradients that are zero in truth
+        trained = copy.deepcopy(plain.model)
+        load_named(trained, run.parameters())
+        theirs = dict(plain.model.named_parameters())
+        for name, ours in trained.named_parameters():
+            torch.testing.assert_close(ours, theirs[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: n + m)
+
+
+def assert_identical(run: Run, other: Run) -> None:
+    """Same losses, norms and final parameters, bit for bit."""
+    assert run.losses == other.losses
+    assert run.gradient_norms == other.gradient_norms
+    ours, theirs = run.parameters(), other.parameters()
+    assert ours.keys() == theirs.keys()
+    different = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    assert not different
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "fp64"), ("gpt", "fp64"), ("llama", "fp32")])
+@pytest.mark.parametrize("layout", ["pp 2", "pp 2 folded"])
+def test_pipelines_change_no_bit(runs: Runs, model: str, layout: str, dtype: str) -> None:
+    """A pipeline adds the same numbers in the same order as one rank does, and clips by the same factor."""
+    assert_identical(runs.of(model, layout, dtype), runs.of(model, "one rank", dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+@pytest.mark.parametrize("layout", ["tp 2 x pp 2", "tp 2 x pp 2 folded"])
+def test_pipelines_of_tensor_groups_change_no_bit(runs: Runs, model: str, layout: str) -> None:
+    assert_identical(runs.of(model, layout, "fp64"), runs.of(model, "tp 2", "fp64"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one rank", "tp 2"])
+@pytest.mark.parametrize("recompute", ["selective", "full", "fine"])
+def test_recomputation_changes_no_bit(runs: Runs, layout: str, recompute: str) -> None:
+    assert_identical(runs.of("llama", layout, "fp32", recompute), runs.of("llama", layout, "fp32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one rank", "tp 2"])
+def test_bf16_stays_close_to_fp32(runs: Runs, layout: str) -> None:
+    run = runs.of("llama", layout, "bf16")
+    assert all(map(math.isfinite, run.losses + run.gradient_norms))
+    assert run.losses == pytest.approx(runs.of("llama", "one rank", "fp32").losses, rel=2e-2)
