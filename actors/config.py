@@ -34,6 +34,12 @@ def _one_of(options: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _absolute_file(reference: str | None) -> str | None:
+    """``file.py:Class`` with the file's whole path, since ranks may run elsewhere; others as they are."""
+    place, _, name = (reference or "").rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names key, value and remedy."""
 
@@ -57,7 +63,8 @@ class ModelConfig(_Section):
     tied_head: bool = False
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0
-    layer: str | None = None  # a layer of your own: "package.module:Class"
+    # a layer of your own: "package.module:Class" or "file.py:Class"
+    layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
 
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""

@@ -2,8 +2,16 @@
 
 from dataclasses import dataclass
 
-from braid.scheduling.schedule import Block, Direction, Schedule
-from braid.scheduling.timeline import Timeline, unit_timeline
+from braid.scheduling.schedule import (
+    Block,
+    Instruction,
+    Receive,
+    Schedule,
+    Send,
+    WaitReceive,
+    WaitSend,
+)
+from braid.scheduling.timeline import in_flight, unit_timeline
 
 
 @dataclass(frozen=True)
@@ -14,32 +22,30 @@ class Cell:
     block: Block | None
 
 
-def grid(schedule: Schedule, timeline: Timeline | None = None, width: int = 4) -> list[list[Cell]]:
-    """Rows of cells, one row per stage, one cell per slot of a `unit_timeline` (forward 1, backward 2)."""
-    drawn = timeline or unit_timeline(schedule)
+def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
+    """Rows of cells, one per stage; a slot of `unit_timeline` (forward 1, backward 2) is ``width`` columns."""
+    timeline = unit_timeline(schedule)
     rows = []
-    for stage in drawn.stages:
+    for stage in timeline.stages:
         cells: list[Cell] = []
         time = 0
         for timed in stage:
-            if timed.start > time:
-                cells.append(Cell("·".center(width) * (timed.start - time), None))
-            cells.append(Cell(_label(timed.block, width * (timed.end - timed.start)), timed.block))
+            cells += _idle(timed.start - time, width)
+            text = str(timed.block).center(width * (timed.end - timed.start))
+            cells.append(Cell(text, timed.block))
             time = timed.end
-        if drawn.length > time:
-            cells.append(Cell("·".center(width) * (drawn.length - time), None))
-        rows.append(cells)
+        rows.append(cells + _idle(timeline.length - time, width))
     return rows
 
 
-def _label(block: Block, width: int) -> str:
-    text = f"{block.direction.value}{block.micro_batch}.{block.chunk}"
-    return (text if len(text) < width else f"{block.micro_batch}.{block.chunk}").center(width)[:width]
+def _idle(slots: int, width: int) -> list[Cell]:
+    return [Cell("·".center(width) * slots, None)] if slots else []
 
 
 def cell_width(schedule: Schedule) -> int:
-    """Columns per slot that keep every label legible."""
-    return 3 + len(f"{max(schedule.micro_batches - 1, 0)}{max(schedule.chunks - 1, 0)}")
+    """Columns per slot that keep every label legible and apart."""
+    labels = [str(block) for stage in range(len(schedule.stages)) for block in schedule.blocks(stage)]
+    return 1 + max(map(len, labels), default=0)
 
 
 def draw(schedule: Schedule) -> str:
@@ -51,19 +57,56 @@ def draw(schedule: Schedule) -> str:
     )
 
 
-def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 4) -> str:
-    """The blocks around an instruction, a row per stage, with the fault's stage and place marked."""
+def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -> str:
+    """The instructions around one of a stage, which is marked, beside those of the other stages.
+
+    The middle column is the instruction at ``position`` (behind the last one: the end), and in the other
+    stages' rows what comes closest to it.
+    """
+    lists = [[str(i) for i in instructions] + ["end"] for instructions in schedule.stages]
+    middles = [_counterpart(schedule, stage, position, other) for other in range(len(lists))]
+    lists[stage][position] = f">>{lists[stage][position]}<<"
+    rows = [
+        [texts[n] if 0 <= n < len(texts) else "" for n in range(middle - reach, middle + reach + 1)]
+        for texts, middle in zip(lists, middles, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for number, instructions in enumerate(schedule.stages):
-        centre = min(position, len(instructions) - 1)
-        shown = []
-        for n in range(max(0, centre - reach), min(len(instructions), centre + reach + 1)):
-            text = str(instructions[n])
-            shown.append(f">>{text}<<" if number == stage and n == position else text)
-        if number == stage and position >= len(instructions):
-            shown.append(">>end<<")
-        lines.append(f"  {'*' if number == stage else ' '} stage {number} | {' '.join(shown)}")
+    for number, row in enumerate(rows):
+        cells = "  ".join(text.center(width) for text, width in zip(row, widths, strict=True))
+        lines.append(f"{'*' if number == stage else ' '} stage {number} | {cells}".rstrip())
     return "\n".join(lines)
+
+
+def _counterpart(schedule: Schedule, stage: int, position: int, other: int) -> int:
+    """The position in another stage's list that is closest to an instruction of a stage.
+
+    That is the same pass of the same micro-batch on the nearest chunk; without one, as far along the list.
+    """
+    here, there = schedule.stages[stage], schedule.stages[other]
+    if other == stage:
+        return position
+    block = _block_of(here[position]) if position < len(here) else None
+    distances = [
+        (abs(near.chunk - block.chunk), n)
+        for n, instruction in enumerate(there)
+        if block is not None
+        and (near := _block_of(instruction)) is not None
+        and (near.direction, near.micro_batch) == (block.direction, block.micro_batch)
+    ]
+    _, nearest = min(distances, default=(0, position * len(there) // max(1, len(here))))
+    return nearest
+
+
+def _block_of(instruction: Instruction) -> Block | None:
+    """The block that an instruction is, or whose input it moves."""
+    match instruction:
+        case Block():
+            return instruction
+        case Send(block) | Receive(block) | WaitSend(block) | WaitReceive(block):
+            return block
+        case _:
+            return None
 
 
 def summary(schedule: Schedule) -> str:
@@ -71,17 +114,9 @@ def summary(schedule: Schedule) -> str:
     timeline = unit_timeline(schedule)
     stages = range(len(schedule.stages))
     idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))
-    alive = [_peak(schedule, s) for s in stages]
+    alive = [in_flight(schedule, s) for s in stages]
     return (
         f"{schedule.name}: {len(schedule.stages)} stages, {schedule.chunks} chunks, "
         f"{schedule.micro_batches} micro-batches; {timeline.length} slots (forward 1, backward 2), "
         f"idle {idle:.1%}; blocks in flight {', '.join(map(str, alive))}"
     )
-
-
-def _peak(schedule: Schedule, stage: int) -> int:
-    peak = alive = 0
-    for block in schedule.blocks(stage):
-        alive += 1 if block.direction is Direction.FORWARD else -1
-        peak = max(peak, alive)
-    return peak

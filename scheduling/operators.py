@@ -62,7 +62,7 @@ class Precision(StrEnum):
     INDEX = "index"
 
     def bytes_each(self, activation_bytes: int) -> int:
-        """Bytes of one element when activations take ``activation_bytes`` each; statistics are never narrow."""
+        """Bytes of one element when activations take ``activation_bytes``; statistics take at least 4."""
         match self:
             case Precision.ACTIVATION:
                 return activation_bytes

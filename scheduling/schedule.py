@@ -280,9 +280,7 @@ def parse_instruction(token: str) -> Instruction:
                     return WaitReduce(int(groups[0]))
                 case _:
                     return Step()
-    raise ValueError(
-        f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), REDUCE(1), WAIT(...), STEP)"
-    )
+    raise ValueError(f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), ...)")
 
 
 def parse_action(line: str) -> Action:
@@ -340,11 +338,11 @@ def _parse_header(lines: list[Line]) -> tuple[str, int, int, int]:
     entries = []
     for place, key in enumerate(_HEADER, start=1):
         number, line = lines[place] if place < len(lines) else (number + 1, "")
-        found, _, value = line.partition(" ")
-        if found != key or not re.fullmatch(r"\S+" if key == "name" else _NUMBER, value.strip()):
+        words = line.split()
+        if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
             what = "one word" if key == "name" else "a number"
             raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
-        entries.append(value.strip())
+        entries.append(words[1])
     name, *counts = entries
     stages, chunks, micro_batches = map(int, counts)
     return name, stages, chunks, micro_batches

@@ -51,9 +51,8 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
     buffering, on which no schedule may count.
     """
     run = _Run(schedule, forward, backward)
-    moved = True
-    while moved:
-        moved = any([run.advance(stage) for stage in range(len(schedule.stages))])
+    while any(run.advance(stage) for stage in range(len(schedule.stages))):
+        pass
     return Timeline(stages=tuple(tuple(blocks) for blocks in run.timed), stuck=run.stuck())
 
 

@@ -1,16 +1,16 @@
 """Checks a schedule before a step runs: order, data, transfers, deadlock, programs.
 
-`validate` raises `ScheduleError`, whose message names stage, instruction and cause and draws the grid around
-the fault.
+`validate` raises `ScheduleError`, whose message names stage, instruction and cause and draws the instructions
+around the fault.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from braid.scheduling.draw import draw_around
 from braid.scheduling.lowering.lower import predecessor, successor
-from braid.scheduling.operators import Graph, Part
+from braid.scheduling.operators import Graph, Operator, Part
 from braid.scheduling.schedule import (
+    Action,
     Block,
     Compute,
     Direction,
@@ -22,18 +22,22 @@ from braid.scheduling.schedule import (
     Send,
     Start,
     Step,
+    Strand,
     Wait,
     WaitReceive,
     WaitReduce,
     WaitSend,
-    instruction_kind,
 )
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.timeline import received_blocks, sent_blocks, unit_timeline
+from braid.scheduling.timeline import unit_timeline
 
 
 class ScheduleError(ValueError):
     """A schedule that must not run."""
+
+
+Fault = tuple[int, str]
+"""Position in a stage's list (its length: the end) and cause."""
 
 
 def validate(schedule: Schedule, layout: ParallelLayout, parts: Mapping[str, Part]) -> None:
@@ -43,229 +47,306 @@ def validate(schedule: Schedule, layout: ParallelLayout, parts: Mapping[str, Par
             f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
             f"the layout {layout.describe()} has {layout.pp} and {layout.chunks}"
         )
-    for stage, instructions in enumerate(schedule.stages):
-        for position, cause in _stage_faults(schedule, stage, layout):
-            _fail(schedule, stage, position, instructions, cause)
-    _check_channels(schedule)
-    _check_deadlock(schedule)
     _check_programs(schedule, parts)
+    for stage in range(layout.pp):
+        _fail_at(schedule, stage, _StageCheck(schedule, stage, layout).fault())
+    for stage in range(layout.pp):
+        _fail_at(schedule, stage, _channel_fault(schedule, stage))
+    _check_deadlock(schedule)
 
 
-def _fail(
-    schedule: Schedule, stage: int, position: int, instructions: tuple[Instruction, ...], cause: str
-) -> None:
-    at = str(instructions[position]) if position < len(instructions) else "end"
-    grid = draw_around(schedule, stage, position)
-    raise ScheduleError(f"schedule {schedule.name}, stage {stage}, at {at}: {cause}\n{grid}")
+def _fail_at(schedule: Schedule, stage: int, fault: Fault | None) -> None:
+    if fault is not None:
+        position, cause = fault
+        instructions = schedule.stages[stage]
+        at = instructions[position] if position < len(instructions) else "the end"
+        grid = draw_around(schedule, stage, position)
+        raise ScheduleError(f"schedule {schedule.name}, stage {stage}, at {at}: {cause}\n{grid}")
 
 
-def _stage_faults(schedule: Schedule, stage: int, layout: ParallelLayout) -> Iterator[tuple[int, str]]:
-    """Faults that one stage's list shows by itself, with their positions."""
-    instructions = schedule.stages[stage]
-    expected = _expected_blocks(schedule, stage, layout)
-    done: set[Block] = set()
-    asked: set[Block] = set()
-    here: set[Block] = set()
-    sending: set[Block] = set()
-    started: set[int] = set()
-    reduced: set[int] = set()
-    last_backward = max(
-        (n for n, i in enumerate(instructions) if isinstance(i, Block) and i.direction is Direction.BACKWARD),
-        default=-1,
-    )
-    for position, instruction in enumerate(instructions):
+class _StageCheck:
+    """Walks one stage's list and keeps what has happened so far; finds what the list shows by itself."""
+
+    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout) -> None:
+        self._instructions = schedule.stages[stage]
+        self._stage = stage
+        self._layout = layout
+        self._trains = schedule.trains
+        self._expected = _expected_blocks(schedule, layout.chunks_of(stage))
+        self._left = {chunk: 0 for chunk in layout.chunks_of(stage)}
+        for block in schedule.blocks(stage):
+            self._left[block.chunk] = self._left.get(block.chunk, 0) + 1
+        self._done: set[Block] = set()
+        self._asked: set[Block] = set()
+        self._arrived: set[Block] = set()
+        self._sent: set[Block] = set()
+        self._left_the_stage: set[Block] = set()
+        self._reducing: set[int] = set()
+        self._reduced: set[int] = set()
+        self._stepped = False
+
+    def fault(self) -> Fault | None:
+        """The first fault, if any."""
+        for position, instruction in enumerate(self._instructions):
+            if cause := self._next(instruction):
+                return position, cause
+        cause = self._end()
+        return (len(self._instructions), cause) if cause else None
+
+    def _next(self, instruction: Instruction) -> str | None:
+        """What is wrong with an instruction after those before it; None: nothing, and it has happened."""
+        if not self._trains and isinstance(instruction, Reduce | WaitReduce | Step):
+            return "the schedule has no backward passes, nothing to reduce and no step to take"
         match instruction:
             case Block():
-                if instruction not in expected:
-                    yield (
-                        position,
-                        f"chunk {instruction.chunk} or micro-batch {instruction.micro_batch} is not this stage's",
-                    )
-                if instruction in done:
-                    yield position, "the block runs twice"
-                cause = _missing_input(instruction, stage, layout, done, here)
-                if cause:
-                    yield position, cause
-                done.add(instruction)
+                return self._block(instruction)
             case Receive(block, source):
-                before = predecessor(block, layout)
-                if before is None or layout.stage_of(before.chunk) != source or source == stage:
-                    yield position, f"nothing for {block} comes from stage {source}"
-                if block not in expected:
-                    yield position, f"{block} does not run on this stage"
-                if block in asked:
-                    yield position, "the same input is received twice"
-                asked.add(block)
+                return self._receive(block, source)
             case WaitReceive(block):
-                if block not in asked or block in here:
-                    yield position, f"no receive of {block} is under way"
-                here.add(block)
+                return self._wait_receive(block)
             case Send(block, target):
-                before = predecessor(block, layout)
-                if before not in done:
-                    yield position, f"{before} has not run yet, its output cannot be sent"
-                if layout.stage_of(block.chunk) != target or target == stage:
-                    yield position, f"{block} does not run on stage {target}"
-                if block in sending:
-                    yield position, "the same output is sent twice"
-                sending.add(block)
+                return self._send(block, target)
             case WaitSend(block):
-                if block not in sending:
-                    yield position, f"no send of {block} is under way"
+                return self._wait_send(block)
             case Reduce(chunk):
-                if chunk not in layout.chunks_of(stage) or chunk in started:
-                    yield position, f"chunk {chunk} is not this stage's, or is reduced twice"
-                if any(i.chunk == chunk for i in instructions[position:] if isinstance(i, Block)):
-                    yield position, f"chunk {chunk} still has blocks to run"
-                started.add(chunk)
+                return self._reduce(chunk)
             case WaitReduce(chunk):
-                if chunk not in started or chunk in reduced:
-                    yield position, f"no reduction of chunk {chunk} is under way"
-                reduced.add(chunk)
+                return self._wait_reduce(chunk)
             case Step():
-                if reduced != set(layout.chunks_of(stage)):
-                    yield position, f"chunks {sorted(set(layout.chunks_of(stage)) - reduced)} are not reduced"
-                if position < last_backward:
-                    yield position, "backward blocks follow"
-    yield from _end_faults(schedule, stage, layout, expected - done)
+                return self._step()
 
+    # -- blocks and messages -------------------------------------------------------------------------------
 
-def _end_faults(
-    schedule: Schedule, stage: int, layout: ParallelLayout, missing: set[Block]
-) -> Iterator[tuple[int, str]]:
-    instructions = schedule.stages[stage]
-    end = len(instructions)
-    if missing:
-        yield end, f"{', '.join(str(b) for b in sorted(missing)[:4])} never run: slots are never freed"
-    steps = sum(isinstance(i, Step) for i in instructions)
-    if steps != (1 if schedule.trains else 0):
-        yield end, f"{steps} STEP instructions, expected {1 if schedule.trains else 0}"
-    for kind, start, wait in (("send", Send, WaitSend), ("receive", Receive, WaitReceive)):
-        begun = Counter(i.block for i in instructions if isinstance(i, start))
-        ended = Counter(i.block for i in instructions if isinstance(i, wait))
-        if begun != ended:
-            block = next(iter((begun - ended) or (ended - begun)))
-            yield end, f"the {kind} of {block} is started {begun[block]} and waited for {ended[block]} times"
-    for block in schedule.blocks(stage):
-        after = successor(block, layout)
-        if after and layout.stage_of(after.chunk) != stage and after not in dict(sent_blocks(instructions)):
-            yield end, f"the output of {block} is never sent to stage {layout.stage_of(after.chunk)}"
-
-
-def _expected_blocks(schedule: Schedule, stage: int, layout: ParallelLayout) -> set[Block]:
-    strands = {
-        (block.micro_batch, block.strand)
-        for blocks in schedule.stages
-        for block in blocks
-        if isinstance(block, Block)
-    }
-    strand_of = dict(sorted(strands))
-    directions = list(Direction) if schedule.trains else [Direction.FORWARD]
-    return {
-        Block(direction, m, chunk, strand_of[m])
-        for direction in directions
-        for m in range(schedule.micro_batches)
-        if m in strand_of
-        for chunk in layout.chunks_of(stage)
-    } | {
-        Block(d, m, c)
-        for d in directions
-        for m in range(schedule.micro_batches)
-        if m not in strand_of
-        for c in layout.chunks_of(stage)
-    }
-
-
-def _missing_input(
-    block: Block, stage: int, layout: ParallelLayout, done: set[Block], here: set[Block]
-) -> str | None:
-    if block.direction is Direction.BACKWARD:
-        twin = Block(Direction.FORWARD, block.micro_batch, block.chunk, block.strand)
-        if twin not in done:
-            return f"its forward {twin} has not run"
-    before = predecessor(block, layout)
-    if before is None:
+    def _block(self, block: Block) -> str | None:
+        if block not in self._expected:
+            return f"{block} does not run on this stage: {self._blocks_here(block)}"
+        if block in self._done:
+            return "the block runs twice"
+        if self._stepped:
+            return "the block runs after STEP"
+        if block.direction is Direction.BACKWARD:
+            twin = Block(Direction.FORWARD, block.micro_batch, block.chunk, block.strand)
+            if twin not in self._done:
+                return f"its forward {twin} has not run"
+        before = predecessor(block, self._layout)
+        if before is not None:
+            source = self._layout.stage_of(before.chunk)
+            if source == self._stage and before not in self._done:
+                return f"its input comes from {before}, which has not run"
+            if source != self._stage and block not in self._arrived:
+                return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
+        self._done.add(block)
+        self._left[block.chunk] -= 1
         return None
-    source = layout.stage_of(before.chunk)
-    if source == stage and before not in done:
-        return f"its input comes from {before}, which has not run"
-    if source != stage and block not in here:
-        return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
+
+    def _blocks_here(self, block: Block) -> str:
+        chunks = " and ".join(str(chunk) for chunk in self._layout.chunks_of(self._stage))
+        micro_batches = sorted({b.micro_batch for b in self._expected})
+        twin = next((b for b in self._expected if b.micro_batch == block.micro_batch), block)
+        strand = f", micro-batch {twin.micro_batch} on strand {twin.strand}"
+        return (
+            f"it has chunk {chunks}, micro-batches 0 to {micro_batches[-1]}"
+            f"{strand if twin.strand is not block.strand else ''}"
+            f"{'' if self._trains else ', no backward passes'}"
+        )
+
+    def _receive(self, block: Block, source: int) -> str | None:
+        before = predecessor(block, self._layout)
+        if block not in self._expected:
+            return f"{block} does not run on this stage: {self._blocks_here(block)}"
+        if before is None or self._layout.stage_of(before.chunk) != source or source == self._stage:
+            return f"nothing for {block} comes from stage {source}"
+        if block in self._asked:
+            return "the same input is received twice"
+        self._asked.add(block)
+        return None
+
+    def _wait_receive(self, block: Block) -> str | None:
+        if block not in self._asked or block in self._arrived:
+            return f"no receive of {block} is under way"
+        self._arrived.add(block)
+        return None
+
+    def _send(self, block: Block, target: int) -> str | None:
+        before = predecessor(block, self._layout)
+        if before is None or before.chunk not in self._layout.chunks_of(self._stage):
+            return f"{block} takes nothing from this stage"
+        if before not in self._done:
+            return f"{before} has not run yet, its output cannot be sent"
+        if self._layout.stage_of(block.chunk) != target or target == self._stage:
+            return (
+                f"{block} runs on stage {self._layout.stage_of(block.chunk)}, not on another stage {target}"
+            )
+        if block in self._sent:
+            return "the same output is sent twice"
+        self._sent.add(block)
+        return None
+
+    def _wait_send(self, block: Block) -> str | None:
+        if block not in self._sent or block in self._left_the_stage:
+            return f"no send of {block} is under way"
+        self._left_the_stage.add(block)
+        return None
+
+    # -- the update ----------------------------------------------------------------------------------------
+
+    def _reduce(self, chunk: int) -> str | None:
+        if chunk not in self._layout.chunks_of(self._stage):
+            return f"chunk {chunk} is not on this stage"
+        if chunk in self._reducing:
+            return f"chunk {chunk} is reduced twice"
+        if self._left[chunk]:
+            return f"chunk {chunk} still has blocks to run"
+        self._reducing.add(chunk)
+        return None
+
+    def _wait_reduce(self, chunk: int) -> str | None:
+        if chunk not in self._reducing or chunk in self._reduced:
+            return f"no reduction of chunk {chunk} is under way"
+        self._reduced.add(chunk)
+        return None
+
+    def _step(self) -> str | None:
+        if self._stepped:
+            return "a second STEP"
+        if left := set(self._layout.chunks_of(self._stage)) - self._reduced:
+            return f"chunks {', '.join(map(str, sorted(left)))} are not reduced"
+        self._stepped = True
+        return None
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _end(self) -> str | None:
+        if missing := self._expected - self._done:
+            return f"{_some(missing)} never run"
+        if self._trains and not self._stepped:
+            return "the STEP is missing"
+        unsent = set()
+        for block in self._done:
+            after = successor(block, self._layout)
+            if after and self._layout.stage_of(after.chunk) != self._stage and after not in self._sent:
+                unsent.add(block)
+        if unsent:
+            return f"the output of {_some(unsent)} is never sent to the stage that needs it"
+        if waiting := self._sent - self._left_the_stage:
+            return f"the send of {_some(waiting)} is never waited for"
+        if waiting := self._asked - self._arrived:
+            return f"the receive of {_some(waiting)} is never waited for"
+        return None
+
+
+def _some(blocks: set[Block]) -> str:
+    names = [str(block) for block in sorted(blocks)]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _expected_blocks(schedule: Schedule, chunks: tuple[int, ...]) -> set[Block]:
+    """What a stage with these chunks has to run; a micro-batch stays on the strand it begins on."""
+    strands = {
+        block.micro_batch: block.strand
+        for stage in range(len(schedule.stages))
+        for block in schedule.blocks(stage)
+        if block.direction is Direction.FORWARD and block.chunk == 0
+    }
+    return {
+        Block(direction, m, chunk, strands.get(m, Strand.ALPHA))
+        for direction in (Direction if schedule.trains else [Direction.FORWARD])
+        for m in range(schedule.micro_batches)
+        for chunk in chunks
+    }
+
+
+# -- all stages together -----------------------------------------------------------------------------------
+
+
+def _channel_fault(schedule: Schedule, stage: int) -> Fault | None:
+    """Messages to a stage must be received in the order they are sent, each channel by itself.
+
+    A channel is a pair of stages and a direction.
+    """
+    sent: dict[tuple[int, Direction], list[Block]] = {}
+    for source, instructions in enumerate(schedule.stages):
+        for i in instructions:
+            if isinstance(i, Send) and i.stage == stage:
+                sent.setdefault((source, i.block.direction), []).append(i.block)
+    for position, instruction in enumerate(schedule.stages[stage]):
+        if isinstance(instruction, Receive):
+            block, source = instruction.block, instruction.stage
+            coming = sent.get((source, block.direction), [])
+            if not coming:
+                return position, f"stage {source} sends nothing more"
+            if coming[0] != block:
+                return position, f"the next message that stage {source} sends is for {coming[0]}"
+            del coming[0]
+    for (source, _), left in sent.items():
+        if left:
+            return len(
+                schedule.stages[stage]
+            ), f"stage {source} sends to {_some(set(left))}, no RECV takes it"
     return None
-
-
-def _check_channels(schedule: Schedule) -> None:
-    """Per pair of stages and direction, messages must be received in the order they are sent."""
-    channels: dict[tuple[int, int, Direction], list[Block]] = {}
-    for stage, instructions in enumerate(schedule.stages):
-        for block, target in sent_blocks(instructions):
-            channels.setdefault((stage, target, block.direction), []).append(block)
-    for stage, instructions in enumerate(schedule.stages):
-        arriving: dict[tuple[int, int, Direction], list[Block]] = {}
-        for block, source in received_blocks(instructions):
-            arriving.setdefault((source, stage, block.direction), []).append(block)
-        for key in set(arriving) | {k for k in channels if k[1] == stage}:
-            sent, received = channels.get(key, []), arriving.get(key, [])
-            if sent != received:
-                n = next((n for n, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None)
-                what = (
-                    f"{len(sent)} are sent and {len(received)} received"
-                    if n is None
-                    else f"message {n} is sent for {sent[n]} and received for {received[n]}"
-                )
-                raise ScheduleError(
-                    f"schedule {schedule.name}: from stage {key[0]} to stage {key[1]}, {what}; "
-                    f"each message needs one SEND and one RECV, in the same order"
-                )
 
 
 def _check_deadlock(schedule: Schedule) -> None:
     stuck = unit_timeline(schedule).stuck
-    if stuck:
-        waits = "; ".join(f"stage {stage} waits at {instruction}" for stage, instruction in stuck.items())
-        stage, instruction = next(iter(stuck.items()))
-        position = schedule.stages[stage].index(instruction)
-        raise ScheduleError(
-            f"schedule {schedule.name} deadlocks in a {instruction_kind(instruction)}: {waits}\n"
-            f"{draw_around(schedule, stage, position)}"
-        )
+    for stage, position in stuck.items():
+        waits = "; ".join(f"stage {s} waits at {schedule.stages[s][n]}" for s, n in stuck.items())
+        _fail_at(schedule, stage, (position, f"deadlock: {waits}"))
+
+
+# -- programs ----------------------------------------------------------------------------------------------
 
 
 def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
-    directions = list(Direction) if schedule.trains else [Direction.FORWARD]
+    directions = tuple(Direction) if schedule.trains else (Direction.FORWARD,)
     expected = {(name, direction) for name in parts for direction in directions}
-    if set(schedule.programs) != expected:
-        odd = ", ".join(f"{part} {d.value}" for part, d in sorted(set(schedule.programs) ^ expected))
-        raise ScheduleError(f"schedule {schedule.name}: programs do not match the model's parts: {odd}")
-    for (part, direction), program in schedule.programs.items():
-        graph = parts[part].forward if direction is Direction.FORWARD else parts[part].backward
-        for cause in _program_faults(program, graph, parts[part], direction):
-            raise ScheduleError(f"schedule {schedule.name}, program {part} {direction.value}: {cause}")
+    for what, keys in (
+        ("is missing", expected - set(schedule.programs)),
+        ("is for no part of the model", set(schedule.programs) - expected),
+    ):
+        for part, direction in sorted(keys):
+            raise ScheduleError(f"schedule {schedule.name}: program {part} {direction.value} {what}")
+    for (name, direction), program in schedule.programs.items():
+        part = parts[name]
+        if direction is Direction.FORWARD:
+            cause = _program_fault(program, part.forward, part.inputs)
+        else:
+            given = (*part.constants, *part.saved(), f"d.{part.output}")
+            cause = _program_fault(program, part.backward, given)
+        if cause:
+            raise ScheduleError(f"schedule {schedule.name}, program {name} {direction.value}: {cause}")
 
 
-def _program_faults(program: Program, graph: Graph, part: Part, direction: Direction) -> Iterator[str]:
+def _program_fault(program: Program, graph: Graph, given: tuple[str, ...]) -> str | None:
     operators = {op.name: op for op in graph.operators}
-    given = set(part.inputs) if direction is Direction.FORWARD else {*part.saved(), f"d.{part.output}"}
-    available, started, done = set(given) | set(part.constants), set(), set()
+    available, started, done = set(given), set[str](), set[str]()
     for action in program:
         op = operators.get(action.operator)
         if op is None:
-            yield f"the model has no operator {action.operator!r}"
-            return
-        is_wait = isinstance(action, Wait)
-        if op.kind.communicates == isinstance(action, Compute):
-            yield f"'{action}': {op.name} is {'a' if op.kind.communicates else 'not a'} collective"
-        if isinstance(action, Start) and action.stream is not op.stream:
-            yield f"'{action}': {op.name} runs on {op.stream.value}"
-        if is_wait != (op.name in started) or op.name in done:
-            yield f"'{action}': {'not started' if is_wait else 'runs twice'}"
-        missing = [name for name in op.reads if name not in available]
-        if missing and not is_wait:
-            yield f"'{action}' reads {missing[0]} before it is there"
+            return f"'{action}': the graph has no operator {action.operator!r}"
+        if cause := _action_fault(action, op, available, started, done):
+            return f"'{action}': {cause}"
         if isinstance(action, Start):
             started.add(op.name)
         else:
             available |= set(op.writes)
             done.add(op.name)
     if left := [name for name in operators if name not in done]:
-        yield f"operators {', '.join(left[:4])} never finish"
+        return f"operators {', '.join(left[:4])} never finish"
+    return None
+
+
+def _action_fault(
+    action: Action, op: Operator, available: set[str], started: set[str], done: set[str]
+) -> str | None:
+    if op.kind.communicates == isinstance(action, Compute):
+        return f"{op.name} is {'a' if op.kind.communicates else 'not a'} collective"
+    if isinstance(action, Start) and action.stream is not op.stream:
+        return f"{op.name} runs on {op.stream}"
+    if op.name in done:
+        return f"{op.name} is done already"
+    if isinstance(action, Wait):
+        return None if op.name in started else f"{op.name} is not started"
+    if op.name in started:
+        return f"{op.name} is started already"
+    missing = [name for name in op.reads if name not in available]
+    return f"{missing[0]} is read before it is there" if missing else None

@@ -5,7 +5,10 @@ operator with a module, the module with the global names of its parameters (`mod
 """
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -148,17 +151,29 @@ def _qkv_widths(shape: ModelShape) -> dict[str, int]:
 
 
 def load_layer(reference: str | None) -> LayerDefinition:
-    """The built-in layer, or the class that ``model.layer: "package.module:Class"`` names."""
+    """The built-in layer, or the class that ``model.layer`` names: ``package.module:Class`` or
+    ``path/to/file.py:Class``."""
     if reference is None:
         return TransformerLayer()
-    module_name, _, class_name = reference.partition(":")
+    place, _, class_name = reference.rpartition(":")
     try:
-        definition = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        definition: LayerDefinition = getattr(module, class_name)()
+    except (ImportError, OSError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"model.layer={reference!r} cannot be loaded ({error}); write it as 'package.module:Class'"
+            f"model.layer={reference!r} cannot be loaded ({error}); "
+            f"write it as 'package.module:Class' or 'path/to/file.py:Class'"
         ) from error
     return definition
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def embedding_weight(shape: ModelShape) -> GlobalParameter:
