@@ -141,7 +141,7 @@ class Display:
     def _finish(self, event: Finished) -> None:
         report = event.report
         if self._screen:
-            self._screen.update(self._progress)
+            self._screen.update(Text(""))
         self._console.print(report_table(report, self._losses))
         self._say("done" if event.complete else "stopped early; go on with --resume")
 

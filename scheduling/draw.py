@@ -23,7 +23,7 @@ class Cell:
 
 
 def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
-    """Rows of cells, one per stage; a slot of `unit_timeline` (forward 1, backward 2) is ``width`` columns."""
+    """Rows of cells, one per stage; a slot of `unit_timeline` (forward 1, backward 2) takes ``width``."""
     timeline = unit_timeline(schedule)
     rows = []
     for stage in timeline.stages:

@@ -1,10 +1,10 @@
 """What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from braid.scheduling.operators import Part
-from braid.scheduling.schedule import Direction, Schedule
+from braid.scheduling.operators import Graph, Part
+from braid.scheduling.schedule import Block, Direction, Program, Receive, Schedule, Send, WaitSend
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -19,9 +19,9 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Saved activations at the moment when most are held."""
+    """Saved activations, and messages until they are waited for or used, when most are held."""
     working_bytes: int
-    """Largest value that lives only within one part (logits, a gathered gradient)."""
+    """What the operators of one pass through one part hand each other and nobody saves, when that is most."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,22 +37,18 @@ class RankMemory:
 
 def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
     """Parameters on the fullest tensor-parallel rank of a stage."""
-    one_layer = ModelShape(**{**vars(shape), "layers": 1})
-    none = one_layer.parameters()
-    two_layers = ModelShape(**{**vars(shape), "layers": 2})
-    per_layer = two_layers.parameters() - none
     norm = shape.hidden * (2 if shape.biases else 1)
+    per_layer = replace(shape, layers=2).parameters() - replace(shape, layers=1).parameters()
     replicated = 2 * norm + (2 * shape.hidden if shape.biases else 0)
-    sharded = (per_layer - replicated) // layout.tp + replicated
-    layers = shape.layers // layout.chunks
-    rows = -(-shape.vocabulary // layout.tp) * shape.hidden
+    layer = (per_layer - replicated) // layout.tp + replicated
+    table = -(-shape.vocabulary // layout.tp) * shape.hidden
     chunks = layout.chunks_of(stage)
-    total = len(chunks) * layers * sharded
+    total = len(chunks) * (shape.layers // layout.chunks) * layer
     if 0 in chunks:
-        total += rows + (shape.sequence * shape.hidden if shape.family == "gpt" else 0)
+        total += table + (shape.sequence * shape.hidden if shape.family == "gpt" else 0)
     if layout.chunks - 1 in chunks:
         shares_table = shape.tied_head and 0 in chunks
-        total += norm + (0 if shares_table else rows)
+        total += norm + (0 if shares_table else table)
     return total
 
 
@@ -69,48 +65,82 @@ def rank_memory(
     parameters = stage_parameters(shape, layout, stage)
     main = max(4, width)
     masters = 0 if width == main else parameters * main
+    held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
     return RankMemory(
         stage=stage,
         parameter_bytes=parameters * width,
         gradient_bytes=parameters * main,
         optimizer_bytes=masters + 2 * parameters * main,
-        activation_bytes=_peak_saved(schedule, layout, shape, parts, width, stage),
-        working_bytes=_largest_value(layout, parts, width, stage),
+        activation_bytes=_peak_activations(schedule, stage, held, width),
+        working_bytes=max(
+            peak_working_bytes(part, schedule.programs[part.name, direction], direction, width)
+            for chunk in held.values()
+            for part in chunk
+            for direction in Direction
+        ),
     )
 
 
-def _peak_saved(
-    schedule: Schedule,
-    layout: ParallelLayout,
-    shape: ModelShape,
-    parts: Mapping[str, Part],
-    width: int,
-    stage: int,
-) -> int:
-    """Saved bytes when most are held, walking the stage's blocks in order."""
-    saved = {name: part.saved_bytes(width) for name, part in parts.items()}
-    layers = shape.layers // layout.chunks
-    held = peak = 0
-    for block in schedule.blocks(stage):
-        size = layers * saved["layer"]
-        size += saved["embedding"] if block.chunk == 0 else 0
-        size += saved["head"] if block.chunk == layout.chunks - 1 else 0
-        held += size if block.direction is Direction.FORWARD else -size
-        peak = max(peak, held)
+def _chunk_parts(
+    chunk: int, layout: ParallelLayout, shape: ModelShape, parts: Mapping[str, Part]
+) -> list[Part]:
+    """The parts of a chunk in the order of the forward pass."""
+    layers = [parts["layer"]] * (shape.layers // layout.chunks)
+    first = [parts["embedding"]] if chunk == 0 else []
+    last = [parts["head"]] if chunk == layout.chunks - 1 else []
+    return first + layers + last
+
+
+def _peak_activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]], width: int) -> int:
+    """Saved values and messages when most are held, walking the stage's instructions in order."""
+    saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in held.items()}
+    layer = next(part for parts in held.values() for part in parts if part.name == "layer")
+    message = layer.values[layer.output].bytes(width)
+    received: set[Block] = set()
+    now = peak = 0
+    for instruction in schedule.stages[stage]:
+        match instruction:
+            case Send():
+                now += message
+            case WaitSend():
+                now -= message
+            case Receive(block):
+                received.add(block)
+                now += message
+            case Block(direction, _, chunk):
+                now += saved[chunk] if direction is Direction.FORWARD else -saved[chunk]
+                now -= message if instruction in received else 0
+        peak = max(peak, now)
     return peak
 
 
-def _largest_value(layout: ParallelLayout, parts: Mapping[str, Part], width: int, stage: int) -> int:
-    present = {"layer"} | {
-        name
-        for name, chunk in (("embedding", 0), ("head", layout.chunks - 1))
-        if chunk in layout.chunks_of(stage)
-    }
+def peak_working_bytes(part: Part, program: Program, direction: Direction, width: int) -> int:
+    """Most bytes that one pass through a part holds beside what is saved; activations take ``width`` each.
+
+    A value is there from its operator's (for a collective: its start's) turn to its last reader's. What
+    kernels take while they run comes on top.
+    """
+    graph = part.forward if direction is Direction.FORWARD else part.backward
+    lives = _lives(part, graph, program)
+    for name in (*part.saved(), *part.constants):
+        lives.pop(name, None)
     return max(
-        value.elements * value.precision.bytes_each(width)
-        for name in present
-        for value in parts[name].values.values()
+        sum(part.values[name].bytes(width) for name, (first, last) in lives.items() if first <= now <= last)
+        for now in range(len(program))
     )
+
+
+def _lives(part: Part, graph: Graph, program: Program) -> dict[str, tuple[int, int]]:
+    """First and last position in a program at which a value's memory is needed."""
+    handed_on = {part.output, *(f"d.{name}" for name in part.inputs)}
+    lives: dict[str, tuple[int, int]] = {}
+    for position, action in enumerate(program):
+        operator = graph.named(action.operator)
+        for name in (*operator.reads, *operator.writes):
+            owner = part.values[name].alias_of or name
+            first, last = lives.get(owner, (position, position))
+            lives[owner] = first, max(last, len(program) if name in handed_on else position)
+    return lives
 
 
 def model_flops(shape: ModelShape, tokens: int) -> int:

@@ -4,7 +4,9 @@
 around the fault.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from braid.scheduling.draw import draw_around
 from braid.scheduling.lowering.lower import predecessor, successor
@@ -47,6 +49,8 @@ def validate(schedule: Schedule, layout: ParallelLayout, parts: Mapping[str, Par
             f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
             f"the layout {layout.describe()} has {layout.pp} and {layout.chunks}"
         )
+    if schedule.micro_batches < 1:
+        raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
     _check_programs(schedule, parts)
     for stage in range(layout.pp):
         _fail_at(schedule, stage, _StageCheck(schedule, stage, layout).fault())
@@ -73,15 +77,13 @@ class _StageCheck:
         self._layout = layout
         self._trains = schedule.trains
         self._expected = _expected_blocks(schedule, layout.chunks_of(stage))
-        self._left = {chunk: 0 for chunk in layout.chunks_of(stage)}
-        for block in schedule.blocks(stage):
-            self._left[block.chunk] = self._left.get(block.chunk, 0) + 1
+        self._to_run = Counter(block.chunk for block in schedule.blocks(stage))
         self._done: set[Block] = set()
-        self._asked: set[Block] = set()
+        self._receives: set[Block] = set()
         self._arrived: set[Block] = set()
-        self._sent: set[Block] = set()
-        self._left_the_stage: set[Block] = set()
-        self._reducing: set[int] = set()
+        self._sends: set[Block] = set()
+        self._sends_done: set[Block] = set()
+        self._reductions: set[int] = set()
         self._reduced: set[int] = set()
         self._stepped = False
 
@@ -136,19 +138,18 @@ class _StageCheck:
             if source != self._stage and block not in self._arrived:
                 return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
         self._done.add(block)
-        self._left[block.chunk] -= 1
+        self._to_run[block.chunk] -= 1
         return None
 
     def _blocks_here(self, block: Block) -> str:
         chunks = " and ".join(str(chunk) for chunk in self._layout.chunks_of(self._stage))
-        micro_batches = sorted({b.micro_batch for b in self._expected})
-        twin = next((b for b in self._expected if b.micro_batch == block.micro_batch), block)
-        strand = f", micro-batch {twin.micro_batch} on strand {twin.strand}"
-        return (
-            f"it has chunk {chunks}, micro-batches 0 to {micro_batches[-1]}"
-            f"{strand if twin.strand is not block.strand else ''}"
-            f"{'' if self._trains else ', no backward passes'}"
-        )
+        facts = [f"it has chunk {chunks}", f"micro-batches 0 to {max(b.micro_batch for b in self._expected)}"]
+        if not self._trains:
+            facts.append("no backward passes")
+        for twin in self._expected:
+            if twin == replace(block, strand=twin.strand):
+                facts.append(f"micro-batch {block.micro_batch} on strand {twin.strand}")
+        return ", ".join(facts)
 
     def _receive(self, block: Block, source: int) -> str | None:
         before = predecessor(block, self._layout)
@@ -156,13 +157,13 @@ class _StageCheck:
             return f"{block} does not run on this stage: {self._blocks_here(block)}"
         if before is None or self._layout.stage_of(before.chunk) != source or source == self._stage:
             return f"nothing for {block} comes from stage {source}"
-        if block in self._asked:
+        if block in self._receives:
             return "the same input is received twice"
-        self._asked.add(block)
+        self._receives.add(block)
         return None
 
     def _wait_receive(self, block: Block) -> str | None:
-        if block not in self._asked or block in self._arrived:
+        if block not in self._receives or block in self._arrived:
             return f"no receive of {block} is under way"
         self._arrived.add(block)
         return None
@@ -177,15 +178,15 @@ class _StageCheck:
             return (
                 f"{block} runs on stage {self._layout.stage_of(block.chunk)}, not on another stage {target}"
             )
-        if block in self._sent:
+        if block in self._sends:
             return "the same output is sent twice"
-        self._sent.add(block)
+        self._sends.add(block)
         return None
 
     def _wait_send(self, block: Block) -> str | None:
-        if block not in self._sent or block in self._left_the_stage:
+        if block not in self._sends or block in self._sends_done:
             return f"no send of {block} is under way"
-        self._left_the_stage.add(block)
+        self._sends_done.add(block)
         return None
 
     # -- the update ----------------------------------------------------------------------------------------
@@ -193,15 +194,15 @@ class _StageCheck:
     def _reduce(self, chunk: int) -> str | None:
         if chunk not in self._layout.chunks_of(self._stage):
             return f"chunk {chunk} is not on this stage"
-        if chunk in self._reducing:
+        if chunk in self._reductions:
             return f"chunk {chunk} is reduced twice"
-        if self._left[chunk]:
+        if self._to_run[chunk]:
             return f"chunk {chunk} still has blocks to run"
-        self._reducing.add(chunk)
+        self._reductions.add(chunk)
         return None
 
     def _wait_reduce(self, chunk: int) -> str | None:
-        if chunk not in self._reducing or chunk in self._reduced:
+        if chunk not in self._reductions or chunk in self._reduced:
             return f"no reduction of chunk {chunk} is under way"
         self._reduced.add(chunk)
         return None
@@ -224,13 +225,13 @@ class _StageCheck:
         unsent = set()
         for block in self._done:
             after = successor(block, self._layout)
-            if after and self._layout.stage_of(after.chunk) != self._stage and after not in self._sent:
+            if after and self._layout.stage_of(after.chunk) != self._stage and after not in self._sends:
                 unsent.add(block)
         if unsent:
             return f"the output of {_some(unsent)} is never sent to the stage that needs it"
-        if waiting := self._sent - self._left_the_stage:
+        if waiting := self._sends - self._sends_done:
             return f"the send of {_some(waiting)} is never waited for"
-        if waiting := self._asked - self._arrived:
+        if waiting := self._receives - self._arrived:
             return f"the receive of {_some(waiting)} is never waited for"
         return None
 
@@ -241,13 +242,11 @@ def _some(blocks: set[Block]) -> str:
 
 
 def _expected_blocks(schedule: Schedule, chunks: tuple[int, ...]) -> set[Block]:
-    """What a stage with these chunks has to run; a micro-batch stays on the strand it begins on."""
-    strands = {
-        block.micro_batch: block.strand
-        for stage in range(len(schedule.stages))
-        for block in schedule.blocks(stage)
-        if block.direction is Direction.FORWARD and block.chunk == 0
-    }
+    """What a stage with these chunks has to run; a micro-batch stays on the strand of its first block."""
+    strands: dict[int, Strand] = {}
+    for stage in range(len(schedule.stages)):
+        for block in schedule.blocks(stage):
+            strands.setdefault(block.micro_batch, block.strand)
     return {
         Block(direction, m, chunk, strands.get(m, Strand.ALPHA))
         for direction in (Direction if schedule.trains else [Direction.FORWARD])
@@ -303,8 +302,8 @@ def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
         ("is missing", expected - set(schedule.programs)),
         ("is for no part of the model", set(schedule.programs) - expected),
     ):
-        for part, direction in sorted(keys):
-            raise ScheduleError(f"schedule {schedule.name}: program {part} {direction.value} {what}")
+        for name, direction in sorted(keys):
+            raise ScheduleError(f"schedule {schedule.name}: program {name} {direction.value} {what}")
     for (name, direction), program in schedule.programs.items():
         part = parts[name]
         if direction is Direction.FORWARD:

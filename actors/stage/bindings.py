@@ -81,7 +81,7 @@ class Binder:
 
         def run(values: Values, block: Block) -> None:
             x, group = values[source], groups[block.strand]
-            transfer = start(operator.stream, lambda: collective(x, group), awaited_next=awaited_next)
+            transfer = start(operator.stream, collective(x, group), awaited_next=awaited_next)
             values[key] = transfer
             record(label, block, transfer)
 

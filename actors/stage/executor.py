@@ -18,7 +18,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import SlotKey, Slots, Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
-from braid.kernels.collectives.primitives import started
+from braid.kernels.collectives.primitives import receive, send
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
     Block,
@@ -218,10 +218,7 @@ class Executor:
         assert x is not None
         peer, tag = self._mesh.peer(stage), self._tag(block)
         group, lane = self._channel(block, down=stage > self._mesh.position["pp"])
-
-        def launch() -> tuple[Tensor, dist.Work]:
-            return x, started(dist.isend(x, peer, group=group, tag=tag))
-
+        launch = send(x, peer, group, tag)
         transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
         self._sending[block] = transfer
         self._recorder.transfer(SpanLabel(f"send {block}", Stream.INTER, bytes=x.nbytes), block, transfer)
@@ -230,10 +227,7 @@ class Executor:
         x = torch.empty(self._message_shape, dtype=self._dtype, device=self._device)
         peer, tag = self._mesh.peer(stage), self._tag(block)
         group, lane = self._channel(block, down=stage < self._mesh.position["pp"])
-
-        def launch() -> tuple[Tensor, dist.Work]:
-            return x, started(dist.irecv(x, peer, group=group, tag=tag))
-
+        launch = receive(x, peer, group, tag)
         transfer = self._streams.start(
             Stream.INTER, launch, awaited_next=awaited_next, lane=f"receive {lane}"
         )

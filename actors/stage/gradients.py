@@ -1,8 +1,7 @@
 """Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -68,7 +67,7 @@ class GradientBuckets:
             for position, group in enumerate(bucket.groups):
                 last = position == len(bucket.groups) - 1
                 label = SpanLabel(f"gradients.{number}", Stream.INTER, bytes=bucket.buffer.nbytes)
-                launch = partial(all_reduce, bucket.buffer, group)
+                launch = all_reduce(bucket.buffer, group)
                 transfer = self._streams.start(Stream.INTER, launch, awaited_next=not last)
                 self._recorder.transfer(label, None, transfer)
                 if last:
@@ -138,22 +137,23 @@ class _GlobalNorm:
     """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
     compute the same gradients bit for bit also clip them by the same factor."""
 
-    def __init__(self, parameters: Iterable[StageParameter], mesh: Mesh) -> None:
+    def __init__(self, parameters: list[StageParameter], mesh: Mesh) -> None:
+        device = parameters[0].tensor.device
         first_tp, first_stage = mesh.position["tp"] == 0, mesh.position["pp"] == 0
         counted = [p for p in parameters if (first_tp or not p.replicated) and (first_stage or not p.shared)]
         pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
         self._views = [piece.of_local(p.tensor.main_grad) for _, p, piece in pieces]  # type: ignore[attr-defined]
-        self._index = torch.tensor([names.index(name) for name, _, _ in pieces], dtype=torch.int64)
-        self._count = len(names)
+        places = {name: place for place, name in enumerate(names)}
+        self._index = torch.tensor([places[name] for name, _, _ in pieces], device=device)
+        self._squares = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.layout.degree(axis) > 1]
 
     def __call__(self) -> Tensor:
-        squares = torch.zeros(self._count, dtype=torch.float64)
+        squares = self._squares.zero_()
         if self._views:
             norms = torch.stack(torch._foreach_norm(self._views)).to(torch.float64)
-            squares = squares.to(norms.device)
-            squares.index_add_(0, self._index.to(norms.device), norms * norms)
+            squares.index_add_(0, self._index, norms * norms)
         for group in self._groups:
             dist.all_reduce(squares, group=group)
         return squares.sum().sqrt()

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from braid.scheduling.operators import Stream
 
-Launch = Callable[[], tuple[Any, dist.Work]]
-"""Issues a collective or message and returns its result and its work."""
+Launch = tuple[Any, Callable[[], dist.Work]]
+"""The tensor that will hold a transfer's result, and what issues the transfer."""
 
 Mark = Any
 """A point in time: nanoseconds on the host, an event on CUDA."""
@@ -33,7 +33,6 @@ class Transfer:
     end: Mark = None
     done: threading.Event | None = None
     error: BaseException | None = None
-    holds: list[Any] = field(default_factory=list)
 
 
 class Streams(Protocol):
@@ -73,9 +72,9 @@ class HostStreams:
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
         """Issue; hand to the lane's waiter unless the caller waits next."""
+        result, issue = launch
         begin = time.perf_counter_ns()
-        result, work = launch()
-        transfer = Transfer(result=result, work=work, begin=begin)
+        transfer = Transfer(result=result, work=issue(), begin=begin)
         if not awaited_next:
             transfer.done = threading.Event()
             self._waiter(stream, lane).put(transfer)
@@ -147,9 +146,10 @@ class CudaStreams:
         side = self._side[stream, lane]
         side.wait_stream(self._compute)
         begin = _record(side)
+        result, issue = launch
         with torch.cuda.stream(side):
-            result, work = launch()
-            work.wait()
+            work = issue()
+            work.wait()  # the side stream waits for NCCL's own; the host does not
         return Transfer(result=result, work=work, begin=begin, end=_record(side))
 
     def wait(self, transfer: Transfer) -> None:

@@ -58,7 +58,7 @@ class Worker:
         self._config, self._shape = config, plan.shape
         cluster = config.cluster
         torch.set_num_threads(cluster.threads_per_rank)
-        self._device = _device(cluster.device)
+        self._device = _device(cluster.device, self.rank)
         timeout = timedelta(seconds=cluster.group_timeout_s)
         self._join(rendezvous, timeout)
         layout = config.layout()
@@ -258,9 +258,15 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     )
 
 
-def _device(choice: str) -> torch.device:
+def _device(choice: str, rank: int) -> torch.device:
+    """The CPU, or the rank's GPU: the only one that Ray shows it, or its own among those of the machine."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if count == 0 or 1 < count <= rank:
+        raise ValueError(
+            f"cluster.device={choice!r}: rank {rank} finds {count} GPUs; lower the parallel degrees"
+        )
+    device = torch.device("cuda", rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device

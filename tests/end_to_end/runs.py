@@ -7,6 +7,7 @@ values: it reads the token files itself.
 import json
 import random
 import sysconfig
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,14 +81,15 @@ class Run:
 
     def parameters(self) -> dict[str, Tensor]:
         """Final parameters by global name, from the last checkpoint."""
-        newest = self.directory / "checkpoints" / f"step-{len(self.records)}"
-        reader = dcp.FileSystemReader(newest)
+        reader = dcp.FileSystemReader(self.directory / "checkpoints" / f"step-{len(self.records)}")
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()
             if name.startswith("parameter.")
         }
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
+            dcp.load(state, storage_reader=reader, no_dist=True)
         return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
 
 
@@ -118,13 +120,16 @@ def small_config(path: Path, **overrides: Mapping[str, Any]) -> Config:
     return parse_config({"name": name, "runs": str(path), **content})
 
 
-def run_layout(path: Path, data: Path, **overrides: Mapping[str, Any]) -> Run:
-    """Train through `Controller` and `ProcessLauncher`; ``overrides`` by section: ``parallel={"tp": 2}``."""
+def run_layout(path: Path, data: Path, until: int | None = None, **overrides: Mapping[str, Any]) -> Run:
+    """Train through `Controller` and `ProcessLauncher`, perhaps only ``until`` a step.
+
+    ``overrides`` come by section: ``parallel={"tp": 2}``.
+    """
     config = small_config(path, **overrides)
     shape = config.check(BYTES_VOCABULARY)
     schedule = build_schedule(config, shape).to_text()
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-    events = tuple(Controller(plan, ProcessLauncher(config), RunOptions()).run())
+    events = tuple(Controller(plan, ProcessLauncher(config), RunOptions(until=until)).run())
     return Run(config=config, shape=shape, directory=config.run_directory, events=events)
 
 
