@@ -1,0 +1,394 @@
+"""The operator graphs: their operators, data flow, gradients, sizes, and what recomputation leaves."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.graph_builder import AxisPlacement, GraphBuilder
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, with_recompute
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
+from braid.scheduling.spec import ModelShape
+from tests.scheduling.cases import GPT, LLAMA, TOKENS, model_parts
+
+FORWARD = (
+    "attention_norm attention_gather qkv attention projection attention_scatter attention_residual "
+    "mlp_norm mlp_gather mlp_in activation mlp_out mlp_scatter mlp_residual"
+).split()
+BACKWARD = (
+    "mlp_residual.grad mlp_scatter.grad mlp_out.dgrad mlp_out.wgrad activation.grad mlp_in.dgrad "
+    "mlp_in.wgrad mlp_gather.grad mlp_norm.grad attention_residual.grad attention_scatter.grad "
+    "projection.dgrad projection.wgrad attention.grad qkv.dgrad qkv.wgrad attention_gather.grad "
+    "attention_norm.grad"
+).split()
+SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+DEGREES = pytest.mark.parametrize("tp", [1, 2, 4])
+
+
+def names(graph: Graph) -> list[str]:
+    """Operator names in the graph's order."""
+    return [op.name for op in graph.operators]
+
+
+def two_way_builder(name: str = "layer") -> GraphBuilder:
+    """A builder with two tensor-parallel ranks."""
+    return GraphBuilder(name, {"tp": AxisPlacement(degree=2)})
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+@SHAPES
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_layer_has_14_forward_and_18_backward_operators(shape: ModelShape, tp: int) -> None:
+    layer = model_parts(shape, tp)["layer"]
+    assert names(layer.forward) == FORWARD
+    assert names(layer.backward) == BACKWARD
+    assert (len(FORWARD), len(BACKWARD)) == (14, 18)
+
+
+@SHAPES
+def test_without_tensor_parallelism_collectives_vanish(shape: ModelShape) -> None:
+    layer = model_parts(shape, 1)["layer"]
+    moves = ("gather", "scatter")
+    assert names(layer.forward) == [name for name in FORWARD if not name.endswith(moves)]
+    assert names(layer.backward) == [
+        name for name in BACKWARD if name.split(".")[0].split("_")[-1] not in moves
+    ]
+    assert (len(layer.forward.operators), len(layer.backward.operators)) == (10, 14)
+    for part in model_parts(shape, 1).values():
+        assert not any(op.kind.communicates for op in (*part.forward.operators, *part.backward.operators))
+
+
+# -- data flow ---------------------------------------------------------------------------------------------
+
+
+def last_readers(operators: Iterable[Operator]) -> dict[str, str]:
+    """Value -> name of the operator that reads it last."""
+    return {value: op.name for op in operators for value in op.reads}
+
+
+def run_symbolically(part: Part, graph: Graph, given: set[str], kept: set[str]) -> set[str]:
+    """Run a graph on names alone, freeing every value after its last reader; returns what is left."""
+    available = set(given)
+    last = last_readers(graph.operators)
+    for op in graph.operators:
+        missing = set(op.reads) - available
+        assert not missing, f"{part.name}: {op.name} reads {missing}, which is not there"
+        assert not set(op.writes) & available, f"{op.name} overwrites a value"
+        available |= set(op.writes)
+        available -= {name for name in op.reads if last[name] == op.name} - kept
+        available -= {name for name in op.writes if name not in last} - kept
+    return available
+
+
+@SHAPES
+@DEGREES
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+def test_no_pass_reads_a_value_that_is_not_there(shape: ModelShape, tp: int, policy: str) -> None:
+    for part in model_parts(shape, tp, policy).values():
+        saved = set(part.saved())
+        left = run_symbolically(part, part.forward, set(part.inputs), {*saved, part.output})
+        assert left >= saved
+        gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
+        given = {*saved, *part.constants}
+        if part.values[part.output].precision is Precision.ACTIVATION:
+            given.add(f"d.{part.output}")
+        left = run_symbolically(part, part.backward, given, gradients)
+        assert gradients <= left
+        assert left <= {*gradients, *part.constants}, "the backward pass leaves values behind"
+
+
+@SHAPES
+@DEGREES
+def test_every_input_gets_one_whole_gradient(shape: ModelShape, tp: int) -> None:
+    for part in model_parts(shape, tp).values():
+        written = Counter(name for op in part.backward.operators for name in op.writes)
+        assert set(written.values()) <= {1}
+        differentiable = {name for name in part.inputs if name not in part.constants}
+        assert {f"d.{name}" for name in differentiable} <= set(written)
+        assert not any("@" in name for name in written), "no value of the built-in parts needs an addition"
+
+
+@SHAPES
+@DEGREES
+def test_every_operator_name_has_a_forward_operator_as_module(shape: ModelShape, tp: int) -> None:
+    for part in model_parts(shape, tp).values():
+        assert {op.module for op in part.backward.operators} <= set(names(part.forward))
+
+
+# -- gradients -----------------------------------------------------------------------------------------------
+
+
+def linear_forward(op: Operator, values: dict[str, int], weights: dict[str, int]) -> None:
+    """Interpret an operator as y = sum of weight * x."""
+    y = sum(weights[f"{op.module}.{n}"] * values[name] for n, name in enumerate(op.reads))
+    values.update(dict.fromkeys(op.writes, y))
+
+
+def linear_backward(op: Operator, values: dict[str, int], weights: dict[str, int]) -> None:
+    """The derivative of `linear_forward`; a norm adds the partial gradient that it reads."""
+    if op.kind is Kind.ADD:
+        values[op.writes[0]] = values[op.reads[0]] + values[op.reads[1]]
+        return
+    skipped = values[op.reads[3]] if op.kind is Kind.NORM and len(op.reads) == 4 else 0
+    for n, name in enumerate(op.writes):
+        values[name] = weights[f"{op.module}.{n}"] * values[op.reads[0]] + skipped
+
+
+def gradient_of(part: Part, weights: dict[str, int]) -> tuple[int, int]:
+    """d output / d x of the linear interpretation: by the backward graph, and by a difference."""
+
+    def forward(x: int) -> dict[str, int]:
+        values = {"x": x}
+        for op in part.forward.operators:
+            linear_forward(op, values, weights)
+        return values
+
+    values = forward(1)
+    expected = values[part.output] - forward(0)[part.output]
+    kept = {name: values[name] for name in part.saved()} | {f"d.{part.output}": 1}
+    for op in part.backward.operators:
+        (linear_forward if op.phase is Pass.RECOMPUTE else linear_backward)(op, kept, weights)
+    return kept["d.x"], expected
+
+
+def parallel_layer(gather_once: bool) -> Part:
+    """PaLM's layer: attention and MLP read the same norm, both add to x."""
+    g = two_way_builder()
+    x = g.input("x", 8)
+    h = g.norm("norm", x, 2)
+    a = m = g.gather("gather", h, "tp") if gather_once else h
+    if not gather_once:
+        a, m = g.gather("attention_gather", h, "tp"), g.gather("mlp_gather", h, "tp")
+    a = g.gemm("projection", g.attention("attention", g.gemm("qkv", a, 24, 7), 8, 5, 24), 16, 7)
+    x = g.residual("attention_residual", g.scatter("attention_scatter", a, "tp"), x)
+    m = g.gemm("mlp_out", g.activation("activation", g.gemm("mlp_in", m, 32, 7), 32), 16, 7)
+    return g.build(g.residual("mlp_residual", g.scatter("mlp_scatter", m, "tp"), x))
+
+
+@pytest.mark.parametrize(
+    ("gather_once", "shared", "parts"),
+    [(True, "gather.out", ("mlp_in", "qkv")), (False, "norm.out", ("mlp_gather", "attention_gather"))],
+)
+def test_a_value_with_two_readers_gets_the_sum_of_their_gradients(
+    gather_once: bool, shared: str, parts: tuple[str, str]
+) -> None:
+    layer = parallel_layer(gather_once)
+    additions = [op for op in layer.backward.operators if op.kind is Kind.ADD]
+    assert [(op.reads, op.writes) for op in additions] == [
+        ((f"d.{shared}~1", f"d.{shared}@{parts[1]}"), (f"d.{shared}",))
+    ]
+    producer = {name: op.module for op in layer.backward.operators for name in op.writes}
+    assert [producer[name] for name in additions[0].reads] == list(parts)
+    # The residual stream needs no addition: the norm's backward takes the gradient that goes around it.
+    norm = layer.backward.named("norm.grad")
+    assert norm.reads[-1] == "d.x~1" and producer["d.x~1"] == "attention_residual"
+    run_symbolically(layer, layer.backward, {*layer.saved(), f"d.{layer.output}"}, {"d.x"})
+    weights = {f"{op.module}.{n}": p for p, op in enumerate(layer.forward.operators, 2) for n in range(2)}
+    weights |= {f"{name}.{n}": 1 for name in ("attention_residual", "mlp_residual") for n in range(2)}
+    actual, expected = gradient_of(layer, weights)
+    assert actual == expected != 0
+
+
+@st.composite
+def random_parts(draw: st.DrawFn) -> Part:
+    """Layers in which any value may be read any number of times."""
+    g = two_way_builder()
+    values = [g.input("x", 8)]
+    unread = ["x"]
+
+    def pick() -> str:
+        name = draw(st.sampled_from(values))
+        if name in unread:
+            unread.remove(name)
+        return name
+
+    for n in range(draw(st.integers(0, 8))):
+        kind = draw(
+            st.sampled_from(["norm", "gemm", "attention", "activation", "gather", "residual", "custom"])
+        )
+        name, x = f"{kind}{n}", pick()
+        match kind:
+            case "norm":
+                y = g.norm(name, x, 2)
+            case "gemm":
+                y = g.gemm(name, x, 8, 3)
+            case "attention":
+                y = g.attention(name, x, 8, 3, 8)
+            case "activation":
+                y = g.activation(name, x, 8)
+            case "gather":
+                y = g.gather(name, x, "tp")
+            case "residual" if (other := pick()) != x:
+                y = g.residual(name, x, other)
+            case _:
+                splits = draw(st.booleans())
+                y = g.custom(name, (x,), 8, saved_elements=8, flops=3, splits_weight_gradient=splits)
+        values.append(y)
+        unread.append(y)
+    y = unread[0]
+    for n, other in enumerate(unread[1:]):
+        y = g.custom(f"join{n}", (y, other), 8, saved_elements=8)
+    return g.build(g.activation("last", y, 8))
+
+
+@given(random_parts(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_gradients_of_any_graph(part: Part, data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(RECOMPUTE_POLICIES))
+    part = with_recompute(part, policy)
+    weights = {}
+    for op in part.forward.operators:
+        for n in range(len(op.reads)):
+            weights[f"{op.module}.{n}"] = data.draw(st.integers(-3, 3))
+    actual, expected = gradient_of(part, weights)
+    assert actual == expected
+    saved = set(part.saved())
+    left = run_symbolically(part, part.forward, {"x"}, {*saved, part.output})
+    assert saved <= left
+    assert run_symbolically(part, part.backward, {*saved, f"d.{part.output}"}, {"d.x"}) == {"d.x"}
+
+
+def test_a_constant_gets_no_gradient() -> None:
+    g = GraphBuilder("layer")
+    x, tokens = g.input("x", 8), g.constant("tokens", 8)
+    part = g.build(g.custom("lookup", (x, tokens), 8, flops=3))
+    assert [op.writes for op in part.backward.operators] == [("d.x",)]
+
+
+def test_graphs_that_have_no_gradient_are_refused() -> None:
+    g = GraphBuilder("layer")
+    x = g.input("x", 8)
+    with pytest.raises(ValueError, match=r"layer: value gate.out is written twice"):
+        g.gemm("gate", g.gemm("gate", x, 8, 1), 8, 1)
+    with pytest.raises(ValueError, match=r"operator double reads the same value twice: x, x"):
+        g.residual("double", x, x)
+    g = GraphBuilder("layer")
+    x = g.input("x", 8)
+    g.gemm("forgotten", x, 8, 1)
+    with pytest.raises(ValueError, match=r"forgotten.dgrad needs d.forgotten.out, which no operator writes"):
+        g.build(g.norm("norm", x, 1))
+    g = GraphBuilder("layer")
+    y = g.norm("norm", g.input("x", 8), 1)
+    g.activation("after", y, 8)
+    with pytest.raises(ValueError, match=r"the output norm.out must not be read inside the part"):
+        g.build(y)
+
+
+@pytest.mark.parametrize("name", ["two words", "", "hash#tag", "tab\t"])
+def test_operator_names_must_be_words(name: str) -> None:
+    g = GraphBuilder("layer")
+    y = g.activation(name, g.input("x", 8), 8)
+    with pytest.raises(ValueError, match="a name is one word without '#'"):
+        g.build(y)
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """Elements of a layer's weight matrices."""
+    qkv = shape.query_width + 2 * shape.kv_width
+    inner = shape.ffn * (2 if shape.family == "llama" else 1)
+    return shape.hidden * (qkv + shape.query_width + inner + shape.ffn)
+
+
+@SHAPES
+@DEGREES
+def test_flops_of_a_layer(shape: ModelShape, tp: int) -> None:
+    layer = model_parts(shape, tp)["layer"]
+    causal_scores = TOKENS * shape.sequence // 2
+    forward = 2 * TOKENS * layer_weights(shape) + 2 * (2 * causal_scores * shape.query_width)
+    assert layer.forward.flops * tp == forward
+    assert layer.backward.flops * tp == 2 * forward
+
+
+@SHAPES
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bytes_of_collectives(shape: ModelShape, tp: int) -> None:
+    parts = model_parts(shape, tp)
+    # In a ring every rank sends all of the tensor but its own part, in two bytes an element.
+    tokens = 2 * TOKENS * shape.hidden * (tp - 1) // tp
+    layer = [*parts["layer"].forward.operators, *parts["layer"].backward.operators]
+    assert [op.bytes for op in layer if op.kind.communicates] == [tokens] * 8
+    assert all(op.bytes == 0 for op in layer if not op.kind.communicates)
+    # Three statistics of each token, from every rank, in four bytes.
+    assert parts["head"].forward.named("loss_gather").bytes == 4 * 3 * TOKENS * (tp - 1)
+    assert parts["head"].forward.named("head_gather").bytes == tokens
+
+
+@SHAPES
+@DEGREES
+def test_shapes_of_values(shape: ModelShape, tp: int) -> None:
+    layer = model_parts(shape, tp)["layer"]
+    outside, inside = TOKENS // tp * shape.hidden, TOKENS * shape.hidden
+    assert layer.values["x"].elements == layer.values[layer.output].elements == outside
+    assert layer.values["projection.out"].elements == inside
+    for name, value in layer.values.items():
+        gradient = layer.values.get(f"d.{name}")
+        assert gradient is None or gradient.elements == value.elements
+
+
+def test_bytes_of_a_value() -> None:
+    sizes = {precision: [precision.bytes_each(width) for width in (2, 4, 8)] for precision in Precision}
+    assert sizes == {
+        Precision.ACTIVATION: [2, 4, 8],
+        Precision.STATISTIC: [4, 4, 8],
+        Precision.INDEX: [8, 8, 8],
+    }
+    saved = model_parts()["layer"].values["attention.saved"]
+    turned, sums = TOKENS * (LLAMA.query_width + 2 * LLAMA.kv_width), TOKENS * LLAMA.heads
+    assert [saved.bytes(width) for width in (2, 4, 8)] == [
+        2 * turned + 4 * sums,
+        4 * (turned + sums),
+        8 * (turned + sums),
+    ]
+
+
+# -- recomputation -------------------------------------------------------------------------------------------
+
+
+@SHAPES
+@DEGREES
+@pytest.mark.parametrize("width", [2, 4])
+def test_policies_save_less_and_less(shape: ModelShape, tp: int, width: int) -> None:
+    saved = {p: model_parts(shape, tp, p)["layer"].saved_bytes(width) for p in RECOMPUTE_POLICIES}
+    assert saved["none"] > saved["selective"] > saved["fine"] >= saved["full"]
+    assert (saved["fine"] > saved["full"]) == (tp > 1)
+    inputs = TOKENS // tp * shape.hidden * width
+    assert saved["full"] == inputs
+
+
+@SHAPES
+@DEGREES
+def test_what_is_recomputed(shape: ModelShape, tp: int) -> None:
+    def again(policy: str) -> list[Operator]:
+        layer = model_parts(shape, tp, policy)["layer"]
+        found = [op for op in layer.backward.operators if op.phase is Pass.RECOMPUTE]
+        assert tuple(found) == layer.backward.operators[: len(found)], "recomputation comes first"
+        assert [op.name.removesuffix(".again") for op in found] == [
+            name for name in names(layer.forward) if f"{name}.again" in {op.name for op in found}
+        ], "in the order of the forward pass"
+        return found
+
+    assert not again("none")
+    assert {op.kind for op in again("selective")} <= {Kind.NORM, Kind.ACTIVATION}
+    assert not any(op.kind.communicates for op in again("fine")), "no collective is repeated"
+    assert set(model_parts(shape, tp, "full")["layer"].saved()) == {"x"}
+    if tp > 1:
+        written = {"attention_gather.out", "attention_scatter.out", "mlp_gather.out"}
+        assert written <= set(model_parts(shape, tp, "fine")["layer"].saved())
+        assert sum(op.kind.communicates for op in again("full")) == 3, "the last scatter is not needed"
+
+
+def test_the_head_is_never_recomputed() -> None:
+    for policy in RECOMPUTE_POLICIES:
+        assert model_parts(LLAMA, 2, policy)["head"] == model_parts(LLAMA, 2)["head"]
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train.recompute='some' .* none, selective, full, fine"):
+        with_recompute(model_parts()["layer"], "some")
