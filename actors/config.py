@@ -195,6 +195,10 @@ class Config(_Section):
         """``runs/NAME``."""
         return self.runs / self.name
 
+    def located(self) -> "Config":
+        """The same with an absolute ``runs``: actors on a cluster do not share the command's folder."""
+        return self.model_copy(update={"runs": self.runs.resolve()})
+
     def layout(self) -> ParallelLayout:
         """The mesh, folded if the schedule asks for it."""
         degrees = self.parallel.model_dump()

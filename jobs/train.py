@@ -27,7 +27,7 @@ def train(
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
-    options = options or RunOptions()
+    config, options = config.located(), options or RunOptions()
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     schedule = build_schedule(config, shape)
 

@@ -237,18 +237,20 @@ class _StageCheck:
 
 
 def _some(blocks: set[Block]) -> str:
-    names = [str(block) for block in sorted(blocks)]
+    order = sorted(blocks, key=lambda b: (b.micro_batch, b.direction is Direction.BACKWARD, b.chunk))
+    names = [str(block) for block in order]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _expected_blocks(schedule: Schedule, chunks: tuple[int, ...]) -> set[Block]:
-    """What a stage with these chunks has to run; a micro-batch stays on the strand of its first block."""
-    strands: dict[int, Strand] = {}
-    for stage in range(len(schedule.stages)):
-        for block in schedule.blocks(stage):
-            strands.setdefault(block.micro_batch, block.strand)
+    """What a stage with these chunks has to run; a micro-batch is on the strand of most of its blocks."""
+    counts = Counter(
+        (block.micro_batch, block.strand)
+        for stage in range(len(schedule.stages))
+        for block in schedule.blocks(stage)
+    )
     return {
-        Block(direction, m, chunk, strands.get(m, Strand.ALPHA))
+        Block(direction, m, chunk, max(Strand, key=lambda strand: counts[m, strand]))
         for direction in (Direction if schedule.trains else [Direction.FORWARD])
         for m in range(schedule.micro_batches)
         for chunk in chunks

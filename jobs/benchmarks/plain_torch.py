@@ -41,7 +41,7 @@ class PlainSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSettings:
-    """AdamW with linear warm-up and cosine decay to ``min_lr_fraction``; ``clip_norm`` 0 means no clipping."""
+    """AdamW with linear warm-up, then cosine decay to ``min_lr_fraction``; ``clip_norm`` 0: no clipping."""
 
     steps: int
     lr: float
@@ -64,22 +64,22 @@ class PlainSettings:
 class Rotary(nn.Module):
     """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
 
-    cos_SH: Tensor
-    sin_SH: Tensor
+    cos: Tensor  # S x H
+    sin: Tensor  # S x H
 
     def __init__(self, sizes: PlainSizes) -> None:
         super().__init__()
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
         angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
         angles_SH = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos_SH", angles_SH.cos(), persistent=False)
-        self.register_buffer("sin_SH", angles_SH.sin(), persistent=False)
+        self.register_buffer("cos", angles_SH.cos(), persistent=False)
+        self.register_buffer("sin", angles_SH.sin(), persistent=False)
 
     def forward(self, x_BNSH: Tensor) -> Tensor:
         length = x_BNSH.shape[-2]
         low, high = x_BNSH.chunk(2, dim=-1)
         rotated_half = torch.cat((-high, low), dim=-1)
-        return x_BNSH * self.cos_SH[:length] + rotated_half * self.sin_SH[:length]
+        return x_BNSH * self.cos[:length] + rotated_half * self.sin[:length]
 
 
 class Layer(nn.Module):

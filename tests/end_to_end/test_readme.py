@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The ``$ braid ...`` lines, without comments; those that need a cluster of several machines are left out."""
+    """The ``$ braid ...`` lines, without comments and without those that need several machines."""
     lines = [
         line for block in blocks("console") for line in block.splitlines() if line.startswith("$ braid ")
     ]
