@@ -136,6 +136,37 @@ bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=T
 app.add_typer(bench, name="bench")
 
 
+@bench.command("training")
+def bench_training(
+    rounds: Annotated[int, typer.Option(help="Rounds of each side.", min=1)] = 9,
+    steps: Annotated[int, typer.Option(help="Steps in a round.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of a rank.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    ray: Annotated[bool, typer.Option(help="Also compare Ray actors with plain processes.")] = True,
+) -> None:
+    """One rank against a plain PyTorch loop; Ray actors against plain processes."""
+    from braid.jobs.benchmarks.cases import CASES
+    from braid.jobs.benchmarks.training import run, show
+
+    console = Console(stderr=True)
+    result = run(
+        rounds=rounds,
+        steps=steps,
+        threads=threads,
+        launcher_case=CASES[0] if ray else None,
+        progress=lambda text: console.print(text, highlight=False),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        show(Console(), result)
+
+
+@bench.callback()
+def _bench_root() -> None:
+    pass
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"braid {__version__}")

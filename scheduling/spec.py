@@ -174,8 +174,12 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
                 f"model.{key}={value} is not divisible by parallel.tp={layout.tp}; "
                 f"set parallel.tp to one of {_divisors(value)}"
             )
-    if shape.vocabulary < layout.tp:
-        raise ValueError(f"model.vocabulary={shape.vocabulary} is smaller than parallel.tp={layout.tp}")
+    rows = -(-shape.vocabulary // layout.tp)
+    if (layout.tp - 1) * rows >= shape.vocabulary:
+        raise ValueError(
+            f"model.vocabulary={shape.vocabulary} leaves a rank of parallel.tp={layout.tp} without rows; "
+            f"set model.vocabulary to {rows * layout.tp}"
+        )
     if shape.layers % layout.chunks:
         chunks = f"2 x parallel.pp={2 * layout.pp}" if layout.folded else f"parallel.pp={layout.pp}"
         raise ValueError(

@@ -28,13 +28,12 @@ class Span:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals as disjoint ones in order."""
+    """The union of intervals as disjoint ones in order, with gaps between them; empty ones vanish."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif start < end:
             merged.append((start, end))
     return merged
 

@@ -32,6 +32,10 @@ def build_schedule(config: Config, shape: ModelShape) -> Schedule:
             schedule = parse(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"overlap.schedule_file={file} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"overlap.schedule_file={file}: {error}") from None
+        if not schedule.trains:
+            raise ConfigError(f"overlap.schedule_file={file} has no backward programs, so it would not train")
         if schedule.micro_batches != micro_batches:
             raise ConfigError(
                 f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "

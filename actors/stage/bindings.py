@@ -29,10 +29,11 @@ _COLLECTIVES = {
 class Binder:
     """Binds programs of one rank."""
 
-    def __init__(self, mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
+    def __init__(self, mesh: Mesh, streams: Streams, recorder: Recorder, activation_bytes: int) -> None:
         self._mesh = mesh
         self._streams = streams
         self._recorder = recorder
+        self._activation_bytes = activation_bytes
 
     def bind(
         self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
@@ -49,7 +50,8 @@ class Binder:
                     bound.append(self._compute(operator, instance, frees))
                 case Start():
                     following = program[position + 1] if position + 1 < len(program) else None
-                    bound.append(self._start(operator, instance, following == Wait(action.operator)))
+                    awaited_next = following == Wait(action.operator)
+                    bound.append(self._start(operator, part, instance, awaited_next))
                 case Wait():
                     bound.append(self._wait(operator, frees))
         return tuple(bound)
@@ -71,12 +73,16 @@ class Binder:
 
         return run
 
-    def _start(self, operator: Operator, instance: PartInstance, awaited_next: bool) -> BoundAction:
+    def _start(
+        self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
+    ) -> BoundAction:
         assert operator.axis is not None
         collective = _COLLECTIVES[operator.kind]
         groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
         (source,), key = operator.reads, _transfer_key(operator)
-        label = SpanLabel(operator.name, operator.stream, instance.index, bytes=operator.bytes)
+        precision = part.values[source].precision
+        moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
+        label = SpanLabel(operator.name, operator.stream, instance.index, bytes=moved)
         start, record = self._streams.start, self._recorder.transfer
 
         def run(values: Values, block: Block) -> None:
@@ -95,7 +101,7 @@ class Binder:
         def run(values: Values, block: Block) -> None:
             transfer: Transfer = values.pop(key)
             wait(transfer)
-            values[target] = transfer.result
+            values[target] = transfer.take()
             for name in gone:
                 del values[name]
 

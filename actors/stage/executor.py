@@ -80,7 +80,7 @@ class Executor:
         self._sending: dict[Block, Transfer] = {}
         self._receiving: dict[Block, Transfer] = {}
         self._losses: list[Tensor] = []
-        self._bound = self._bind(Binder(mesh, streams, recorder))
+        self._bound = self._bind(Binder(mesh, streams, recorder, model.context.dtype.itemsize))
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         self._dtype, self._device = model.context.dtype, model.context.device
@@ -127,11 +127,13 @@ class Executor:
                     following = self._instructions[position + 1]
                     self._receive(block, stage, following == WaitReceive(block))
                 case WaitSend(block):
-                    self._streams.wait(self._sending.pop(block))
+                    transfer = self._sending.pop(block)
+                    self._streams.wait(transfer)
+                    transfer.take()
                 case WaitReceive(block):
                     transfer = self._receiving.pop(block)
                     self._streams.wait(transfer)
-                    self._inputs[block] = transfer.result
+                    self._inputs[block] = transfer.take()
                 case Reduce(chunk):
                     assert update is not None
                     update.start_reduce(chunk)

@@ -74,11 +74,13 @@ class GradientBuckets:
                     pending.append(transfer)
                 else:
                     self._streams.wait(transfer)
+                    transfer.take()
 
     def wait_reduce(self, chunk: int) -> None:
         """Finish what `start_reduce` began."""
         for transfer in self._pending.pop(chunk):
             self._streams.wait(transfer)
+            transfer.take()
 
     def norm(self) -> Tensor:
         """Global gradient norm over all axes, each parameter counted once; 0-dim float64."""

@@ -25,14 +25,23 @@ Mark = Any
 
 @dataclass
 class Transfer:
-    """A collective or message under way. ``result`` may be read after `Streams.wait`."""
+    """A collective or message under way.
+
+    The recorder keeps transfers until the step is over, so those who wait must `take` the result: else every
+    gathered tensor of the step would stay alive.
+    """
 
     result: Any
-    work: dist.Work
+    work: dist.Work | None
     begin: Mark
     end: Mark = None
     done: threading.Event | None = None
     error: BaseException | None = None
+
+    def take(self) -> Any:
+        """The result, once `Streams.wait` has returned; the transfer lets go of it."""
+        result, self.result, self.work = self.result, None, None
+        return result
 
 
 class Streams(Protocol):
@@ -83,6 +92,7 @@ class HostStreams:
     def wait(self, transfer: Transfer) -> None:
         """Block until the transfer is complete; raises what the transfer raised."""
         if transfer.done is None:
+            assert transfer.work is not None
             transfer.work.wait()
             transfer.end = time.perf_counter_ns()
             return
@@ -113,6 +123,7 @@ class HostStreams:
 
 def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
     while (transfer := transfers.get()) is not None:
+        assert transfer.work is not None
         try:
             transfer.work.wait()
         except RuntimeError as error:
@@ -120,6 +131,7 @@ def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
         transfer.end = time.perf_counter_ns()
         assert transfer.done is not None
         transfer.done.set()
+        del transfer  # else its tensors stay alive until the next one comes
 
 
 class CudaStreams:

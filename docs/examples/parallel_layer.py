@@ -36,13 +36,17 @@ class ParallelLayer:
         tokens, local = sizes.tokens, sizes.local_tokens
         qkv = shape.query_width + 2 * shape.kv_width
         scores = 2 * tokens * shape.sequence * shape.query_width // tp
-        saved = tokens * (shape.query_width + 2 * shape.kv_width + shape.heads) // tp
+        saved = tokens * qkv // tp  # rotated q, k and v; beside them a log-sum-exp of each query head
+        partition = tokens * shape.heads // tp
 
         g = GraphBuilder("layer", sizes.axes)
         x = g.input("x", local * shape.hidden)
-        n = g.gather("gather", g.norm("norm", x, local), "tp")
+        n = g.norm("norm", x, local, statistics_each=sizes.norm_statistics)
+        n = g.gather("gather", n, "tp")
         a = g.gemm("qkv", n, tokens * qkv // tp, sizes.gemm_flops(shape.hidden, qkv))
-        a = g.attention("attention", a, tokens * shape.query_width // tp, scores, saved)
+        a = g.attention(
+            "attention", a, tokens * shape.query_width // tp, scores, saved, saved_statistics=partition
+        )
         a = g.gemm("projection", a, tokens * shape.hidden, sizes.gemm_flops(shape.query_width, shape.hidden))
         m = g.gemm("mlp_in", n, tokens * shape.ffn // tp, sizes.gemm_flops(shape.hidden, shape.ffn))
         m = g.custom("activation", (m,), tokens * shape.ffn // tp, saved_elements=tokens * shape.ffn // tp)

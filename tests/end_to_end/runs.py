@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
@@ -85,7 +86,7 @@ class Run:
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith("parameter.")
+            if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not

@@ -9,7 +9,17 @@ from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.lowering.pipelines import needs_folding
 from braid.scheduling.operators import Part
-from braid.scheduling.schedule import Block, Instruction, Receive, Schedule, Strand
+from braid.scheduling.schedule import (
+    Block,
+    Direction,
+    Instruction,
+    Receive,
+    Schedule,
+    Send,
+    Strand,
+    WaitReceive,
+    WaitSend,
+)
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 LLAMA = ModelShape(
@@ -40,9 +50,12 @@ def layout_for(name: str, stages: int, tp: int = 1) -> ParallelLayout:
 
 
 @cache
-def named_schedule(name: str, stages: int, micro_batches: int, tp: int = 1) -> Schedule:
-    """A generated schedule with the programs of the Llama model."""
-    return training_schedule(name, layout_for(name, stages, tp), micro_batches, model_parts(tp=tp))
+def named_schedule(
+    name: str, stages: int, micro_batches: int, tp: int = 1, recompute: str = "none"
+) -> Schedule:
+    """A generated schedule with the programs of the Llama model; GPT's are the same."""
+    parts = model_parts(LLAMA, tp, recompute)
+    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts)
 
 
 def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) -> Schedule:
@@ -61,7 +74,9 @@ def _on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
     def moved(old: Instruction) -> Instruction:
         if isinstance(old, Block):
             return block(old)
-        return replace(old, block=block(old.block)) if hasattr(old, "block") else old
+        if isinstance(old, Send | Receive | WaitSend | WaitReceive):
+            return replace(old, block=block(old.block))
+        return old
 
     return replace(schedule, stages=tuple(tuple(map(moved, stage)) for stage in schedule.stages))
 
@@ -73,12 +88,15 @@ def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Sc
     assert isinstance(receive, Receive)
     for _ in range(by):
         above = instructions[position - 1] if position else None
-        same = isinstance(above, Receive) and above.stage == receive.stage
-        if above is None or (same and above.block.direction is receive.block.direction):
+        if above is None or (isinstance(above, Receive) and _channel(above) == _channel(receive)):
             break
         position -= 1
     instructions.insert(position, receive)
     return with_stage(schedule, stage, instructions)
+
+
+def _channel(receive: Receive) -> tuple[int, Direction]:
+    return receive.stage, receive.block.direction
 
 
 @st.composite

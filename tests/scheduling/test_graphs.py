@@ -26,6 +26,11 @@ SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 DEGREES = pytest.mark.parametrize("tp", [1, 2, 4])
 
 
+def computing(operators: str) -> str:
+    """The names of a list that are not those of collectives."""
+    return " ".join(name for name in operators.split() if "gather" not in name and "scatter" not in name)
+
+
 def names(graph: Graph) -> list[str]:
     """Operator names in the graph's order."""
     return [op.name for op in graph.operators]
@@ -51,12 +56,8 @@ def test_a_layer_has_14_forward_and_18_backward_operators(shape: ModelShape, tp:
 @SHAPES
 def test_without_tensor_parallelism_collectives_vanish(shape: ModelShape) -> None:
     layer = model_parts(shape, 1)["layer"]
-
-    def computing(operators: str) -> list[str]:
-        return [name for name in operators.split() if "gather" not in name and "scatter" not in name]
-
-    assert names(layer.forward) == computing(FORWARD)
-    assert names(layer.backward) == computing(BACKWARD)
+    assert names(layer.forward) == computing(FORWARD).split()
+    assert names(layer.backward) == computing(BACKWARD).split()
     assert (len(layer.forward.operators), len(layer.backward.operators)) == (10, 14)
     for part in model_parts(shape, 1).values():
         assert not any(op.kind.communicates for op in (*part.forward.operators, *part.backward.operators))
@@ -104,6 +105,7 @@ def test_no_pass_reads_a_value_that_is_not_there(shape: ModelShape, tp: int, pol
 @SHAPES
 @DEGREES
 def test_every_input_gets_one_whole_gradient(shape: ModelShape, tp: int) -> None:
+    assert "d.loss" not in model_parts(shape, tp)["head"].values
     for part in model_parts(shape, tp).values():
         written = Counter(name for op in part.backward.operators for name in op.writes)
         assert set(written.values()) <= {1}
@@ -253,6 +255,17 @@ def test_gradients_of_any_graph(part: Part, data: st.DataObject) -> None:
     assert run_symbolically(part, part.backward, {*saved, f"d.{part.output}"}, {"d.x"}) == {"d.x"}
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_module_of_the_users_own(splits: bool) -> None:
+    g = GraphBuilder("layer")
+    x = g.input("x", 8)
+    part = g.build(g.custom("own", (x,), 4, saved_elements=2, flops=5, splits_weight_gradient=splits))
+    assert names(part.backward) == (["own.dgrad", "own.wgrad"] if splits else ["own.dgrad"])
+    assert all(op.reads == ("d.own.out", "own.saved") for op in part.backward.operators)
+    assert (part.forward.flops, part.backward.flops) == (5, 10)
+    assert part.saved() == ("own.saved",)
+
+
 def test_a_constant_gets_no_gradient() -> None:
     g = GraphBuilder("layer")
     x, tokens = g.input("x", 8), g.constant("tokens", 8)
@@ -364,25 +377,34 @@ def test_policies_save_less_and_less(shape: ModelShape, tp: int, width: int) -> 
 
 
 @SHAPES
-@DEGREES
-def test_what_is_recomputed(shape: ModelShape, tp: int) -> None:
-    def again(policy: str) -> list[Operator]:
-        layer = model_parts(shape, tp, policy)["layer"]
-        found = [op for op in layer.backward.operators if op.phase is Pass.RECOMPUTE]
-        assert tuple(found) == layer.backward.operators[: len(found)], "recomputation comes first"
-        assert [op.name.removesuffix(".again") for op in found] == [
-            name for name in names(layer.forward) if f"{name}.again" in {op.name for op in found}
-        ], "in the order of the forward pass"
-        return found
-
-    assert not again("none")
-    assert {op.kind for op in again("selective")} <= {Kind.NORM, Kind.ACTIVATION}
-    assert not any(op.kind.communicates for op in again("fine")), "no collective is repeated"
-    assert set(model_parts(shape, tp, "full")["layer"].saved()) == {"x"}
-    if tp > 1:
-        written = {"attention_gather.out", "attention_scatter.out", "mlp_gather.out"}
-        assert written <= set(model_parts(shape, tp, "fine")["layer"].saved())
-        assert sum(op.kind.communicates for op in again("full")) == 3, "the last scatter is not needed"
+@pytest.mark.parametrize(
+    ("policy", "tp", "expected"),
+    [
+        ("none", 1, ""),
+        ("none", 2, ""),
+        # Behind a gather, what a norm wrote is not needed again; its statistics are kept.
+        ("selective", 1, "attention_norm mlp_norm activation"),
+        ("selective", 2, "activation"),
+        ("fine", 1, computing(FORWARD).removesuffix(" mlp_out mlp_residual")),
+        ("fine", 2, "qkv attention attention_residual mlp_in activation"),
+        ("full", 1, computing(FORWARD).removesuffix(" mlp_out mlp_residual")),
+        ("full", 2, " ".join(FORWARD.split()).removesuffix(" mlp_out mlp_scatter mlp_residual")),
+    ],
+)
+def test_what_is_recomputed(shape: ModelShape, policy: str, tp: int, expected: str) -> None:
+    layer = model_parts(shape, tp, policy)["layer"]
+    again = [op for op in layer.backward.operators if op.phase is Pass.RECOMPUTE]
+    assert tuple(again) == layer.backward.operators[: len(again)], "recomputation comes first"
+    assert [op.name for op in again] == [f"{name}.again" for name in expected.split()]
+    assert layer.backward.operators[len(again) :] == model_parts(shape, tp)["layer"].backward.operators
+    assert layer.forward == model_parts(shape, tp)["layer"].forward
+    collectives = [op for op in again if op.kind.communicates]
+    if policy == "fine":
+        assert not collectives, "no collective is repeated"
+        kept = {"attention_gather.out", "attention_scatter.out", "mlp_gather.out"} if tp > 1 else set()
+        assert kept <= set(layer.saved())
+    if policy == "full":
+        assert set(layer.saved()) == {"x"}
 
 
 def test_the_head_is_never_recomputed() -> None:

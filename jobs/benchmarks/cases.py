@@ -1,0 +1,88 @@
+"""What is measured: models, real text, plans; and how repeated measurements are summed up."""
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import parse_config
+from braid.actors.controller.planning import build_schedule
+from braid.actors.stage.worker import RunPlan
+from braid.jobs.corpus import Corpus
+from braid.jobs.prepare import prepare
+from braid.jobs.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and batch to be measured; sections of a configuration."""
+
+    name: str
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
+
+
+CASES = (
+    Case(
+        name="llama 256 x 4",
+        model={"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 256},
+        train={"global_batch": 8, "micro_batch": 4},
+    ),
+    Case(
+        name="llama 512 x 4",
+        model={"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 512, "vocabulary": 8192},
+        train={"global_batch": 4, "micro_batch": 2},
+    ),
+    Case(
+        name="gpt 256 x 4",
+        model={"family": "gpt", "hidden": 256, "layers": 4, "heads": 8, "sequence": 256},
+        train={"global_batch": 8, "micro_batch": 4},
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median, quartiles and number of some measurements."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Sum up at least two measurements."""
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high, count=len(values))
+
+
+def prepare_text(folder: Path) -> Path:
+    """Real text, some 1.5 MB of it."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    corpus = Corpus(files=[str(path) for path in sources], validation_fraction=0.02)
+    return prepare(corpus, output=folder / "data", executor=map).output
+
+
+def plan_of(
+    case: Case, data: Path, seed: int, *, threads: int, parallel: Mapping[str, int] | None = None
+) -> RunPlan:
+    """What the ranks of a case are told: by default one rank, on the CPU."""
+    config = parse_config(
+        {
+            "model": dict(case.model),
+            "train": {**case.train, "seed": seed, "steps": 10_000, "warmup_steps": 100},
+            "parallel": dict(parallel or {}),
+            "cluster": {"device": "cpu", "threads_per_rank": threads, "cpus_per_rank": 0.5},
+        }
+    )
+    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    schedule = build_schedule(config, shape).to_text()
+    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+
+def tokens_per_step(plan: RunPlan) -> int:
+    """Tokens of one optimizer step."""
+    return plan.config.train.global_batch * plan.shape.sequence

@@ -1,0 +1,195 @@
+"""One rank of Braid against the plain PyTorch loop: speed side by side in one process, memory in two."""
+
+import multiprocessing
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from braid.actors.controller.processes import LOOPBACK
+from braid.actors.stage.data import TokenShards, sample_ids
+from braid.actors.stage.worker import DTYPES, Rendezvous, RunPlan, Worker
+from braid.jobs.benchmarks.cases import Case, Spread, tokens_per_step
+from braid.jobs.benchmarks.plain_torch import (
+    PlainModel,
+    PlainSettings,
+    PlainSizes,
+    PlainTrainer,
+    load_named,
+)
+
+BRAID, PLAIN = "braid", "plain PyTorch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One side's steps: seconds of wall clock and of this process's CPUs, by round."""
+
+    step_seconds: Spread
+    cpu_seconds: Spread
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """One side's resident memory in a process of its own: after the imports, and at its highest."""
+
+    imported_bytes: int
+    peak_bytes: int
+
+    @property
+    def training_bytes(self) -> int:
+        """What training takes on top of the imports."""
+        return self.peak_bytes - self.imported_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """One rank of Braid against the plain loop. Ratios are Braid / plain."""
+
+    case: str
+    parameters: int
+    tokens_per_step: int
+    timing: Mapping[str, Timing]
+    memory: Mapping[str, Memory]
+    speed_ratio: float  # of tokens per second of wall clock
+    cpu_speed_ratio: float  # of tokens per second of CPU
+    memory_ratio: float  # of peaks above imports
+    peak_ratio: float  # of whole peaks
+    loss_difference: float  # relative, after the last step: both did the same work
+
+
+class Side(Protocol):
+    """One side of the comparison."""
+
+    def step(self, step: int) -> float:
+        """Do step ``step`` of training; returns the mean loss."""
+
+
+class BraidSide:
+    """A `Worker` of ours in this process, alone in its process group."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.worker = Worker(0, LOOPBACK)
+        timeout_s = plan.config.cluster.group_timeout_s
+        port = self.worker.open_store(timeout_s)
+        self.worker.setup(plan, Rendezvous(address=LOOPBACK, port=port, generation=1))
+        self._tokens = tokens_per_step(plan)
+
+    def step(self, step: int) -> float:
+        """One call of the controller."""
+        return self.worker.train_step(step).loss_sum / self._tokens
+
+
+class PlainSide:
+    """The plain loop, on the same samples from the same reader."""
+
+    def __init__(self, plan: RunPlan, initial: Mapping[str, torch.Tensor] | None) -> None:
+        train = plan.config.train
+        torch.set_num_threads(plan.config.cluster.threads_per_rank)
+        model = PlainModel(PlainSizes(**asdict(plan.shape)), DTYPES[train.dtype])
+        if initial is not None:
+            load_named(model, initial)
+        names = PlainSettings.__dataclass_fields__
+        self._trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
+        self._train = train
+        self._shards = TokenShards.open(plan.data, "train", plan.shape.sequence)
+
+    def step(self, step: int) -> float:
+        """One step."""
+        batch = self._train.global_batch
+        ids = sample_ids(self._train.seed, self._shards.samples, step * batch, batch)
+        windows = torch.from_numpy(self._shards.tokens_at(ids)).split(self._train.micro_batch)
+        return self._trainer.step(step, windows)[0]
+
+
+def compare_loops(case: Case, plan: RunPlan, rounds: int, steps: int, order: random.Random) -> LoopResult:
+    """Train both from the same initial values on the same samples, by turns."""
+    memory = {name: _memory_of(name, plan) for name in (BRAID, PLAIN)}
+    tokens = tokens_per_step(plan)
+    braid = BraidSide(plan)
+    try:
+        plain = PlainSide(plan, {name: value.detach() for name, value in braid.worker.parameters()})
+        sides: dict[str, Side] = {BRAID: braid, PLAIN: plain}
+        timing, losses = _time_by_turns(sides, rounds, steps, tokens, order)
+    finally:
+        braid.worker.close()
+    medians = {name: entry.step_seconds.median for name, entry in timing.items()}
+    cpu = {name: entry.cpu_seconds.median for name, entry in timing.items()}
+    return LoopResult(
+        case=case.name,
+        parameters=plan.shape.parameters(),
+        tokens_per_step=tokens,
+        timing=timing,
+        memory=memory,
+        speed_ratio=medians[PLAIN] / medians[BRAID],
+        cpu_speed_ratio=cpu[PLAIN] / cpu[BRAID],
+        memory_ratio=memory[BRAID].training_bytes / memory[PLAIN].training_bytes,
+        peak_ratio=memory[BRAID].peak_bytes / memory[PLAIN].peak_bytes,
+        loss_difference=abs(losses[BRAID] / losses[PLAIN] - 1),
+    )
+
+
+def _time_by_turns(
+    sides: Mapping[str, Side], rounds: int, steps: int, tokens: int, order: random.Random
+) -> tuple[dict[str, Timing], dict[str, float]]:
+    """Timing of every side and its last loss; a first round is not counted."""
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, float] = {}
+    for turn in range(rounds + 1):
+        for name in order.sample(sorted(sides), len(sides)):
+            wall_begin, cpu_begin = time.perf_counter(), time.process_time()
+            for step in range(turn * steps, (turn + 1) * steps):
+                losses[name] = sides[name].step(step)
+            if turn:
+                wall[name].append((time.perf_counter() - wall_begin) / steps)
+                cpu[name].append((time.process_time() - cpu_begin) / steps)
+    timing = {}
+    for name in sides:
+        spread = Spread.of(wall[name])
+        timing[name] = Timing(
+            step_seconds=spread, cpu_seconds=Spread.of(cpu[name]), tokens_per_s=tokens / spread.median
+        )
+    return timing, losses
+
+
+def _memory_of(name: str, plan: RunPlan) -> Memory:
+    """Train some steps in a fresh process and ask it for its memory."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report_memory, args=(name, plan, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        imported, peak = mine.recv()
+    finally:
+        process.join()
+    return Memory(imported_bytes=imported, peak_bytes=peak)
+
+
+def _report_memory(name: str, plan: RunPlan, result: Connection, steps: int = 3) -> None:
+    imported = _memory_bytes("VmRSS")
+    side = BraidSide(plan) if name == BRAID else PlainSide(plan, None)
+    for step in range(steps):
+        side.step(step)
+    result.send((imported, _memory_bytes("VmHWM")))
+    if isinstance(side, BraidSide):
+        side.worker.close()
+
+
+def _memory_bytes(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process.
+
+    Not getrusage's ru_maxrss: a child inherits that from its parent, exec or not.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux only")

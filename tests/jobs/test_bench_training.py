@@ -1,0 +1,51 @@
+"""The benchmark runs and reports; what it reports is for people to judge, not for tests."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from braid.jobs.benchmarks.cases import Case
+from braid.jobs.benchmarks.launchers import PROCESSES, RAY
+from braid.jobs.benchmarks.loops import BRAID, PLAIN
+from braid.jobs.benchmarks.training import run, show
+
+TINY = Case(
+    name="tiny",
+    model={"hidden": 32, "layers": 2, "heads": 2, "sequence": 32},
+    train={"global_batch": 4, "micro_batch": 2},
+)
+
+
+@pytest.mark.slow
+def test_benchmark_reports_every_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    said: list[str] = []
+    result = run(cases=[TINY], launcher_case=TINY, rounds=2, steps=1, seed=3, progress=said.append)
+
+    (loop,) = result.loops
+    assert loop.tokens_per_step == 4 * 32
+    assert loop.loss_difference < 1e-5
+    assert list(loop.timing) == list(loop.memory) == [BRAID, PLAIN]
+    for timing in loop.timing.values():
+        assert 0 < timing.step_seconds.low <= timing.step_seconds.median <= timing.step_seconds.high
+        assert timing.step_seconds.count == 2
+    for memory in loop.memory.values():
+        assert 0 < memory.imported_bytes < memory.peak_bytes
+    assert result.launchers is not None
+    for name in (RAY, PROCESSES):
+        wall, inside = result.launchers.wall_seconds[name], result.launchers.step_seconds[name]
+        assert wall.median > inside.median > 0
+        assert result.launchers.call_seconds[name].median > 0
+    ratios = [loop.speed_ratio, loop.cpu_speed_ratio, loop.memory_ratio, loop.peak_ratio]
+    assert all(math.isfinite(r) and r > 0 for r in [*ratios, result.launchers.wall_ratio])
+
+    read = json.loads(json.dumps(result.as_json()))
+    assert read["loops"][0]["speed_ratio"] == loop.speed_ratio
+    assert read["machine"]["seed"] == 3
+    text = io.StringIO()
+    show(Console(file=text, width=160), result)
+    assert all(name in text.getvalue() for name in (BRAID, PLAIN, RAY, PROCESSES))
+    assert len(said) == 2

@@ -1,0 +1,47 @@
+"""Schedules as files: what a change of a generator does is read as a difference of text."""
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from braid.scheduling.draw import draw, summary
+from braid.scheduling.schedule import Schedule, parse
+from tests.scheduling.cases import named_schedule
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"
+
+GOLDEN = {
+    "megatron-p1-m2": ("megatron", 1, 2, 1),
+    "megatron-p4-m8": ("megatron", 4, 8, 1),
+    "folded-p2-m4": ("folded", 2, 4, 1),
+    "folded-p4-m8-tp2": ("folded", 4, 8, 2),
+}
+"""File name -> name, stages, micro-batches, tensor-parallel degree."""
+
+
+def as_file(schedule: Schedule) -> str:
+    """The drawing as comments, then the schedule."""
+    picture = "\n".join(f"# {line}".rstrip() for line in [summary(schedule), *draw(schedule).splitlines()])
+    return f"{picture}\n\n{schedule.to_text()}"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_schedules_are_as_recorded(name: str, update_golden: bool) -> None:
+    schedule, path = named_schedule(*GOLDEN[name]), DIRECTORY / f"{name}.txt"
+    actual = as_file(schedule)
+    if update_golden:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(actual, encoding="utf-8")
+    recorded = path.read_text(encoding="utf-8") if path.exists() else ""
+    difference = difflib.unified_diff(
+        recorded.splitlines(), actual.splitlines(), f"golden/schedules/{name}.txt", "now", lineterm="", n=2
+    )
+    if recorded != actual:
+        shown = "\n".join(difference)
+        pytest.fail(f"{shown}\n\nIf that is meant, run `make golden` and read the difference.", pytrace=False)
+    assert parse(recorded) == schedule
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in DIRECTORY.glob("*")} == set(GOLDEN)

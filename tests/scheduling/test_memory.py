@@ -1,0 +1,303 @@
+"""Memory and FLOPs as planned, against the real model and the real executor.
+
+Tensor-parallel ranks have torch's ``fake`` process groups here: collectives return at once with results of
+the right shape and any content, which is all that memory depends on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from braid.actors.stage.bindings import Binder
+from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.mesh import Mesh, build_mesh
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.slots import Values
+from braid.actors.stage.streams import HostStreams, Mark, Transfer
+from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.operators.autograd import Graph
+from braid.scheduling.layers import part_sizes
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.memory import (
+    DTYPE_BYTES,
+    model_flops,
+    peak_working_bytes,
+    rank_memory,
+    stage_parameters,
+)
+from braid.scheduling.schedule import Block, Direction, Schedule
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, TOKENS, layout_for, model_parts, named_schedule
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+
+
+def stage_model(shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str = "fp32") -> StageModel:
+    """The modules of a rank, not initialised."""
+    return StageModel(
+        shape=shape,
+        layout=layout,
+        position=layout.coordinate(rank),
+        sizes=part_sizes(shape, layout, MICRO_BATCH),
+        device=torch.device("cpu"),
+        dtype=DTYPES[dtype],
+    )
+
+
+# -- parameters --------------------------------------------------------------------------------------------
+
+
+@SHAPES
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_parameters_are_those_of_the_model(
+    shape: ModelShape, tp: int, pp: int, folded: bool, tied_head: bool
+) -> None:
+    shape = replace(shape, tied_head=tied_head, vocabulary=97)  # not divisible: ranks differ
+    layout = ParallelLayout(tp=tp, pp=pp, folded=folded)
+    models = [stage_model(shape, layout, rank) for rank in range(layout.ranks)]
+    for stage in range(pp):
+        ranks = [m for rank, m in enumerate(models) if layout.coordinate(rank)["pp"] == stage]
+        held = [sum(parameter.tensor.numel() for parameter in model.parameters) for model in ranks]
+        assert stage_parameters(shape, layout, stage) == held[0] == max(held)
+    slices = {
+        (piece.source.name, piece.offset): piece.of_local(parameter.tensor).numel()
+        for model in models
+        for parameter in model.parameters
+        for piece in parameter.slices
+    }
+    assert sum(slices.values()) == shape.parameters()
+
+
+# -- what a rank really holds --------------------------------------------------------------------------------
+
+
+_SAVED_BY_GRAPHS: WeakKeyDictionary[Graph, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def _saved_by(graph: Graph) -> list[torch.Tensor]:
+    """The tensors that a recorded graph keeps alive; to ask autograd is slow, so it is asked once."""
+    if graph not in _SAVED_BY_GRAPHS:
+        nodes = [edge.node for edge in graph._edges if edge is not None]
+        saved = [getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
+        _SAVED_BY_GRAPHS[graph] = [t.detach() for t in (*graph.inputs, *saved) if isinstance(t, torch.Tensor)]
+    return _SAVED_BY_GRAPHS[graph]
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors that a value keeps alive, in autograd graphs and transfers too."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case Graph():
+            yield from _saved_by(value)
+        case Transfer():
+            yield from tensors_of(value.result)
+        case dict():
+            yield from tensors_of([*value.values()])
+        case list() | tuple():
+            for element in value:
+                yield from tensors_of(element)
+
+
+def held_bytes(*values: object) -> int:
+    """Bytes of all storages, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors_of(values))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@contextmanager
+def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
+    """The mesh of a rank whose peers are not there."""
+    if layout.ranks > 1:
+        dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+    try:
+        yield build_mesh(layout, rank, timeout=timedelta(seconds=1))
+    finally:
+        if layout.ranks > 1:
+            dist.destroy_process_group()
+
+
+@SHAPES
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_bytes_of_a_layer_are_what_its_slot_holds(
+    shape: ModelShape, tp: int, policy: str, dtype: str
+) -> None:
+    layout = ParallelLayout(tp=tp)
+    part = model_parts(shape, tp, policy)["layer"]
+    program = named_schedule("megatron", 1, 1, tp, policy).programs["layer", Direction.FORWARD]
+    block = Block(Direction.FORWARD, 0, 0)
+    with mesh_of(layout) as mesh, torch.no_grad():
+        model = stage_model(shape, layout, 0, dtype)
+        model.initialise(0)
+        streams = HostStreams()
+        instance = next(i for i in model.chunks[0] if i.name == "layer")
+        bound = Binder(mesh, streams, Recorder(streams), DTYPES[dtype].itemsize).bind(
+            program, part, instance, Direction.FORWARD, trains=True
+        )
+        values: Values = {"x": torch.randn(TOKENS // tp, shape.hidden).to(DTYPES[dtype])}
+        for action in bound:
+            action(values, block)
+        output = values.pop(part.output)
+    width = DTYPE_BYTES[dtype]
+    assert output.nbytes == part.values[part.output].bytes(width)
+    assert set(values) == set(part.saved())
+    assert part.saved_bytes(width) == pytest.approx(held_bytes(values), rel=0.02)
+
+
+class PeakRecorder(Recorder):
+    """Notes the most bytes, beside the tokens, that an executor holds after any operator."""
+
+    executor: Executor
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    peak_bytes = 0
+
+    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
+        """An operator ran."""
+        held = self.executor
+        now = held_bytes(held._slots._open, held._inputs, held._sending, held._receiving, self.tokens)
+        self.peak_bytes = max(self.peak_bytes, now - self.tokens.nbytes)
+
+
+class NoUpdate:
+    """Ends a step without reducing or updating anything."""
+
+    def start_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def wait_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        """Nothing."""
+
+
+def measured_peak(
+    shape: ModelShape, schedule: Schedule, layout: ParallelLayout, stage: int, policy: str
+) -> int:
+    """Run one rank of a schedule for real; the most bytes it held, but for tokens and parameters."""
+    rank = layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
+    with mesh_of(layout, rank) as mesh:
+        model = stage_model(shape, layout, rank)
+        model.initialise(0)
+        streams = HostStreams()
+        recorder = PeakRecorder(streams)
+        GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+        recorder.executor = Executor(
+            schedule=schedule,
+            parts=model_parts(shape, layout.tp, policy),
+            model=model,
+            mesh=mesh,
+            streams=streams,
+            recorder=recorder,
+        )
+        batches = [MicroBatch(recorder.tokens, recorder.tokens)] * schedule.micro_batches
+        recorder.executor.run(batches, 1.0, NoUpdate())
+        streams.close()
+    return recorder.peak_bytes
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize(
+    ("name", "p", "tp", "stage"),
+    [
+        ("megatron", 1, 1, 0),
+        ("megatron", 2, 2, 0),
+        ("megatron", 2, 2, 1),
+        ("folded", 2, 2, 0),
+        ("folded", 2, 2, 1),
+    ],
+)
+def test_activations_are_bounded_closely(name: str, p: int, tp: int, stage: int, policy: str) -> None:
+    """The estimate adds two maxima that need not fall together, so it is never below and not far above."""
+    shape, layout = replace(LLAMA, layers=4), layout_for(name, p, tp)
+    parts, schedule = model_parts(shape, tp, policy), named_schedule(name, p, 4, tp, policy)
+    memory = rank_memory(schedule, layout, shape, parts, "fp32", stage)
+    estimate = memory.activation_bytes + memory.working_bytes
+    measured = measured_peak(shape, schedule, layout, stage, policy)
+    assert measured <= estimate <= 1.35 * measured
+
+
+@SHAPES
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("direction", Direction)
+def test_working_bytes_hold_every_value_an_operator_touches(
+    shape: ModelShape, policy: str, direction: Direction
+) -> None:
+    for part in model_parts(shape, 2, policy).values():
+        graph = part.forward if direction is Direction.FORWARD else part.backward
+        program = named_schedule("megatron", 1, 1, 2, policy).programs[part.name, direction]
+        kept = {*part.saved(), *part.constants}
+        least = 0
+        for op in graph.operators:
+            owners = {part.values[name].alias_of or name for name in (*op.reads, *op.writes)} - kept
+            least = max(least, sum(part.values[name].bytes(2) for name in owners))
+        everything = sum(value.bytes(2) for value in part.values.values())
+        assert least <= peak_working_bytes(part, program, direction, 2) < everything
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool) -> None:
+    shape, layout = replace(LLAMA, tied_head=tied_head), ParallelLayout()
+    memory = rank_memory(named_schedule("megatron", 1, 2), layout, shape, model_parts(shape), dtype, 0)
+    with mesh_of(layout) as mesh:
+        parameters = stage_model(shape, layout, 0, dtype).parameters
+        streams = HostStreams()
+        gradients = GradientBuckets(parameters, mesh, streams, Recorder(streams), 1 << 20)
+        settings = OptimizerSettings(
+            lr=1.0,
+            min_lr_fraction=0.0,
+            warmup_steps=0,
+            steps=1,
+            betas=(0.9, 0.9),
+            eps=1e-8,
+            weight_decay=0.0,
+            clip_norm=0.0,
+        )
+        optimizer = Optimizer(parameters, gradients, settings)
+    weights = [parameter.tensor for parameter in parameters]
+    assert memory.parameter_bytes == held_bytes(weights)
+    assert memory.gradient_bytes == held_bytes([bucket.buffer for bucket in gradients.buckets])
+    state = [optimizer.adamw.state[master] for master in optimizer.masters]
+    moments = [entry[kind] for entry in state for kind in ("exp_avg", "exp_avg_sq")]
+    assert memory.optimizer_bytes == held_bytes(weights, optimizer.masters, moments) - held_bytes(weights)
+    parts = (
+        memory.parameter_bytes,
+        memory.gradient_bytes,
+        memory.optimizer_bytes,
+        memory.activation_bytes,
+        memory.working_bytes,
+    )
+    assert memory.total_bytes == sum(parts)
+
+
+# -- FLOPs ---------------------------------------------------------------------------------------------------
+
+
+@SHAPES
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_model_flops_are_those_of_the_graphs(shape: ModelShape, tp: int) -> None:
+    parts = model_parts(shape, tp)
+    count = {"embedding": 1, "layer": shape.layers, "head": 1}
+    total = sum(n * (parts[name].forward.flops + parts[name].backward.flops) for name, n in count.items())
+    assert model_flops(shape, TOKENS) == total * tp
+
+
+def test_model_flops_leave_recomputation_out() -> None:
+    layer, again = model_parts()["layer"], model_parts(recompute="full")["layer"]
+    assert again.backward.flops > layer.backward.flops
