@@ -226,7 +226,7 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
     return lines
 
 
-_PLACES: Final = {Receive: 0, WaitReceive: 0, Block: 1, Send: 2}
+_PLACES: Final = {Receive: 0, WaitReceive: 0, WaitSend: 1, Block: 2, Send: 3}
 """Order of the instructions on a block's line."""
 
 

@@ -43,17 +43,22 @@ def _neighbour(block: Block, layout: ParallelLayout, distance: int) -> Block | N
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Instruction, ...], ...]:
-    """Receive just before a block, send just after it, wait for the sends when all blocks are done."""
+    """Receive before a block, send after it; wait for a send when its answer is back, or at the end."""
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
 def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayout) -> Iterator[Instruction]:
-    sent = []
+    sent: list[Block] = []
     for block in blocks:
         before = predecessor(block, layout)
         if before is not None and layout.stage_of(before.chunk) != stage:
             yield Receive(block, layout.stage_of(before.chunk))
             yield WaitReceive(block)
+            activation = replace(before, direction=Direction.FORWARD)
+            if block.direction is Direction.BACKWARD and activation in sent:
+                # The gradient is back, so the activation arrived long ago: let go of it without waiting.
+                sent.remove(activation)
+                yield WaitSend(activation)
         yield block
         after = successor(block, layout)
         if after is not None and layout.stage_of(after.chunk) != stage:

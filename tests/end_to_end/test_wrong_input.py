@@ -99,6 +99,19 @@ CASES = [
         {"overlap": {"schedule_file": "none.txt"}},
     ),
     Case(
+        "rank without vocabulary",
+        ("model.vocabulary=258", "parallel.tp=128", "384"),
+        {"model": {"heads": 128, "hidden": 256, "vocabulary": 258, "ffn": 256}, "parallel": {"tp": 128}},
+    ),
+    Case(
+        "schedule without backward",
+        ("overlap.schedule_file", "forward.txt"),
+        {"overlap": {"schedule_file": "forward.txt"}},
+        prepare=_write(
+            "forward.txt", b"braid schedule 1\nname f\nstages 1\nchunks 1\nmicro_batches 4\nstage 0\n F0.0\n"
+        ),
+    ),
+    Case(
         "schedule of another version",
         ("braid schedule 1", "braid schedule 7"),
         {"overlap": {"schedule_file": "old.txt"}},

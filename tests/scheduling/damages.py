@@ -232,7 +232,7 @@ def swap_two_receives(at: Place) -> None:
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
 
-@damage("the next message that stage . sends is for")
+@damage("the next message that stage . sends is for|no send of .* is under way")
 def swap_two_sends(at: Place) -> None:
     n = at.find(Send)
     one = at.list[n]
