@@ -16,6 +16,7 @@ from braid.jobs.benchmarks.plain_torch import (
     PlainSizes,
     PlainTrainer,
     Rotary,
+    load_named,
 )
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.operators import Kind
@@ -34,11 +35,11 @@ class PlainParallelLayer(Layer):
         super().__init__(sizes)
         self.norm = self.attention_norm
         del self.attention_norm, self.mlp_norm
-        self.mlp_in = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
+        self.mlp_in = nn.ModuleDict({"up": nn.Linear(sizes.hidden, sizes.ffn, bias=False)})
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
         n_BSD = self.norm(x_BSD)
-        mlp = self.mlp_out(torch.relu(self.mlp_in(n_BSD)).square())
+        mlp = self.mlp_out(torch.relu(self.mlp_in["up"](n_BSD)).square())
         return x_BSD + self.projection(self._attention(n_BSD, rotary)) + mlp
 
 
@@ -56,20 +57,12 @@ def plain_losses(
         layout=layout,
         position=layout.coordinate(0),
         sizes=part_sizes(shape, layout, 1),
-        device=torch.device("cpu"),
+        device=torch.device("meta"),
         dtype=torch.float64,
         definition=load_layer(REFERENCE),
     )
-    ours.initialise(0)
-    names = {"mlp_in.up": "mlp_in", "qkv.q": "qkv"}
-    mine = dict(model.named_parameters())
-    with torch.no_grad():
-        for parameter in ours.parameters:
-            name = parameter.slices[0].source.name
-            for ending, plain in names.items():
-                name = name.replace(ending, plain)
-            mine.pop(name).copy_(parameter.tensor)
-    assert not mine, f"not initialised: {list(mine)}"
+    pieces = [piece for parameter in ours.parameters for piece in parameter.slices]
+    load_named(model, {piece.source.name: piece.source.initial(0) for piece in pieces})
     trainer = PlainTrainer(model, settings)
     samples = windows(data, "train", shape.sequence)
     return [trainer.step(step, samples[ids].split(2))[0] for step, ids in enumerate(batches)]
