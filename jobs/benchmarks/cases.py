@@ -54,9 +54,16 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Sum up at least two measurements."""
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        """Sum up at least one measurement."""
+        low, median, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        )
         return cls(median=median, low=low, high=high, count=len(values))
+
+    @classmethod
+    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
+        """Sum up the ratios of two series, round by round: load that comes and goes hits both of a round."""
+        return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def prepare_text(folder: Path) -> Path:

@@ -1,10 +1,12 @@
 """The same two ranks as Ray actors and as plain processes: Ray's price per step."""
 
+import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.processes import ProcessLauncher
@@ -16,65 +18,98 @@ RAY, PROCESSES = "Ray actors", "processes"
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupTiming:
+    """Seconds per step of one group of ranks, by round."""
+
+    wall_seconds: Spread  # as the controller sees a step
+    step_seconds: Spread  # as the slowest rank sees it
+    cpu_seconds: Spread  # of all ranks together
+    call_seconds: Spread  # of a call that does nothing
+
+
+@dataclass(frozen=True, kw_only=True)
 class LauncherResult:
-    """The same two ranks as Ray actors and as processes. Ratios are Ray / processes."""
+    """The same two ranks as Ray actors and as processes. Ratios are Ray / processes, round by round."""
 
     case: str
-    wall_seconds: Mapping[str, Spread]  # of a step as the controller sees it
-    step_seconds: Mapping[str, Spread]  # of a step as the slowest rank sees it
-    call_seconds: Mapping[str, Spread]  # of a call that does nothing
-    wall_ratio: float
-    step_ratio: float
+    timing: Mapping[str, GroupTiming]
+    wall_ratio: Spread
+    step_ratio: Spread
+    cpu_ratio: Spread
+
+
+@dataclass
+class _Rounds:
+    """What was measured of one group, round by round, per step."""
+
+    wall: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    call: list[float] = field(default_factory=list)
+
+    def timing(self) -> GroupTiming:
+        return GroupTiming(
+            wall_seconds=Spread.of(self.wall),
+            step_seconds=Spread.of(self.step),
+            cpu_seconds=Spread.of(self.cpu),
+            call_seconds=Spread.of(self.call),
+        )
 
 
 def compare_launchers(
     case: Case, plan: RunPlan, rounds: int, steps: int, order: random.Random
 ) -> LauncherResult:
     """Start both groups once and step them by turns; a first round is not counted."""
-    wall: dict[str, list[float]] = {RAY: [], PROCESSES: []}
-    inside: dict[str, list[float]] = {RAY: [], PROCESSES: []}
-    calls: dict[str, list[float]] = {RAY: [], PROCESSES: []}
+    taken = {RAY: _Rounds(), PROCESSES: _Rounds()}
     with _both_groups(plan) as groups:
         for turn in range(rounds + 1):
             for name in order.sample(sorted(groups), len(groups)):
-                group = groups[name]
-                for step in range(turn * steps, (turn + 1) * steps):
-                    begin = time.perf_counter()
-                    results = group.call_all("train_step", step)
-                    middle = time.perf_counter()
-                    group.call_all("process_id")
-                    end = time.perf_counter()
-                    if turn:
-                        wall[name].append(middle - begin)
-                        inside[name].append(max(result.seconds for result in results))
-                        calls[name].append(end - middle)
-    walls, insides = _spreads(wall), _spreads(inside)
+                target = taken[name] if turn else _Rounds()
+                _take_round(groups[name], range(turn * steps, (turn + 1) * steps), target)
+    ray, processes = taken[RAY], taken[PROCESSES]
     return LauncherResult(
         case=case.name,
-        wall_seconds=walls,
-        step_seconds=insides,
-        call_seconds=_spreads(calls),
-        wall_ratio=walls[RAY].median / walls[PROCESSES].median,
-        step_ratio=insides[RAY].median / insides[PROCESSES].median,
+        timing={name: entry.timing() for name, entry in taken.items()},
+        wall_ratio=Spread.of_ratios(ray.wall, processes.wall),
+        step_ratio=Spread.of_ratios(ray.step, processes.step),
+        cpu_ratio=Spread.of_ratios(ray.cpu, processes.cpu),
     )
 
 
-def _spreads(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    return {name: Spread.of(list(entry)) for name, entry in values.items()}
+def _take_round(group: WorkerGroup, steps: range, target: _Rounds) -> None:
+    begin = time.perf_counter()
+    pids = group.call_all("process_id")
+    target.call.append(time.perf_counter() - begin)
+    cpu_before = sum(map(_cpu_seconds, pids))
+    inside = 0.0
+    begin = time.perf_counter()
+    for step in steps:
+        inside += max(result.seconds for result in group.call_all("train_step", step))
+    target.wall.append((time.perf_counter() - begin) / len(steps))
+    target.step.append(inside / len(steps))
+    target.cpu.append((sum(map(_cpu_seconds, pids)) - cpu_before) / len(steps))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process on this machine (Linux), in steps of a clock tick."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
     """The ranks of ``plan`` twice, ready to train: as actors of a private local cluster, and as processes."""
     config = plan.config
-    ranks = config.layout().ranks
     with ExitStack() as stack:
+        if cluster := os.environ.pop("RAY_ADDRESS", None):
+            stack.callback(os.environ.__setitem__, "RAY_ADDRESS", cluster)
         stack.enter_context(ray_session(config))
         from braid.actors.controller.placement import RayLauncher
 
         groups: dict[str, WorkerGroup] = {}
         for name, launcher in ((RAY, RayLauncher(config)), (PROCESSES, ProcessLauncher(config))):
-            group = groups[name] = launcher.start(ranks)
+            group = groups[name] = launcher.start(config.layout().ranks)
             stack.callback(group.shutdown)
             port = group.call(0, "open_store", config.cluster.group_timeout_s)
             meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)

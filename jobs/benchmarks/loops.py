@@ -57,8 +57,8 @@ class LoopResult:
     tokens_per_step: int
     timing: Mapping[str, Timing]
     memory: Mapping[str, Memory]
-    speed_ratio: float  # of tokens per second of wall clock
-    cpu_speed_ratio: float  # of tokens per second of CPU
+    speed_ratio: Spread  # of tokens per second of wall clock, round by round
+    cpu_speed_ratio: Spread  # of tokens per second of CPU, round by round
     memory_ratio: float  # of peaks above imports
     peak_ratio: float  # of whole peaks
     loss_difference: float  # relative, after the last step: both did the same work
@@ -116,31 +116,33 @@ def compare_loops(case: Case, plan: RunPlan, rounds: int, steps: int, order: ran
     try:
         plain = PlainSide(plan, {name: value.detach() for name, value in braid.worker.parameters()})
         sides: dict[str, Side] = {BRAID: braid, PLAIN: plain}
-        timing, losses = _time_by_turns(sides, rounds, steps, tokens, order)
+        wall, cpu, losses = _time_by_turns(sides, rounds, steps, order)
     finally:
         braid.worker.close()
-    medians = {name: entry.step_seconds.median for name, entry in timing.items()}
-    cpu = {name: entry.cpu_seconds.median for name, entry in timing.items()}
     return LoopResult(
         case=case.name,
         parameters=plan.shape.parameters(),
         tokens_per_step=tokens,
-        timing=timing,
+        timing={name: _timing(wall[name], cpu[name], tokens) for name in sides},
         memory=memory,
-        speed_ratio=medians[PLAIN] / medians[BRAID],
-        cpu_speed_ratio=cpu[PLAIN] / cpu[BRAID],
+        speed_ratio=Spread.of_ratios(wall[PLAIN], wall[BRAID]),
+        cpu_speed_ratio=Spread.of_ratios(cpu[PLAIN], cpu[BRAID]),
         memory_ratio=memory[BRAID].training_bytes / memory[PLAIN].training_bytes,
         peak_ratio=memory[BRAID].peak_bytes / memory[PLAIN].peak_bytes,
         loss_difference=abs(losses[BRAID] / losses[PLAIN] - 1),
     )
 
 
+Seconds = dict[str, list[float]]
+"""Seconds per step of every counted round, by side."""
+
+
 def _time_by_turns(
-    sides: Mapping[str, Side], rounds: int, steps: int, tokens: int, order: random.Random
-) -> tuple[dict[str, Timing], dict[str, float]]:
-    """Timing of every side and its last loss; a first round is not counted."""
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    sides: Mapping[str, Side], rounds: int, steps: int, order: random.Random
+) -> tuple[Seconds, Seconds, dict[str, float]]:
+    """Seconds of wall clock and of CPU, and the last losses; a first round is not counted."""
+    wall: Seconds = {name: [] for name in sides}
+    cpu: Seconds = {name: [] for name in sides}
     losses: dict[str, float] = {}
     for turn in range(rounds + 1):
         for name in order.sample(sorted(sides), len(sides)):
@@ -150,13 +152,12 @@ def _time_by_turns(
             if turn:
                 wall[name].append((time.perf_counter() - wall_begin) / steps)
                 cpu[name].append((time.process_time() - cpu_begin) / steps)
-    timing = {}
-    for name in sides:
-        spread = Spread.of(wall[name])
-        timing[name] = Timing(
-            step_seconds=spread, cpu_seconds=Spread.of(cpu[name]), tokens_per_s=tokens / spread.median
-        )
-    return timing, losses
+    return wall, cpu, losses
+
+
+def _timing(wall: list[float], cpu: list[float], tokens: int) -> Timing:
+    seconds = Spread.of(wall)
+    return Timing(step_seconds=seconds, cpu_seconds=Spread.of(cpu), tokens_per_s=tokens / seconds.median)
 
 
 def _memory_of(name: str, plan: RunPlan) -> Memory:

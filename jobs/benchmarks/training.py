@@ -82,7 +82,7 @@ def show(console: Console, result: TrainingBenchmark) -> None:
     console.print(
         f"{machine['cpus']} CPUs, {machine['threads']} thread(s) per rank, torch {machine['torch']}, "
         f"load {machine['load_before'][0]:.1f} -> {machine['load_after'][0]:.1f}, seed {machine['seed']}; "
-        f"times are medians with (quartiles)"
+        f"medians with (quartiles) of the rounds"
     )
     if result.loops:
         console.print(_speed_table(result.loops))
@@ -107,7 +107,7 @@ def _speed_table(loops: Sequence[LoopResult]) -> Table:
         ["wall", "CPU", "tokens/s", "ratio", "CPU ratio", "loss differs by"],
     )
     for loop in loops:
-        ratios = f"{loop.speed_ratio:.3f}", f"{loop.cpu_speed_ratio:.3f}", f"{loop.loss_difference:.0e}"
+        ratios = _shown(loop.speed_ratio, 3), _shown(loop.cpu_speed_ratio, 3), f"{loop.loss_difference:.0e}"
         names = f"{loop.case} ({loop.parameters / 1e6:.1f} M)", ""
         for name, side, shown in zip(names, (BRAID, PLAIN), (ratios, ()), strict=True):
             timing = loop.timing[side]
@@ -133,16 +133,18 @@ def _memory_table(loops: Sequence[LoopResult]) -> Table:
 
 def _launcher_table(result: LauncherResult) -> Table:
     table = _table(
-        f"{result.case}, tp 2: seconds; ratio {RAY} / {PROCESSES}",
+        f"{result.case}, tp 2: seconds per step; ratios {RAY} / {PROCESSES}",
         [""],
-        ["step, seen by the controller", "step, seen by the slowest rank", "empty call"],
+        ["seen by the controller", "seen by the slowest rank", "CPU of all ranks", "empty call"],
     )
     for name in (RAY, PROCESSES):
-        columns = result.wall_seconds, result.step_seconds, result.call_seconds
-        table.add_row(name, *(_shown(column[name]) for column in columns))
-    table.add_row("ratio", f"{result.wall_ratio:.3f}", f"{result.step_ratio:.3f}")
+        timing = result.timing[name]
+        columns = timing.wall_seconds, timing.step_seconds, timing.cpu_seconds, timing.call_seconds
+        table.add_row(name, *map(_shown, columns))
+    ratios = result.wall_ratio, result.step_ratio, result.cpu_ratio
+    table.add_row("ratio", *(_shown(ratio, 3) for ratio in ratios))
     return table
 
 
-def _shown(spread: Spread) -> str:
-    return f"{spread.median:.4f} ({spread.low:.4f} {spread.high:.4f})"
+def _shown(spread: Spread, digits: int = 4) -> str:
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} {spread.high:.{digits}f})"

@@ -23,7 +23,7 @@ TINY = Case(
 def test_benchmark_reports_every_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     said: list[str] = []
-    result = run(cases=[TINY], launcher_case=TINY, rounds=2, steps=1, seed=3, progress=said.append)
+    result = run(cases=[TINY], launcher_case=TINY, rounds=2, steps=2, seed=3, progress=said.append)
 
     (loop,) = result.loops
     assert loop.tokens_per_step == 4 * 32
@@ -35,15 +35,17 @@ def test_benchmark_reports_every_comparison(monkeypatch: pytest.MonkeyPatch) -> 
     for memory in loop.memory.values():
         assert 0 < memory.imported_bytes < memory.peak_bytes
     assert result.launchers is not None
-    for name in (RAY, PROCESSES):
-        wall, inside = result.launchers.wall_seconds[name], result.launchers.step_seconds[name]
-        assert wall.median > inside.median > 0
-        assert result.launchers.call_seconds[name].median > 0
-    ratios = [loop.speed_ratio, loop.cpu_speed_ratio, loop.memory_ratio, loop.peak_ratio]
-    assert all(math.isfinite(r) and r > 0 for r in [*ratios, result.launchers.wall_ratio])
+    assert list(result.launchers.timing) == [RAY, PROCESSES]
+    for group in result.launchers.timing.values():
+        assert group.wall_seconds.median > group.step_seconds.median > 0
+        assert group.call_seconds.median > 0
+        assert group.cpu_seconds.median > 0
+    spreads = [loop.speed_ratio, loop.cpu_speed_ratio, result.launchers.wall_ratio]
+    ratios = [loop.memory_ratio, loop.peak_ratio, *(spread.median for spread in spreads)]
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
 
     read = json.loads(json.dumps(result.as_json()))
-    assert read["loops"][0]["speed_ratio"] == loop.speed_ratio
+    assert read["loops"][0]["speed_ratio"]["median"] == loop.speed_ratio.median
     assert read["machine"]["seed"] == 3
     text = io.StringIO()
     show(Console(file=text, width=160), result)
