@@ -41,6 +41,8 @@ def ray_session(config: Config) -> Iterator[None]:
                 ) from None
         else:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on loopback
+            # Ray starts its workers at nice 15, which costs them the CPU as soon as anything else runs here.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
             ray.init(
                 address="local",
