@@ -91,10 +91,9 @@ def _take_round(group: WorkerGroup, steps: range, target: _Rounds) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process on this machine (Linux), in steps of a clock tick."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    user, system = int(fields[11]), int(fields[12])
-    return (user + system) / os.sysconf("SC_CLK_TCK")
+    """CPU time that the living threads of a process on this machine have had (Linux)."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextmanager

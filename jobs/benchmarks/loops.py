@@ -1,13 +1,16 @@
-"""One rank of Braid against the plain PyTorch loop: speed side by side in one process, memory in two."""
+"""One rank of Braid against the plain PyTorch loop: speed side by side in one process, memory in one each.
+
+All of these processes are fresh: what ran before leaves a heap behind that changes speeds by some percent.
+"""
 
 import multiprocessing
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -23,7 +26,10 @@ from braid.jobs.benchmarks.plain_torch import (
     load_named,
 )
 
-BRAID, PLAIN = "braid", "plain PyTorch"
+BRAID, PLAIN = "braid", "plain"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +116,14 @@ class PlainSide:
 
 def compare_loops(case: Case, plan: RunPlan, rounds: int, steps: int, order: random.Random) -> LoopResult:
     """Train both from the same initial values on the same samples, by turns."""
-    memory = {name: _memory_of(name, plan) for name in (BRAID, PLAIN)}
+    memory = {name: _in_fresh_process(_memory_of, name, plan) for name in (BRAID, PLAIN)}
     tokens = tokens_per_step(plan)
-    braid = BraidSide(plan)
-    try:
-        plain = PlainSide(plan, {name: value.detach() for name, value in braid.worker.parameters()})
-        sides: dict[str, Side] = {BRAID: braid, PLAIN: plain}
-        wall, cpu, losses = _time_by_turns(sides, rounds, steps, order)
-    finally:
-        braid.worker.close()
+    wall, cpu, losses = _in_fresh_process(_time_by_turns, plan, rounds, steps, order.randrange(2**31))
     return LoopResult(
         case=case.name,
         parameters=plan.shape.parameters(),
         tokens_per_step=tokens,
-        timing={name: _timing(wall[name], cpu[name], tokens) for name in sides},
+        timing={name: _timing(wall[name], cpu[name], tokens) for name in (BRAID, PLAIN)},
         memory=memory,
         speed_ratio=Spread.of_ratios(wall[PLAIN], wall[BRAID]),
         cpu_speed_ratio=Spread.of_ratios(cpu[PLAIN], cpu[BRAID]),
@@ -137,10 +137,19 @@ Seconds = dict[str, list[float]]
 """Seconds per step of every counted round, by side."""
 
 
+def _in_fresh_process(function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments, **named).result()
+
+
 def _time_by_turns(
-    sides: Mapping[str, Side], rounds: int, steps: int, order: random.Random
+    plan: RunPlan, rounds: int, steps: int, seed: int
 ) -> tuple[Seconds, Seconds, dict[str, float]]:
     """Seconds of wall clock and of CPU, and the last losses; a first round is not counted."""
+    order = random.Random(seed)
+    braid = BraidSide(plan)
+    plain = PlainSide(plan, {name: value.detach() for name, value in braid.worker.parameters()})
+    sides: dict[str, Side] = {BRAID: braid, PLAIN: plain}
     wall: Seconds = {name: [] for name in sides}
     cpu: Seconds = {name: [] for name in sides}
     losses: dict[str, float] = {}
@@ -152,6 +161,7 @@ def _time_by_turns(
             if turn:
                 wall[name].append((time.perf_counter() - wall_begin) / steps)
                 cpu[name].append((time.process_time() - cpu_begin) / steps)
+    braid.worker.close()
     return wall, cpu, losses
 
 
@@ -160,28 +170,15 @@ def _timing(wall: list[float], cpu: list[float], tokens: int) -> Timing:
     return Timing(step_seconds=seconds, cpu_seconds=Spread.of(cpu), tokens_per_s=tokens / seconds.median)
 
 
-def _memory_of(name: str, plan: RunPlan) -> Memory:
-    """Train some steps in a fresh process and ask it for its memory."""
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_report_memory, args=(name, plan, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        imported, peak = mine.recv()
-    finally:
-        process.join()
-    return Memory(imported_bytes=imported, peak_bytes=peak)
-
-
-def _report_memory(name: str, plan: RunPlan, result: Connection, steps: int = 3) -> None:
+def _memory_of(name: str, plan: RunPlan, steps: int = 3) -> Memory:
     imported = _memory_bytes("VmRSS")
     side = BraidSide(plan) if name == BRAID else PlainSide(plan, None)
     for step in range(steps):
         side.step(step)
-    result.send((imported, _memory_bytes("VmHWM")))
+    peak = _memory_bytes("VmHWM")
     if isinstance(side, BraidSide):
         side.worker.close()
+    return Memory(imported_bytes=imported, peak_bytes=peak)
 
 
 def _memory_bytes(field: str) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +83,7 @@ def show(console: Console, result: TrainingBenchmark) -> None:
     console.print(
         f"{machine['cpus']} CPUs, {machine['threads']} thread(s) per rank, torch {machine['torch']}, "
         f"load {machine['load_before'][0]:.1f} -> {machine['load_after'][0]:.1f}, seed {machine['seed']}; "
-        f"medians with (quartiles) of the rounds"
+        f"medians of the rounds ± half the distance of their quartiles"
     )
     if result.loops:
         console.print(_speed_table(result.loops))
@@ -92,7 +93,7 @@ def show(console: Console, result: TrainingBenchmark) -> None:
 
 
 def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for label in labels:
         table.add_column(label)
     for number in numbers:
@@ -102,23 +103,22 @@ def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
 
 def _speed_table(loops: Sequence[LoopResult]) -> Table:
     table = _table(
-        f"one rank: seconds per step; ratios of tokens/s, {BRAID} / {PLAIN}",
+        f"one rank: seconds per step; ratios of tokens/s, {BRAID} / {PLAIN} PyTorch",
         ["model", ""],
-        ["wall", "CPU", "tokens/s", "ratio", "CPU ratio", "loss differs by"],
+        ["seconds", "tokens/s", "ratio", "ratio by CPU time"],
     )
     for loop in loops:
-        ratios = _shown(loop.speed_ratio, 3), _shown(loop.cpu_speed_ratio, 3), f"{loop.loss_difference:.0e}"
-        names = f"{loop.case} ({loop.parameters / 1e6:.1f} M)", ""
-        for name, side, shown in zip(names, (BRAID, PLAIN), (ratios, ()), strict=True):
+        ratios = _shown(loop.speed_ratio), _shown(loop.cpu_speed_ratio)
+        for name, side, shown in zip((loop.case, ""), (BRAID, PLAIN), (ratios, ()), strict=True):
             timing = loop.timing[side]
-            seconds = _shown(timing.step_seconds), _shown(timing.cpu_seconds)
-            table.add_row(name, side, *seconds, f"{timing.tokens_per_s:,.0f}", *shown)
+            seconds = _shown(timing.step_seconds)
+            table.add_row(name, side, seconds, f"{timing.tokens_per_s:,.0f}", *shown)
     return table
 
 
 def _memory_table(loops: Sequence[LoopResult]) -> Table:
     table = _table(
-        f"one rank: resident memory in MiB, in a process each; ratios {BRAID} / {PLAIN}",
+        f"one rank: resident memory in MiB; ratios {BRAID} / {PLAIN} PyTorch",
         ["model", ""],
         ["imports", "peak", "training", "training ratio", "peak ratio"],
     )
@@ -135,16 +135,16 @@ def _launcher_table(result: LauncherResult) -> Table:
     table = _table(
         f"{result.case}, tp 2: seconds per step; ratios {RAY} / {PROCESSES}",
         [""],
-        ["seen by the controller", "seen by the slowest rank", "CPU of all ranks", "empty call"],
+        ["for the controller", "slowest rank", "CPU, all ranks", "empty call"],
     )
     for name in (RAY, PROCESSES):
         timing = result.timing[name]
         columns = timing.wall_seconds, timing.step_seconds, timing.cpu_seconds, timing.call_seconds
         table.add_row(name, *map(_shown, columns))
-    ratios = result.wall_ratio, result.step_ratio, result.cpu_ratio
-    table.add_row("ratio", *(_shown(ratio, 3) for ratio in ratios))
+    table.add_row("ratio", *map(_shown, (result.wall_ratio, result.step_ratio, result.cpu_ratio)))
     return table
 
 
-def _shown(spread: Spread, digits: int = 4) -> str:
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} {spread.high:.{digits}f})"
+def _shown(spread: Spread) -> str:
+    """The median, and half the distance of the quartiles in percent of it."""
+    return f"{spread.median:.4f} ±{(spread.high - spread.low) / 2 / spread.median:4.1%}"
