@@ -13,9 +13,16 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from braid.scheduling.lowering.pipelines import GENERATORS, needs_folding
+from braid.scheduling.lowering.pipelines import GENERATORS, PLACEMENTS
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.spec import FAMILIES, ModelShape, ParallelLayout, Workload, check_fit
+from braid.scheduling.spec import (
+    FAMILIES,
+    ModelShape,
+    ParallelLayout,
+    Workload,
+    check_fit,
+    check_runnable,
+)
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -51,7 +58,7 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model. Sizes that are left out follow from ``hidden``."""
 
-    family: Literal["llama", "gpt"] = "llama"
+    family: Literal["llama", "gpt", "moe"] = "llama"
     hidden: Positive = 256
     layers: Positive = 4
     heads: Positive = 8
@@ -202,7 +209,7 @@ class Config(_Section):
     def layout(self) -> ParallelLayout:
         """The mesh, folded if the schedule asks for it."""
         degrees = self.parallel.model_dump()
-        return ParallelLayout(**degrees, folded=needs_folding(self.overlap.schedule))
+        return ParallelLayout(**degrees, placement=PLACEMENTS[self.overlap.schedule])
 
     def workload(self) -> Workload:
         """Batch sizes."""
@@ -212,6 +219,7 @@ class Config(_Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.model.shape(vocabulary)
+            check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
         except ConfigError:
             raise

@@ -39,17 +39,18 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> i
     """Parameters on the fullest tensor-parallel rank of a stage."""
     norm = shape.hidden * (2 if shape.biases else 1)
     per_layer = replace(shape, layers=2).parameters() - replace(shape, layers=1).parameters()
-    replicated = 2 * norm + (2 * shape.hidden if shape.biases else 0)
-    layer = (per_layer - replicated) // layout.tp + replicated
+    replicated = 2 * norm + (2 * shape.hidden if shape.biases else 0) + shape.hidden * shape.experts
+    experts = shape.experts * shape.hidden * shape.ffn * 3
+    dense = per_layer - replicated - experts
+    layer = dense // layout.tp + experts // (layout.tp * layout.ep) + replicated
     table = -(-shape.vocabulary // layout.tp) * shape.hidden
     chunks = layout.chunks_of(stage)
-    total = len(chunks) * (shape.layers // layout.chunks) * layer
-    if 0 in chunks:
-        total += table + (shape.sequence * shape.hidden if shape.family == "gpt" else 0)
-    if layout.chunks - 1 in chunks:
-        shares_table = shape.tied_head and 0 in chunks
-        total += norm + (0 if shares_table else table)
-    return total
+    total = sum(len(layout.layers_of(chunk, shape.layers)) for chunk in chunks) * layer
+    embeds = sum(layout.is_first(chunk) for chunk in chunks)
+    heads = sum(layout.is_last(chunk) for chunk in chunks)
+    total += embeds * (table + (shape.sequence * shape.hidden if shape.family == "gpt" else 0))
+    shared = min(embeds, heads) if shape.tied_head else 0
+    return total + heads * norm + (heads - shared) * table
 
 
 def rank_memory(
@@ -85,9 +86,9 @@ def _chunk_parts(
     chunk: int, layout: ParallelLayout, shape: ModelShape, parts: Mapping[str, Part]
 ) -> list[Part]:
     """The parts of a chunk in the order of the forward pass."""
-    layers = [parts["layer"]] * (shape.layers // layout.chunks)
-    first = [parts["embedding"]] if chunk == 0 else []
-    last = [parts["head"]] if chunk == layout.chunks - 1 else []
+    layers = [parts["layer"]] * len(layout.layers_of(chunk, shape.layers))
+    first = [parts["embedding"]] if layout.is_first(chunk) else []
+    last = [parts["head"]] if layout.is_last(chunk) else []
     return first + layers + last
 
 
@@ -149,7 +150,7 @@ def model_flops(shape: ModelShape, tokens: int) -> int:
     Matrix multiplications with weights, logits and causal attention count; the rest does not.
     """
     qkv = shape.query_width + 2 * shape.kv_width
-    mlp = shape.ffn * (3 if shape.gated else 2)
+    mlp = shape.ffn * (3 if shape.gated else 2) * max(1, shape.top_k) + shape.experts
     weights = shape.layers * shape.hidden * (qkv + shape.query_width + mlp) + shape.hidden * shape.vocabulary
     attention = shape.layers * shape.sequence * shape.query_width
     return 3 * tokens * (2 * weights + 2 * attention)

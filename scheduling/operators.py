@@ -44,14 +44,27 @@ class Kind(StrEnum):
     CROSS_ENTROPY = "cross_entropy"
     ADD = "add"
     CUSTOM = "custom"
+    ROUTER = "router"
+    """Scores of every expert for every token and the choice of the best (mixture of experts)."""
+    PERMUTE = "permute"
+    """Tokens brought into the order of their experts, or back and weighted."""
+    GROUPED_GEMM = "grouped_gemm"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    SEND_RECEIVE = "send_receive"
+    """A ring shift: every rank sends to the next and receives from the one before (context parallelism)."""
 
     @property
     def communicates(self) -> bool:
         """Whether the operator is a collective."""
-        return self in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+        return self in _COLLECTIVES
+
+
+_COLLECTIVES = frozenset(
+    (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.SEND_RECEIVE)
+)
 
 
 class Precision(StrEnum):

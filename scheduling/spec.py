@@ -4,9 +4,15 @@ All checks raise `ValueError` with the configuration keys, their values and what
 """
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Final
 
-FAMILIES: Final = ("llama", "gpt")
+FAMILIES: Final = ("llama", "gpt", "moe")
+
+RUNNABLE_FAMILIES: Final = ("llama", "gpt")
+"""Families that the runtime executes; the others are planned and simulated."""
+
+CONTEXT_MODES: Final = ("all_gather", "ring")
 
 AXES: Final = ("pp", "dp", "cp", "tp")
 """Mesh axes, outermost first; the last one varies fastest with the rank."""
@@ -25,6 +31,7 @@ class ModelShape:
 
     ``llama``: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
     ``gpt``: LayerNorm, learned positions, GELU, biases.
+    ``moe``: Llama with ``experts`` SwiGLU experts of width ``ffn``, of which every token visits ``top_k``.
     """
 
     family: str
@@ -39,10 +46,17 @@ class ModelShape:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    experts: int = 0
+    top_k: int = 0
+    capacity_factor: float = 1.0
+    """Most tokens that an expert takes over the average number; the work of a step is the average."""
 
     def __post_init__(self) -> None:
         names = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
         _require_positive("model", self, names)
+        if self.family not in FAMILIES:
+            raise ValueError(f"model.family={self.family!r} must be one of {', '.join(FAMILIES)}")
+        self._check_experts()
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
@@ -50,6 +64,21 @@ class ModelShape:
             )
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
+
+    def _check_experts(self) -> None:
+        if self.family != "moe":
+            if self.experts or self.top_k:
+                raise ValueError(
+                    f"model.experts={self.experts} and model.top_k={self.top_k} need model.family moe"
+                )
+            return
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "
+                f"for model.family moe"
+            )
+        if not self.capacity_factor > 0:
+            raise ValueError(f"model.capacity_factor={self.capacity_factor} must be greater than zero")
 
     @property
     def gated(self) -> bool:
@@ -76,7 +105,8 @@ class ModelShape:
         norm = self.hidden * (2 if self.biases else 1)
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
-        layer = 2 * norm + self.hidden * (qkv + self.query_width + mlp_in + self.ffn)
+        mlp = self.hidden * (mlp_in + self.ffn) * max(1, self.experts) + self.hidden * self.experts
+        layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
             layer += qkv + self.hidden + mlp_in + self.hidden
         tables = self.vocabulary * self.hidden * (1 if self.tied_head else 2)
@@ -84,12 +114,24 @@ class ModelShape:
         return self.layers * layer + norm + tables + positions
 
 
+class Placement(StrEnum):
+    """Which chunks of the model a pipeline stage holds."""
+
+    LINEAR = "linear"
+    """Stage i holds chunk i of p."""
+    FOLDED = "folded"
+    """Stage i holds the chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
+    INTERLEAVED = "interleaved"
+    """Stage i holds the chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
+    BIDIRECTIONAL = "bidirectional"
+    """Two copies of the model, chunks 0 to p-1 down the stages, p to 2p-1 up (DHelix figure 6b)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Degrees of the mesh axes, and whether the pipeline is folded.
+    """Degrees of the mesh axes, and the placement of the model's chunks on pipeline stages.
 
-    Unfolded, stage i holds chunk i of ``pp`` chunks. Folded (DHelix section 4.1), stage i holds the chunks
-    i and 2p-1-i of 2p, so that a micro-batch travels down the stages and back up.
+    ``ep`` ranks of the data-parallel axis share the experts of a mixture of experts between them.
     """
 
     dp: int = 1
@@ -97,7 +139,7 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    folded: bool = False
+    placement: Placement = Placement.LINEAR
 
     def __post_init__(self) -> None:
         _require_positive("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -108,9 +150,24 @@ class ParallelLayout:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def folded(self) -> bool:
+        """Whether a micro-batch visits every stage on its way down and again on its way back up."""
+        return self.placement is Placement.FOLDED
+
+    @property
     def chunks(self) -> int:
+        """Number of chunks on all stages together; of a bidirectional pipeline, those of both copies."""
+        return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model in one pipeline."""
+        return 2 if self.placement is Placement.BIDIRECTIONAL else 1
+
+    @property
+    def chunks_per_copy(self) -> int:
         """Number of chunks the layers are cut into."""
-        return 2 * self.pp if self.folded else self.pp
+        return self.chunks // self.copies
 
     def degree(self, axis: str) -> int:
         """Number of ranks along a mesh axis."""
@@ -118,11 +175,37 @@ class ParallelLayout:
 
     def stage_of(self, chunk: int) -> int:
         """The pipeline stage that holds a chunk."""
-        return chunk if chunk < self.pp else 2 * self.pp - 1 - chunk
+        if chunk < self.pp:
+            return chunk
+        return chunk - self.pp if self.placement is Placement.INTERLEAVED else 2 * self.pp - 1 - chunk
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks that a pipeline stage holds, in the order of the model."""
         return tuple(c for c in range(self.chunks) if self.stage_of(c) == stage)
+
+    def neighbour(self, chunk: int, distance: int) -> int | None:
+        """The chunk that far along the model, of the same copy; None beyond its ends."""
+        other = chunk + distance
+        size = self.chunks_per_copy
+        return other if 0 <= other < self.chunks and other // size == chunk // size else None
+
+    def layers_of(self, chunk: int, layers: int) -> range:
+        """The layers of a model of ``layers`` layers that a chunk holds.
+
+        Where they do not divide evenly, the last chunks hold one less: the head stands there too.
+        """
+        place, size = chunk % self.chunks_per_copy, self.chunks_per_copy
+        each, more = divmod(layers, size)
+        first = place * each + min(place, more)
+        return range(first, first + each + (place < more))
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk begins the model (and holds the embedding)."""
+        return self.neighbour(chunk, -1) is None
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk ends the model (and holds the head)."""
+        return self.neighbour(chunk, 1) is None
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank along every mesh axis."""
@@ -140,9 +223,10 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """The layout in one line, such as ``dp 2 x tp 2 (folded)``."""
-        axes = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "folded"]
+        axes = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "placement"]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
-        return " x ".join(busy) + (" (folded)" if self.folded else "")
+        linear = self.placement is Placement.LINEAR
+        return " x ".join(busy) + ("" if linear else f" ({self.placement})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +244,31 @@ class Workload:
         return self.global_batch // (self.micro_batch * layout.dp)
 
 
-def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
-    """Raise `ValueError` where model, layout and batch cannot be cut into equal parts."""
+def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
+    """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
+    if shape.family not in RUNNABLE_FAMILIES:
+        raise ValueError(
+            f"model.family={shape.family!r} can be planned and simulated, but not trained in this version; "
+            f"set model.family to one of {', '.join(RUNNABLE_FAMILIES)}"
+        )
     for axis in ("cp", "ep"):
         if layout.degree(axis) > 1:
             raise ValueError(
                 f"parallel.{axis}={layout.degree(axis)} is not available in this version; "
-                f"set parallel.{axis} to 1"
+                f"set parallel.{axis} to 1 (it can be planned and simulated)"
             )
+    if shape.layers % layout.chunks_per_copy:
+        folded = layout.chunks_per_copy > layout.pp
+        chunks = f"2 x parallel.pp={2 * layout.pp}" if folded else f"parallel.pp={layout.pp}"
+        raise ValueError(
+            f"model.layers={shape.layers} is not divisible by {chunks} chunks"
+            f"{f' of the {layout.placement} pipeline' if folded else ''}; "
+            f"use a multiple of {layout.chunks_per_copy} layers, or another parallel.pp"
+        )
+
+
+def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
+    """Raise `ValueError` where model, layout and batch cannot be cut into equal parts."""
     for key, value in (("heads", shape.heads), ("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if value % layout.tp:
             raise ValueError(
@@ -180,14 +281,37 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
             f"model.vocabulary={shape.vocabulary} leaves a rank of parallel.tp={layout.tp} without rows; "
             f"set model.vocabulary to {rows * layout.tp}"
         )
-    if shape.layers % layout.chunks:
-        chunks = f"2 x parallel.pp={2 * layout.pp}" if layout.folded else f"parallel.pp={layout.pp}"
+    _check_experts_fit(shape, layout)
+    if shape.layers < layout.chunks_per_copy:
         raise ValueError(
-            f"model.layers={shape.layers} is not divisible by {chunks} chunks"
-            f"{' of the folded pipeline' if layout.folded else ''}; "
-            f"use a multiple of {layout.chunks} layers, or another parallel.pp"
+            f"model.layers={shape.layers} cannot fill {layout.chunks_per_copy} chunks of parallel.pp="
+            f"{layout.pp}; use at least {layout.chunks_per_copy} layers, or a smaller parallel.pp"
         )
-    tokens = workload.micro_batch * shape.sequence
+    _check_batch(shape, layout, workload)
+
+
+def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
+    if layout.ep == 1:
+        return
+    if shape.experts % layout.ep or not shape.experts:
+        raise ValueError(
+            f"parallel.ep={layout.ep} does not divide model.experts={shape.experts}; "
+            f"set parallel.ep to one of {_divisors(shape.experts or 1)}"
+        )
+    if layout.dp % layout.ep:
+        raise ValueError(
+            f"parallel.ep={layout.ep} does not divide parallel.dp={layout.dp}: experts are shared between "
+            f"data-parallel ranks; set parallel.ep to one of {_divisors(layout.dp)}"
+        )
+
+
+def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
+    if shape.sequence % layout.cp:
+        raise ValueError(
+            f"model.sequence={shape.sequence} is not divisible by parallel.cp={layout.cp}; "
+            f"set parallel.cp to one of {_divisors(shape.sequence)}"
+        )
+    tokens = workload.micro_batch * shape.sequence // layout.cp
     if tokens % layout.tp:
         raise ValueError(
             f"train.micro_batch={workload.micro_batch} x model.sequence={shape.sequence} tokens are not "

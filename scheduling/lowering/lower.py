@@ -38,8 +38,8 @@ def predecessor(block: Block, layout: ParallelLayout) -> Block | None:
 
 
 def _neighbour(block: Block, layout: ParallelLayout, distance: int) -> Block | None:
-    chunk = block.chunk + distance
-    return replace(block, chunk=chunk) if 0 <= chunk < layout.chunks else None
+    chunk = layout.neighbour(block.chunk, distance)
+    return None if chunk is None else replace(block, chunk=chunk)
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Instruction, ...], ...]:

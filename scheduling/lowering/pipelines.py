@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from braid.scheduling.schedule import Block, Direction
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.spec import ParallelLayout, Placement
 
 BlockOrder = tuple[tuple[Block, ...], ...]
 
@@ -82,6 +82,5 @@ GENERATORS: Final[Mapping[str, Callable[[ParallelLayout, int], BlockOrder]]] = {
 """Training schedules by the names that users know."""
 
 
-def needs_folding(name: str) -> bool:
-    """Whether a schedule runs on the folded layout (chunks i and 2p-1-i on stage i)."""
-    return name == "folded"
+PLACEMENTS: Final[Mapping[str, Placement]] = {"megatron": Placement.LINEAR, "folded": Placement.FOLDED}
+"""Where a schedule needs the model's chunks to be."""

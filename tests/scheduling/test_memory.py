@@ -35,7 +35,7 @@ from braid.scheduling.memory import (
     stage_parameters,
 )
 from braid.scheduling.schedule import Block, Direction, Schedule
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, TOKENS, layout_for, model_parts, named_schedule
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_model(
     shape: ModelShape, tp: int, pp: int, folded: bool, tied_head: bool
 ) -> None:
     shape = replace(shape, tied_head=tied_head, vocabulary=97)  # not divisible: ranks differ
-    layout = ParallelLayout(tp=tp, pp=pp, folded=folded)
+    layout = ParallelLayout(tp=tp, pp=pp, placement=Placement.FOLDED if folded else Placement.LINEAR)
     models = [stage_model(shape, layout, rank) for rank in range(layout.ranks)]
     for stage in range(pp):
         ranks = [m for rank, m in enumerate(models) if layout.coordinate(rank)["pp"] == stage]

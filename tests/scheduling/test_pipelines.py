@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import predecessor, successor, training_schedule, validation_schedule
-from braid.scheduling.lowering.pipelines import GENERATORS, folded_w, needs_folding, one_forward_one_backward
+from braid.scheduling.lowering.pipelines import GENERATORS, PLACEMENTS, folded_w, one_forward_one_backward
 from braid.scheduling.schedule import Block, Direction, Schedule, Strand
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
 from braid.scheduling.validate import validate
 from tests.scheduling.cases import layout_for, model_parts, named_schedule, valid_schedules
@@ -102,7 +102,7 @@ def test_the_head_runs_backward_right_after_forward(p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_journeys_carry_a_forward_and_a_backward_the_same_way(p: int, m: int) -> None:
     """DHelix section 4.1: micro-batch k goes forward together with the backward pass of k-p."""
-    for blocks in folded_w(ParallelLayout(pp=p, folded=True), m):
+    for blocks in folded_w(ParallelLayout(pp=p, placement=Placement.FOLDED), m):
         for place, block in enumerate(blocks):
             if block.direction is Direction.FORWARD and block.micro_batch >= p:
                 partner = Block(Direction.BACKWARD, block.micro_batch - p, 2 * p - 1 - block.chunk)
@@ -137,7 +137,7 @@ def test_time_respects_data(case: tuple[Schedule, ParallelLayout]) -> None:
 def test_successor_and_predecessor_are_inverse(
     p: int, folded: bool, direction: Direction, micro_batch: int, strand: Strand
 ) -> None:
-    layout = ParallelLayout(pp=p, folded=folded)
+    layout = ParallelLayout(pp=p, placement=Placement.FOLDED if folded else Placement.LINEAR)
     chain = [
         Block(direction, micro_batch, 0 if direction is Direction.FORWARD else layout.chunks - 1, strand)
     ]
@@ -157,8 +157,8 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 
 def test_generators_want_their_layout() -> None:
-    assert [name for name in GENERATORS if needs_folding(name)] == ["folded"]
+    assert [name for name in GENERATORS if PLACEMENTS[name] is Placement.FOLDED] == ["folded"]
     with pytest.raises(AssertionError):
-        one_forward_one_backward(ParallelLayout(pp=2, folded=True), 1)
+        one_forward_one_backward(ParallelLayout(pp=2, placement=Placement.FOLDED), 1)
     with pytest.raises(AssertionError):
         folded_w(ParallelLayout(pp=2), 1)

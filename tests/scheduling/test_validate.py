@@ -15,6 +15,7 @@ from braid.scheduling.schedule import (
     parse,
     parse_instruction,
 )
+from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
 from tests.scheduling.cases import layout_for, named_schedule, valid_schedules, with_stage
 from tests.scheduling.damages import DAMAGES, PARTS, Place, message_of
@@ -75,7 +76,11 @@ def test_messages(old: str, new: str, fault: str) -> None:
 @pytest.mark.parametrize("name", ["megatron", "folded"])
 def test_another_layout_is_refused(name: str) -> None:
     schedule, layout = named_schedule(name, 2, 2, 2), layout_for(name, 2, 2)
-    for other in (replace(layout, pp=1), replace(layout, pp=3), replace(layout, folded=not layout.folded)):
+    for other in (
+        replace(layout, pp=1),
+        replace(layout, pp=3),
+        replace(layout, placement=Placement.LINEAR if layout.folded else Placement.FOLDED),
+    ):
         assert re.match(
             rf"schedule {name} has 2 stages and .* chunks, the layout", message_of(schedule, other)
         )
