@@ -91,30 +91,76 @@ class GraphBuilder:
         self._reverse.append(reverse)
         return y
 
-    def gemm(self, name: str, x: str, elements: int, flops: int) -> str:
-        """Multiply by a weight; input and weight gradients are separate operators."""
+    def gemm(self, name: str, x: str, elements: int, flops: int, kind: Kind = Kind.GEMM) -> str:
+        """Multiply by a weight (of every expert: ``GROUPED_GEMM``); both gradients are operators."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.GEMM, (x,), (y,), flops=flops)
+        self._emit(name, kind, (x,), (y,), flops=flops)
 
         def reverse() -> None:
             d_y = f"d.{y}"
-            self._contribute(_gradient(name, "dgrad", Kind.GEMM, Pass.INPUT_GRADIENT, (d_y,), flops), (x,))
-            self._backward.append(_gradient(name, "wgrad", Kind.GEMM, Pass.WEIGHT_GRADIENT, (d_y, x), flops))
+            self._contribute(_gradient(name, "dgrad", kind, Pass.INPUT_GRADIENT, (d_y,), flops), (x,))
+            self._backward.append(_gradient(name, "wgrad", kind, Pass.WEIGHT_GRADIENT, (d_y, x), flops))
 
         self._reverse.append(reverse)
         return y
 
     def attention(
-        self, name: str, qkv: str, elements: int, flops: int, saved_elements: int, saved_statistics: int = 0
+        self,
+        name: str,
+        qkv: str,
+        elements: int,
+        flops: int,
+        saved_elements: int,
+        saved_statistics: int = 0,
+        more: tuple[str, ...] = (),
     ) -> str:
-        """Attend; what the kernel needs for its backward beside its output is one opaque saved value."""
+        """Attend; what the kernel needs for its backward beside its output is one opaque saved value.
+
+        ``more``: keys and values of other ranks, and what was attended to before (ring attention).
+        """
         y = self._value(f"{name}.out", elements)
         saved = self._value(f"{name}.saved", saved_elements, statistics=saved_statistics)
-        self._emit(name, Kind.ATTENTION, (qkv,), (y, saved), flops=flops)
+        self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
         gradient = _gradient(
             name, "grad", Kind.ATTENTION, Pass.INPUT_GRADIENT, (f"d.{y}", saved), flops=2 * flops
         )
-        self._reverse.append(lambda: self._contribute(gradient, (qkv,)))
+        self._reverse.append(lambda: self._contribute(gradient, (qkv, *more)))
+        return y
+
+    def router(self, name: str, x: str, tokens: int, experts: int, top_k: int) -> tuple[str, str]:
+        """Score ``experts`` for every token: the weights of the chosen (differentiable) and the choice."""
+        flops = 2 * tokens * self.elements(x) // max(1, tokens) * experts
+        gates = self._value(f"{name}.out", tokens * top_k, Precision.STATISTIC)
+        choice = self._value(f"{name}.choice", tokens * top_k, Precision.INDEX)
+        scores = self._value(f"{name}.scores", tokens * experts, Precision.STATISTIC)
+        self._emit(name, Kind.ROUTER, (x,), (gates, choice, scores), flops=flops)
+
+        def reverse() -> None:
+            d_scores = (f"d.{gates}", scores)
+            gradient = _gradient(name, "dgrad", Kind.ROUTER, Pass.INPUT_GRADIENT, d_scores, flops)
+            self._contribute(gradient, (x,))
+            self._backward.append(
+                _gradient(name, "wgrad", Kind.ROUTER, Pass.WEIGHT_GRADIENT, (*d_scores, x), flops)
+            )
+
+        self._reverse.append(reverse)
+        return gates, choice
+
+    def permute(self, name: str, x: str, choice: str, elements: int) -> str:
+        """Bring a copy of every token into the order of each expert that it visits."""
+        y = self._value(f"{name}.out", elements)
+        self._emit(name, Kind.PERMUTE, (x, choice), (y,))
+        gradient = _gradient(name, "grad", Kind.PERMUTE, Pass.INPUT_GRADIENT, (f"d.{y}", choice))
+        self._reverse.append(lambda: self._contribute(gradient, (x,)))
+        return y
+
+    def unpermute(self, name: str, x: str, gates: str, choice: str, elements: int) -> str:
+        """Bring tokens back into their order and add what their experts made of them, weighted."""
+        y = self._value(f"{name}.out", elements)
+        self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
+        reads = (f"d.{y}", x, gates, choice)
+        gradient = _gradient(name, "grad", Kind.PERMUTE, Pass.INPUT_GRADIENT, reads)
+        self._reverse.append(lambda: self._contribute(gradient, (x, gates)))
         return y
 
     def activation(self, name: str, x: str, elements: int) -> str:
@@ -200,16 +246,44 @@ class GraphBuilder:
 
     # -- collectives -------------------------------------------------------------------------------------
 
-    def gather(self, name: str, x: str, axis: str) -> str:
-        """All-gather tokens along an axis; its backward is a reduce-scatter."""
-        return self._exchange(name, x, axis, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    def gather(self, name: str, x: str, axis: str, elements: int | None = None) -> str:
+        """All-gather a value, or ``elements`` of it, along an axis; its backward is a reduce-scatter."""
+        return self._exchange(name, x, axis, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, elements)
 
     def scatter(self, name: str, x: str, axis: str) -> str:
         """Reduce-scatter tokens along an axis; its backward is an all-gather."""
         return self._exchange(name, x, axis, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
 
-    def _exchange(self, name: str, x: str, axis: str, kind: Kind, backward: Kind) -> str:
-        y = self._collective(name, kind, x, axis)
+    def all_to_all(self, name: str, x: str, axis: str) -> str:
+        """Give every rank along an axis its part; its backward does the same the other way."""
+        return self._exchange(name, x, axis, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL)
+
+    def shift(self, name: str, x: str, axis: str, elements: int) -> str:
+        """Send ``elements`` of ``x`` to the next rank of a ring and receive as many from the one before.
+
+        A whole all-gather would repeat: only what the next step needs is there at a time.
+        """
+        placement = self.axes[axis]
+        y = self._value(f"{name}.out", elements)
+        self._emit(
+            name,
+            Kind.SEND_RECEIVE,
+            (x,),
+            (y,),
+            stream=placement.stream,
+            axis=axis,
+            sent_bytes=2 * elements,
+        )
+        gradient = replace(
+            self._forward[-1], name=f"{name}.grad", phase=Pass.INPUT_GRADIENT, reads=(f"d.{y}",)
+        )
+        self._reverse.append(lambda: self._contribute(gradient, (x,)))
+        return y
+
+    def _exchange(
+        self, name: str, x: str, axis: str, kind: Kind, backward: Kind, elements: int | None = None
+    ) -> str:
+        y = self._collective(name, kind, x, axis, elements)
         if y != x:
             forward = self._forward[-1]
             gradient = replace(
@@ -218,16 +292,18 @@ class GraphBuilder:
             self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
-    def _collective(self, name: str, kind: Kind, x: str, axis: str) -> str:
+    def _collective(self, name: str, kind: Kind, x: str, axis: str, elements: int | None = None) -> str:
         placement = self.axes.get(axis, AxisPlacement())
         degree = placement.degree
         if degree == 1:
             return x
         gathers = kind is Kind.ALL_GATHER
-        whole = self.elements(x) * degree if gathers else self.elements(x)
+        part = elements or self.elements(x)
+        whole = part * degree if gathers else part
         precision = self._values[x].precision
-        y = self._value(f"{name}.out", whole if gathers else whole // degree, precision)
-        # In a ring, each rank sends all parts of the whole but one.
+        result = whole // degree if kind is Kind.REDUCE_SCATTER else whole
+        y = self._value(f"{name}.out", result, precision)
+        # In a ring, and pairwise, each rank sends all parts of the whole but one.
         sent = precision.bytes_each(2) * whole * (degree - 1) // degree
         self._emit(name, kind, (x,), (y,), stream=placement.stream, axis=axis, sent_bytes=sent)
         return y

@@ -1,0 +1,325 @@
+"""Two strands without barriers: one static order in which a rank issues the operators of both.
+
+What a rank does with an order is the executor's rule: compute operators run one after the other; a collective
+is issued at its place in the order, after the compute operators before it, and runs on its stream behind what
+was issued there earlier; whoever needs its result waits. So an order is a schedule, and the search is over
+orders: several ways to make one, each improved by moving operators until no move helps; or branch and bound,
+which is exact and for small graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from braid.scheduling.planner.pairing import Pairing
+from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssueOrder:
+    """Operators of both strands in the order of issue; those of the backward pass count on."""
+
+    operators: tuple[int, ...]
+    ns: float
+
+
+@dataclass(frozen=True)
+class _State:
+    """A rank after issuing some operators: its clock and what is under way on the two links."""
+
+    clock: float
+    done_f: int
+    done_b: int
+    queues: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
+    """Per link: operators issued and not finished, with the time each still needs; the first one runs."""
+
+
+class _Machine:
+    """The executor's rule on solo times and slowdowns."""
+
+    def __init__(self, problem: PairProblem) -> None:
+        f, b = problem.forward, problem.backward
+        self.problem = problem
+        self.split = len(f)
+        self.count = len(f) + len(b)
+        self.solo = (*f.solo_ns, *b.solo_ns)
+        self.streams = (*f.streams, *b.streams)
+        self.slowdown: list[list[float]] = problem.slowdown.tolist()
+        before = [tuple(bits(mask)) for mask in f.before]
+        before += [tuple(self.split + op for op in bits(mask)) for mask in b.before]
+        self.before = before
+        self.tail = [*_tails(f), *_tails(b)]
+
+    def start(self) -> _State:
+        return _State(0.0, 0, 0, ((), ()))
+
+    def choices(self, state: _State) -> Iterator[int]:
+        """Operators that may be issued next."""
+        yield from self.problem.forward.ready(state.done_f)
+        for op in self.problem.backward.ready(state.done_b):
+            yield self.split + op
+
+    def issue(self, state: _State, op: int) -> _State:
+        """The state after issuing one more operator."""
+        clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
+        for needed in self.before[op]:
+            link = self.streams[needed]
+            if link:
+                clock += self._drain(queues, link - 1, needed)
+        link = self.streams[op]
+        if link:
+            queues[link - 1].append((op, self.solo[op]))
+        else:
+            clock += self._compute(queues, op)
+        done_f, done_b = state.done_f, state.done_b
+        if op < self.split:
+            done_f |= 1 << op
+        else:
+            done_b |= 1 << (op - self.split)
+        return _State(clock, done_f, done_b, (tuple(queues[0]), tuple(queues[1])))
+
+    def complete(self, state: _State, order: Sequence[int], limit: float) -> float:
+        """The time of an order's end; infinity as soon as it is beyond a limit."""
+        for op in order:
+            state = self.issue(state, op)
+            if state.clock >= limit:
+                return float("inf")
+        return self.finish(state)
+
+    def finish(self, state: _State) -> float:
+        """The time at which everything that was issued has finished."""
+        clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
+        while queues[0] or queues[1]:
+            clock += self._run_links(queues, float("inf"))
+        return clock
+
+    def bound(self, state: _State) -> float:
+        """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
+        work = [0.0, 0.0, 0.0]
+        chain = 0.0
+        for op in range(self.count):
+            done = state.done_f >> op & 1 if op < self.split else state.done_b >> (op - self.split) & 1
+            if not done:
+                work[self.streams[op]] += self.solo[op]
+                chain = max(chain, self.tail[op])
+        for link in (0, 1):
+            ahead = 0.0
+            for op, left in state.queues[link]:
+                ahead += left
+                chain = max(chain, ahead + self.tail[op] - self.solo[op])
+            work[link + 1] += ahead
+        return state.clock + max(*work, chain)
+
+    def _drain(self, queues: list[list[tuple[int, float]]], link: int, needed: int) -> float:
+        """Time until an operator has left its link, nothing computing; zero if it has already."""
+        waited = 0.0
+        while any(op == needed for op, _ in queues[link]):
+            waited += self._run_links(queues, float("inf"))
+        return waited
+
+    def _run_links(self, queues: list[list[tuple[int, float]]], limit: float, compute: int = -1) -> float:
+        """Let the first operator of each link advance until one of them is done or the limit is reached."""
+        heads = [queue[0] for queue in queues if queue]
+        paces = []
+        for op, _ in heads:
+            pace = 1.0 + sum(self.slowdown[op][other] for other, _ in heads if other != op)
+            paces.append(pace + (self.slowdown[op][compute] if compute >= 0 else 0.0))
+        passed = min(limit, *(left * pace for (_, left), pace in zip(heads, paces, strict=True)))
+        n = 0
+        for queue in queues:
+            if queue:
+                op, left = queue[0]
+                left -= passed / paces[n]
+                n += 1
+                if left <= _EPSILON:
+                    queue.pop(0)
+                else:
+                    queue[0] = (op, left)
+        return passed
+
+    def _compute(self, queues: list[list[tuple[int, float]]], op: int) -> float:
+        """Run a compute operator beside what is under way; the time it takes."""
+        left, passed = self.solo[op], 0.0
+        while left > _EPSILON:
+            heads = [queue[0][0] for queue in queues if queue]
+            if not heads:
+                return passed + left
+            pace = 1.0 + sum(self.slowdown[op][head] for head in heads)
+            step = self._run_links(queues, left * pace, op)
+            left -= step / pace
+            passed += step
+        return passed
+
+
+def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
+    """Time of an order; `ValueError` if an operator stands before what it needs or twice."""
+    machine = _Machine(problem)
+    state = machine.start()
+    for op in order:
+        if op not in machine.choices(state):
+            raise ValueError(f"operator {op} stands before what it needs, or twice")
+        state = machine.issue(state, op)
+    return machine.finish(state)
+
+
+def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) -> IssueOrder:
+    """A good order: the best of several, each improved by moving runs of operators.
+
+    starts: further orders to begin with, such as that of a pairing (`pairing_order`).
+    """
+    candidates = {tuple(order) for order in starts}
+    candidates |= {switching_order(problem), _greedy_order(problem)}
+    ranked = sorted((issue_ns(problem, order), order) for order in candidates)
+    improved = [_improve(problem, order, ns) for ns, order in ranked[:3]]
+    return min(improved, key=lambda found: found.ns)
+
+
+def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
+    """The order of a pairing's segments without their barriers: collectives first, then compute."""
+    f, b = problem.forward, problem.backward
+    number = {("f", name): n for n, name in enumerate(f.names)}
+    number |= {("b", name): len(f) + n for n, name in enumerate(b.names)}
+    streams = (*f.streams, *b.streams)
+    order: list[int] = []
+    for segment in pairing.segments:
+        ops = [number["b", name] for name in segment.backward]
+        ops += [number["f", name] for name in segment.forward]
+        order += sorted(ops, key=lambda op: streams[op] == 0)
+    return tuple(order)
+
+
+def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
+    """Collectives as soon as they can be issued; else the compute operator that does not wait.
+
+    Among several the one with the longest chain behind it.
+    """
+    machine = _Machine(problem)
+    state, order = machine.start(), []
+    for _ in range(machine.count):
+        under_way = {op for queue in state.queues for op, _ in queue}
+
+        def urgency(op: int, under_way: set[int] = under_way) -> tuple[bool, bool, float]:
+            waits = any(needed in under_way for needed in machine.before[op])
+            return waits, machine.streams[op] == 0, -machine.tail[op]
+
+        op = min(machine.choices(state), key=urgency)
+        state = machine.issue(state, op)
+        order.append(op)
+    return tuple(order)
+
+
+def _improve(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrder:
+    """Move runs of one to three operators to where they help most, until no move helps."""
+    machine = _Machine(problem)
+    best, best_ns = list(order), ns
+    improved = True
+    while improved:
+        improved = False
+        for length in (1, 2, 3):
+            for start in range(len(best) - length + 1):
+                moved, moved_ns = _best_move(machine, best, start, length)
+                if moved_ns < best_ns * (1 - 1e-9):
+                    best, best_ns, improved = moved, moved_ns, True
+    return IssueOrder(operators=tuple(best), ns=best_ns)
+
+
+def _best_move(machine: _Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
+    """The best place for a run of operators among those that precedence allows."""
+    run = order[start : start + length]
+    rest = order[:start] + order[start + length :]
+    position = {op: n for n, op in enumerate(rest)}
+    inside = set(run)
+    earliest = max((position[n] + 1 for op in run for n in machine.before[op] if n not in inside), default=0)
+    latest = min(
+        (position[o] for o in rest if any(n in inside for n in machine.before[o])), default=len(rest)
+    )
+    best, best_ns = order, float("inf")
+    # States up to the first place are the same for all of them.
+    state = machine.start()
+    for op in rest[:earliest]:
+        state = machine.issue(state, op)
+    for place in range(earliest, latest + 1):
+        if place > earliest:
+            state = machine.issue(state, rest[place - 1])
+        if place == start:
+            continue
+        ns = machine.complete(state, (*run, *rest[place:]), best_ns)
+        if ns < best_ns:
+            best, best_ns = rest[:place] + run + rest[place:], ns
+    return best, best_ns
+
+
+def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
+    """The best order, by branch and bound from the list schedule's; `ValueError` beyond ``limit`` states."""
+    machine = _Machine(problem)
+    best = list_schedule(problem)
+    seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]] = {}
+    stack: list[tuple[float, _State, tuple[int, ...]]] = [(0.0, machine.start(), ())]
+    visited = 0
+    while stack:
+        bound, state, order = stack.pop()
+        if bound >= best.ns - _EPSILON:
+            continue
+        if len(order) == machine.count:
+            if (ns := machine.finish(state)) < best.ns:
+                best = IssueOrder(operators=order, ns=ns)
+            continue
+        visited += 1
+        if visited > limit:
+            raise ValueError(f"the exact search visited {limit} states without an end; use fewer operators")
+        if _is_dominated(state, seen):
+            continue
+        following = []
+        for op in machine.choices(state):
+            after = machine.issue(state, op)
+            following.append((machine.bound(after), after, (*order, op)))
+        stack += sorted(following, key=lambda entry: -entry[0])
+    return best
+
+
+def _is_dominated(
+    state: _State, seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]]
+) -> bool:
+    """Whether a state with the same operators issued and under way was no later in anything."""
+    under_way = tuple(op for queue in state.queues for op, _ in queue)
+    point = (state.clock, *(state.clock + left for queue in state.queues for _, left in queue))
+    known = seen.setdefault((state.done_f, state.done_b, under_way), [])
+    if any(all(a <= b + _EPSILON for a, b in zip(other, point, strict=True)) for other in known):
+        return True
+    known.append(point)
+    return False
+
+
+def switching_order(problem: PairProblem) -> tuple[int, ...]:
+    """Wavelet's round robin: a strand runs until it has started a collective, then the other one does."""
+    graphs = (problem.forward, problem.backward)
+    offsets = (0, len(problem.forward))
+    places = [0, 0]
+    order: list[int] = []
+    turn = 1
+    while places[0] < len(graphs[0]) or places[1] < len(graphs[1]):
+        graph = graphs[turn]
+        while places[turn] < len(graph):
+            op = places[turn]
+            places[turn] += 1
+            order.append(offsets[turn] + op)
+            if graph.streams[op]:
+                break
+        turn = 1 - turn
+    return tuple(order)
+
+
+def serial_order(problem: PairProblem) -> tuple[int, ...]:
+    """The backward pass, then the forward pass."""
+    count = len(problem.forward)
+    return (*range(count, count + len(problem.backward)), *range(count))
+
+
+def _tails(graph: StrandGraph) -> list[float]:
+    """Per operator, the longest chain of solo times that begins with it."""
+    tails = list(graph.solo_ns)
+    for op in reversed(range(len(graph))):
+        for needed in bits(graph.before[op]):
+            tails[needed] = max(tails[needed], graph.solo_ns[needed] + tails[op])
+    return tails

@@ -1,0 +1,132 @@
+"""Profile: what every operator, every pair of operators and every transfer of a job costs.
+
+One format for measured and modelled costs. A cost that is missing is a `ValueError`, never zero.
+
+Names: an operator is ``PART/OPERATOR`` (``layer/qkv.dgrad``); a pair is two of them, or two classes of
+operators, joined by ``|`` in alphabetical order (``gemm|intra``); a transfer is ``AXIS/KIND``
+(``dp/reduce_scatter``).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from braid.scheduling.operators import Kind, Operator, Stream
+from braid.scheduling.records import from_mapping, require_positive, to_mapping
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFit:
+    """Time of a transfer over its payload (see `braid.scheduling.collectives`): latency + bytes / rate."""
+
+    latency_ns: float
+    ns_per_byte: float
+    stream: Stream
+    """The link it uses."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, ("latency_ns", "ns_per_byte"), zero=True)
+
+    def ns(self, payload_bytes: float) -> int:
+        """Time for a payload; an empty one takes none."""
+        return round(self.latency_ns + payload_bytes * self.ns_per_byte) if payload_bytes else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of one job on one kind of hardware; times of operators running alone, in nanoseconds."""
+
+    source: str
+    """Where the numbers come from: ``modelled: CLUSTER`` or ``measured: HARDWARE``."""
+    solo_ns: Mapping[str, int]
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Class of an operator (gemm, attention, memory, intra, inter), for pairs that are not listed."""
+    oef: Mapping[str, float] = field(default_factory=dict)
+    """Overlap effectiveness of pairs of operators or of classes (DHelix equation 1)."""
+    transfers: Mapping[str, TransferFit] = field(default_factory=dict)
+    barrier_ns: int = 0
+    optimizer_ns_per_parameter: float = 0.0
+    spread_ns: Mapping[str, int] = field(default_factory=dict)
+    """Interquartile range of measured solo times."""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"version={self.version!r} of the profile is not {VERSION}; profile anew")
+        require_positive(self, ("barrier_ns", "optimizer_ns_per_parameter"), zero=True)
+        for name, value in self.solo_ns.items():
+            if value < 0:
+                raise ValueError(f"solo_ns.{name}={value} must be zero or more")
+        for name, effect in self.oef.items():
+            if not -10 <= effect <= 1.5:
+                raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
+
+    def operator_ns(self, part: str, operator: Operator) -> int:
+        """Solo time of an operator of a part; recomputation costs what the operator did."""
+        key = operator_key(part, operator)
+        if key not in self.solo_ns:
+            raise ValueError(
+                f"profile ({self.source}): no cost of operator {key!r}, which the plan needs; "
+                f"profile this model, layout and micro-batch"
+            )
+        return self.solo_ns[key]
+
+    def slowdown(self, first: str, second: str) -> float:
+        """How much longer two operators (by key) take together: 1 - OEF.
+
+        While both run, both advance at 1 / (1 + slowdown) of their rate, which gives exactly the time
+        together that the OEF was computed from.
+        """
+        pair = "|".join(sorted((first, second)))
+        if pair not in self.oef:
+            try:
+                pair = "|".join(sorted((self.classes[first], self.classes[second])))
+            except KeyError as missing:
+                raise ValueError(f"profile ({self.source}): no class of operator {missing}") from None
+        if pair not in self.oef:
+            raise ValueError(
+                f"profile ({self.source}): no time of {first!r} together with {second!r} "
+                f"(neither the pair nor {pair!r})"
+            )
+        return max(0.0, 1.0 - self.oef[pair])
+
+    def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
+        """Time of a transfer that is no operator of a layer (messages between stages, gradients)."""
+        return self.transfer(axis, kind).ns(payload_bytes)
+
+    def transfer(self, axis: str, kind: Kind) -> TransferFit:
+        """The fit of a transfer; `ValueError` if there is none."""
+        key = f"{axis}/{kind.value}"
+        if key not in self.transfers:
+            raise ValueError(f"profile ({self.source}): no cost of transfer {key!r}, which the plan needs")
+        return self.transfers[key]
+
+    def to_json(self) -> str:
+        """The profile as JSON that `parse_profile` reads back to an equal object."""
+        return json.dumps(to_mapping(self), indent=1)
+
+
+def operator_key(part: str, operator: Operator) -> str:
+    """``PART/OPERATOR``; an operator that is run again has the key of the first run."""
+    return f"{part}/{operator.name.removesuffix('.again')}"
+
+
+def parse_profile(text: str, where: str) -> Profile:
+    """A profile from JSON; `ValueError` names place, key, value and remedy."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    return from_mapping(Profile, content, where)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read ``profile.json``."""
+    try:
+        return parse_profile(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"profile {path} cannot be read: {error}") from None
