@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from braid.scheduling.lowering.pipelines import GENERATORS, PLACEMENTS
+from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
     FAMILIES,
@@ -148,7 +148,7 @@ class ParallelConfig(_Section):
 class OverlapConfig(_Section):
     """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``."""
 
-    schedule: Annotated[str, _one_of(GENERATORS)] = "megatron"
+    schedule: Annotated[str, _one_of(SCHEDULES)] = "megatron"
     schedule_file: Path | None = None
 
 
@@ -209,7 +209,7 @@ class Config(_Section):
     def layout(self) -> ParallelLayout:
         """The mesh, folded if the schedule asks for it."""
         degrees = self.parallel.model_dump()
-        return ParallelLayout(**degrees, placement=PLACEMENTS[self.overlap.schedule])
+        return ParallelLayout(**degrees, placement=SCHEDULES[self.overlap.schedule].placement)
 
     def workload(self) -> Workload:
         """Batch sizes."""
@@ -219,6 +219,11 @@ class Config(_Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.model.shape(vocabulary)
+            if self.overlap.schedule not in EXECUTABLE:
+                raise ConfigError(
+                    f"overlap.schedule={self.overlap.schedule!r} can be planned and simulated, but not "
+                    f"executed in this version; use one of {', '.join(EXECUTABLE)}"
+                )
             check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
         except ConfigError:

@@ -8,10 +8,11 @@ from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.scheduling.draw import cell_width, grid, summary
 from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.schedule import Direction, Schedule
+from braid.scheduling.schedule import Direction, Pair, Schedule
 from braid.scheduling.spec import ModelShape
 
 _FORWARD = ("grey93 on blue", "grey93 on dodger_blue2")
+_PAIR = "black on gold3"
 _BACKWARD = ("black on green3", "black on chartreuse3")
 
 
@@ -23,6 +24,9 @@ def show_schedule(console: Console, schedule: Schedule) -> None:
         for cell in cells:
             if cell.block is None:
                 line.append(cell.text, style="dim")
+                continue
+            if isinstance(cell.block, Pair):
+                line.append(cell.text, style=_PAIR)
                 continue
             styles = _FORWARD if cell.block.direction is Direction.FORWARD else _BACKWARD
             line.append(cell.text, style=styles[cell.block.chunk >= len(schedule.stages)])

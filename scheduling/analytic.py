@@ -68,7 +68,7 @@ def analytic_profile(
     return Profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
-        classes=classes,
+        classes={**classes, "optimizer": "memory"},
         oef=contention_oef(cluster.contention),
         transfers=_transfers(cluster, groups),
         barrier_ns=cluster.gpu.barrier_ns,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from braid.scheduling.schedule import (
     Block,
     Instruction,
+    Pair,
     Receive,
     Schedule,
     Send,
@@ -19,7 +20,7 @@ class Cell:
     """One character column group of a grid: a block, or nothing."""
 
     text: str
-    block: Block | None
+    block: Block | Pair | None
 
 
 def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
@@ -44,8 +45,13 @@ def _idle(slots: int, width: int) -> list[Cell]:
 
 def cell_width(schedule: Schedule) -> int:
     """Columns per slot that keep every label legible and apart."""
-    labels = [str(block) for stage in range(len(schedule.stages)) for block in schedule.blocks(stage)]
-    return 1 + max(map(len, labels), default=0)
+    widths = [
+        -(-len(str(i)) // 3) if isinstance(i, Pair) else len(str(i))
+        for stage in schedule.stages
+        for i in stage
+        if isinstance(i, Block | Pair)
+    ]
+    return 1 + max(widths, default=0)
 
 
 def draw(schedule: Schedule) -> str:
@@ -103,6 +109,8 @@ def _block_of(instruction: Instruction) -> Block | None:
     match instruction:
         case Block():
             return instruction
+        case Pair(forward):
+            return forward
         case Send(block) | Receive(block) | WaitSend(block) | WaitReceive(block):
             return block
         case _:

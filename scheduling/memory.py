@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from braid.scheduling.operators import Graph, Part
-from braid.scheduling.schedule import Block, Direction, Program, Receive, Schedule, Send, WaitSend
+from braid.scheduling.schedule import (
+    Block,
+    Direction,
+    Gradients,
+    Pair,
+    Program,
+    Receive,
+    Schedule,
+    Send,
+    WaitSend,
+)
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -35,22 +45,45 @@ class RankMemory:
         )
 
 
-def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
-    """Parameters on the fullest tensor-parallel rank of a stage."""
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Parameters on the fullest rank of a tensor-parallel group."""
+
+    dense: int
+    """Shared by all data- and context-parallel ranks."""
+    experts: int = 0
+    """Shared by the data-parallel ranks that hold the same experts."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+
+def chunk_parameters(shape: ModelShape, layout: ParallelLayout, chunk: int) -> Parameters:
+    """Parameters of one chunk; a tied head counts here, though it may share its table with the embedding."""
     norm = shape.hidden * (2 if shape.biases else 1)
     per_layer = replace(shape, layers=2).parameters() - replace(shape, layers=1).parameters()
     replicated = 2 * norm + (2 * shape.hidden if shape.biases else 0) + shape.hidden * shape.experts
     experts = shape.experts * shape.hidden * shape.ffn * 3
-    dense = per_layer - replicated - experts
-    layer = dense // layout.tp + experts // (layout.tp * layout.ep) + replicated
+    layers = len(layout.layers_of(chunk, shape.layers))
+    dense = layers * ((per_layer - replicated - experts) // layout.tp + replicated)
     table = -(-shape.vocabulary // layout.tp) * shape.hidden
+    if layout.is_first(chunk):
+        dense += table + (shape.sequence * shape.hidden if shape.family == "gpt" else 0)
+    if layout.is_last(chunk):
+        dense += norm + table
+    return Parameters(dense=dense, experts=layers * experts // (layout.tp * layout.ep))
+
+
+def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+    """Parameters on the fullest tensor-parallel rank of a stage."""
     chunks = layout.chunks_of(stage)
-    total = sum(len(layout.layers_of(chunk, shape.layers)) for chunk in chunks) * layer
-    embeds = sum(layout.is_first(chunk) for chunk in chunks)
-    heads = sum(layout.is_last(chunk) for chunk in chunks)
-    total += embeds * (table + (shape.sequence * shape.hidden if shape.family == "gpt" else 0))
-    shared = min(embeds, heads) if shape.tied_head else 0
-    return total + heads * norm + (heads - shared) * table
+    total = sum(chunk_parameters(shape, layout, chunk).total for chunk in chunks)
+    if shape.tied_head:
+        shared = min(sum(map(layout.is_first, chunks)), sum(map(layout.is_last, chunks)))
+        total -= shared * -(-shape.vocabulary // layout.tp) * shape.hidden
+    return total
 
 
 def rank_memory(
@@ -60,26 +93,40 @@ def rank_memory(
     parts: Mapping[str, Part],
     dtype: str,
     stage: int,
+    zero: int = 0,
 ) -> RankMemory:
-    """Memory of a rank of ``stage`` under a schedule, with AdamW and whole optimizer states."""
+    """Memory of a rank of ``stage`` under a schedule, with AdamW.
+
+    zero: ZeRO stage; 1 cuts the optimizer's states over the ranks that share the parameters, 2 the gradients
+    too, 3 the parameters too (one layer's worth more is gathered at a time).
+    """
     width = DTYPE_BYTES[dtype]
     parameters = stage_parameters(shape, layout, stage)
-    main = max(4, width)
-    masters = 0 if width == main else parameters * main
+    states = state_bytes(parameters, width, layout.dp * layout.cp, zero)
     held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
     return RankMemory(
         stage=stage,
-        parameter_bytes=parameters * width,
-        gradient_bytes=parameters * main,
-        optimizer_bytes=masters + 2 * parameters * main,
-        activation_bytes=_peak_activations(schedule, stage, held, width),
+        parameter_bytes=states[0],
+        gradient_bytes=states[1],
+        optimizer_bytes=states[2],
+        activation_bytes=max(_activations(schedule, stage, held, width), default=0),
         working_bytes=max(
             peak_working_bytes(part, schedule.programs[part.name, direction], direction, width)
             for chunk in held.values()
             for part in chunk
             for direction in Direction
-        ),
+        )
+        * len(schedule.strands),
     )
+
+
+def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
+    main = max(4, width)
+    masters = 0 if width == main else parameters * main
+    optimizer = masters + 2 * parameters * main
+    cut = [shares if zero >= level else 1 for level in (3, 2, 1)]
+    return parameters * width // cut[0], parameters * main // cut[1], optimizer // cut[2]
 
 
 def _chunk_parts(
@@ -92,14 +139,24 @@ def _chunk_parts(
     return first + layers + last
 
 
-def _peak_activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]], width: int) -> int:
-    """Saved values and messages when most are held, walking the stage's instructions in order."""
+def _activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]], width: int) -> list[int]:
+    """Bytes of saved values and messages when most are held during each instruction of a stage, in order."""
     saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in held.items()}
     layer = next(part for parts in held.values() for part in parts if part.name == "layer")
     message = layer.values[layer.output].bytes(width)
     received: set[Block] = set()
-    now = peak = 0
+    now = 0
+    during = []
+
+    def run(block: Block) -> int:
+        """What a block adds; weight gradients that come later keep what they need."""
+        change = -message if block.travels and block.whole in received else 0
+        if block.direction is Direction.FORWARD:
+            return change + saved[block.chunk]
+        return change - (saved[block.chunk] if block.gradients is not Gradients.INPUT else 0)
+
     for instruction in schedule.stages[stage]:
+        most = now
         match instruction:
             case Send():
                 now += message
@@ -108,11 +165,28 @@ def _peak_activations(schedule: Schedule, stage: int, held: Mapping[int, list[Pa
             case Receive(block):
                 received.add(block)
                 now += message
-            case Block(direction, _, chunk):
-                now += saved[chunk] if direction is Direction.FORWARD else -saved[chunk]
-                now -= message if instruction in received else 0
-        peak = max(peak, now)
-    return peak
+            case Block():
+                now += run(instruction)
+            case Pair(forward, backward):
+                # Layer by layer one of them takes while the other gives: at most one layer's worth on top.
+                most += layer.saved_bytes(width)
+                now += run(forward) + run(backward)
+        during.append(max(most, now))
+    return during
+
+
+def peak_position(
+    schedule: Schedule,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    parts: Mapping[str, Part],
+    dtype: str,
+    stage: int,
+) -> int:
+    """Position of the instruction of a stage during which most activations are held."""
+    held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
+    during = _activations(schedule, stage, held, DTYPE_BYTES[dtype])
+    return during.index(max(during)) if during else 0
 
 
 def peak_working_bytes(part: Part, program: Program, direction: Direction, width: int) -> int:

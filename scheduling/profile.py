@@ -83,10 +83,9 @@ class Profile:
         """
         pair = "|".join(sorted((first, second)))
         if pair not in self.oef:
-            try:
-                pair = "|".join(sorted((self.classes[first], self.classes[second])))
-            except KeyError as missing:
-                raise ValueError(f"profile ({self.source}): no class of operator {missing}") from None
+            # What is in no class is one: links and the optimizer are asked for by the name of their class.
+            classes = (self.classes.get(first, first), self.classes.get(second, second))
+            pair = "|".join(sorted(classes))
         if pair not in self.oef:
             raise ValueError(
                 f"profile ({self.source}): no time of {first!r} together with {second!r} "

@@ -4,10 +4,13 @@ Two levels. Per stage a list of instructions, each a token:
 
     F3.1            forward of micro-batch 3 on chunk 1          (``F3.1b``: on strand beta)
     B3.1            backward of it, input and weight gradients
+    I3.1  W3.1      input gradients alone; weight gradients, which may come later
+    [F5.0b|B1.1]    a paired block: a forward and a backward pass of different strands at the same time
     SEND(F3.2>1)    start to send what F3.2 needs to stage 1
     RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
     REDUCE(1)       start to reduce the gradients of chunk 1
-    WAIT(...)       wait for the SEND, RECV or REDUCE inside, such as WAIT(RECV F3.2)
+    GATHER(1)       start to gather the parameters of chunk 1, where ranks hold only parts of them (ZeRO)
+    WAIT(...)       wait for the SEND, RECV, REDUCE or GATHER inside, such as WAIT(RECV F3.2)
     STEP            update the parameters
 
 and per part of the model (embedding, layer, head) and pass one operator program:
@@ -15,20 +18,25 @@ and per part of the model (embedding, layer, head) and pass one operator program
     compute NAME        run a compute operator
     start NAME on S     issue a collective on stream S
     wait NAME           make its result available
+    barrier             wait for everything that is under way (paired programs only)
 
-All ranks of a stage run the same lists in the same order. `parse` accepts exactly what `to_text` writes,
-comments and white space apart.
+``program layer|layer`` is that of a layer's forward beside a layer's backward: its operators are written
+``F:NAME`` and ``B:NAME``. The layers of a paired block are paired one by one, first forward layer with last
+backward layer; what one of the two has more (embedding, head, uneven layers) runs by its own program, the
+backward's before, the forward's after.
+
+All ranks of a stage run the same lists in the same order. `braid.scheduling.schedule_parser` reads the
+text back.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
 from braid.scheduling.operators import Stream
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 COLUMNS: Final = 100
 """Lines of the text form are not longer, where it can be helped."""
@@ -39,6 +47,14 @@ class Direction(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+
+
+class Gradients(StrEnum):
+    """What a backward block computes; the letter of its token."""
+
+    BOTH = "B"
+    INPUT = "I"
+    WEIGHT = "W"
 
 
 class Strand(StrEnum):
@@ -56,10 +72,38 @@ class Block:
     micro_batch: int
     chunk: int
     strand: Strand = Strand.ALPHA
+    gradients: Gradients = Gradients.BOTH
 
     def __str__(self) -> str:
         mark = "b" if self.strand is Strand.BETA else ""
-        return f"{self.direction.value}{self.micro_batch}.{self.chunk}{mark}"
+        letter = "F" if self.direction is Direction.FORWARD else self.gradients.value
+        return f"{letter}{self.micro_batch}.{self.chunk}{mark}"
+
+    @property
+    def travels(self) -> bool:
+        """Whether the block takes an input from one chunk and hands its output to the next."""
+        return self.gradients is not Gradients.WEIGHT
+
+    @property
+    def whole(self) -> "Block":
+        """The pass that the block belongs to; messages are named by it."""
+        return replace(self, gradients=Gradients.BOTH)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A paired block: two passes of different strands that run at the same time."""
+
+    forward: Block
+    backward: Block
+
+    def __str__(self) -> str:
+        return f"[{self.forward}|{self.backward}]"
+
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """Both; the backward pass first, as it frees memory."""
+        return self.backward, self.forward
 
 
 @dataclass(frozen=True)
@@ -95,6 +139,16 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """Start to gather the parameters of a chunk from the ranks that hold parts of them."""
+
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"GATHER({self.chunk})"
+
+
+@dataclass(frozen=True)
 class WaitSend:
     """Wait until the input of ``block`` has left, and let go of it."""
 
@@ -125,6 +179,16 @@ class WaitReduce:
 
 
 @dataclass(frozen=True)
+class WaitGather:
+    """Wait until the parameters of a chunk are there."""
+
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"WAIT(GATHER {self.chunk})"
+
+
+@dataclass(frozen=True)
 class Step:
     """Clip, update the parameters, clear the gradients."""
 
@@ -132,7 +196,20 @@ class Step:
         return "STEP"
 
 
-Instruction = Block | Send | Receive | Reduce | WaitSend | WaitReceive | WaitReduce | Step
+Instruction = (
+    Block | Pair | Send | Receive | Reduce | Gather | WaitSend | WaitReceive | WaitReduce | WaitGather | Step
+)
+
+
+def blocks_in(instruction: Instruction) -> tuple[Block, ...]:
+    """The blocks that an instruction runs; none for any other kind."""
+    match instruction:
+        case Block():
+            return (instruction,)
+        case Pair():
+            return instruction.blocks
+        case _:
+            return ()
 
 
 @dataclass(frozen=True)
@@ -140,9 +217,11 @@ class Compute:
     """Run a compute operator of the part."""
 
     operator: str
+    side: Direction | None = None
+    """In a paired program: the strand's pass that the operator belongs to."""
 
     def __str__(self) -> str:
-        return f"compute {self.operator}"
+        return f"compute {_sided(self)}"
 
 
 @dataclass(frozen=True)
@@ -151,9 +230,10 @@ class Start:
 
     operator: str
     stream: Stream
+    side: Direction | None = None
 
     def __str__(self) -> str:
-        return f"start {self.operator} on {self.stream.value}"
+        return f"start {_sided(self)} on {self.stream.value}"
 
 
 @dataclass(frozen=True)
@@ -161,14 +241,31 @@ class Wait:
     """Make the result of a started collective available."""
 
     operator: str
+    side: Direction | None = None
 
     def __str__(self) -> str:
-        return f"wait {self.operator}"
+        return f"wait {_sided(self)}"
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Wait on the host until everything that was issued has finished (DHelix section 5)."""
+
+    def __str__(self) -> str:
+        return "barrier"
 
 
 Action = Compute | Start | Wait
 Program = tuple[Action, ...]
 ProgramKey = tuple[str, Direction]
+PairAction = Action | Barrier
+PairProgram = tuple[PairAction, ...]
+PairKey = tuple[str, str]
+"""Part whose forward pass runs, part whose backward pass runs."""
+
+
+def _sided(action: Action) -> str:
+    return action.operator if action.side is None else f"{action.side.value}:{action.operator}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +277,9 @@ class Schedule:
     micro_batches: int
     stages: tuple[tuple[Instruction, ...], ...]
     programs: Mapping[ProgramKey, Program]
+    splits: Mapping[tuple[str, Gradients], Program] = field(default_factory=dict)
+    """Programs of backward passes whose weight gradients come later: ``INPUT`` and ``WEIGHT``."""
+    pairs: Mapping[PairKey, PairProgram] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -189,12 +289,12 @@ class Schedule:
     @property
     def strands(self) -> tuple[Strand, ...]:
         """The strands in use."""
-        found = {i.strand for stage in self.stages for i in stage if isinstance(i, Block)}
+        found = {block.strand for stage in self.stages for i in stage for block in blocks_in(i)}
         return tuple(s for s in Strand if s in found)
 
     def blocks(self, stage: int) -> tuple[Block, ...]:
-        """The blocks of a stage, in order."""
-        return tuple(i for i in self.stages[stage] if isinstance(i, Block))
+        """The blocks of a stage, in order; of a paired block both."""
+        return tuple(block for i in self.stages[stage] for block in blocks_in(i))
 
     def to_text(self) -> str:
         """The schedule as text that `parse` reads back to an equal object."""
@@ -209,6 +309,10 @@ class Schedule:
             lines += ["", f"stage {number}", *_stage_lines(stage)]
         for (part, direction), program in self.programs.items():
             lines += ["", f"program {part} {direction.value}", *(f"  {action}" for action in program)]
+        for (part, gradients), program in self.splits.items():
+            lines += ["", f"program {part} {gradients.value}", *(f"  {action}" for action in program)]
+        for (first, second), pair in self.pairs.items():
+            lines += ["", f"program {first}|{second}", *(f"  {action}" for action in pair)]
         return "\n".join(lines) + "\n"
 
 
@@ -226,165 +330,12 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
     return lines
 
 
-_PLACES: Final = {Receive: 0, WaitReceive: 0, WaitSend: 1, Block: 2, Send: 3}
+_PLACES: Final = {Receive: 0, WaitReceive: 0, WaitSend: 1, Block: 2, Pair: 2, Send: 3}
 """Order of the instructions on a block's line."""
 
 
 def _same_line(previous: Instruction | None, instruction: Instruction) -> bool:
     before, here = type(previous), type(instruction)
     if before in _PLACES and here in _PLACES:
-        return _PLACES[before] <= _PLACES[here] and not before is here is Block
+        return _PLACES[before] <= _PLACES[here] and not _PLACES[before] == _PLACES[here] == 2
     return before is here
-
-
-_NUMBER = r"(0|[1-9][0-9]*)"
-_BLOCK = rf"([FB]){_NUMBER}\.{_NUMBER}(b?)"
-_INSTRUCTIONS: Final = {
-    "block": re.compile(_BLOCK),
-    "send": re.compile(rf"SEND\({_BLOCK}>{_NUMBER}\)"),
-    "receive": re.compile(rf"RECV\({_BLOCK}<{_NUMBER}\)"),
-    "reduce": re.compile(rf"REDUCE\({_NUMBER}\)"),
-    "wait_send": re.compile(rf"WAIT\(SEND {_BLOCK}\)"),
-    "wait_receive": re.compile(rf"WAIT\(RECV {_BLOCK}\)"),
-    "wait_reduce": re.compile(rf"WAIT\(REDUCE {_NUMBER}\)"),
-    "step": re.compile(r"STEP"),
-}
-_TOKEN: Final = re.compile(r"(?:WAIT\([^)]*\)|\S)+")
-
-
-def _block(groups: tuple[str, ...]) -> Block:
-    direction, micro_batch, chunk, mark = groups
-    strand = Strand.BETA if mark else Strand.ALPHA
-    return Block(Direction(direction), int(micro_batch), int(chunk), strand)
-
-
-def parse_instruction(token: str) -> Instruction:
-    """Parse one instruction; `ValueError` for anything that is not exactly one."""
-    for kind, pattern in _INSTRUCTIONS.items():
-        if match := pattern.fullmatch(token):
-            groups = match.groups()
-            match kind:
-                case "block":
-                    return _block(groups)
-                case "send":
-                    return Send(_block(groups[:4]), int(groups[4]))
-                case "receive":
-                    return Receive(_block(groups[:4]), int(groups[4]))
-                case "reduce":
-                    return Reduce(int(groups[0]))
-                case "wait_send":
-                    return WaitSend(_block(groups))
-                case "wait_receive":
-                    return WaitReceive(_block(groups))
-                case "wait_reduce":
-                    return WaitReduce(int(groups[0]))
-                case _:
-                    return Step()
-    raise ValueError(f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), ...)")
-
-
-def parse_action(line: str) -> Action:
-    """Parse one line of an operator program; `ValueError` for anything else."""
-    match line.split():
-        case ["compute", name]:
-            return Compute(name)
-        case ["start", name, "on", stream]:
-            if stream not in set(Stream):
-                raise ValueError(f"{stream!r} is not a stream; use one of {', '.join(Stream)}")
-            return Start(name, Stream(stream))
-        case ["wait", name]:
-            return Wait(name)
-    raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
-
-
-Line = tuple[int, str]
-"""A line's number and its text, without comment and outer white space."""
-
-
-def parse(text: str) -> Schedule:
-    """Parse a schedule; `ValueError` names the line that is wrong."""
-    lines: list[Line] = [
-        (number, stripped)
-        for number, line in enumerate(text.splitlines(), start=1)
-        if (stripped := line.split("#", 1)[0].strip())
-    ]
-    name, stage_count, chunks, micro_batches = _parse_header(lines)
-    body = lines[1 + len(_HEADER) :]
-    cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
-    stages = _parse_stages(body[:cut])
-    if len(stages) != stage_count:
-        number = lines[_HEADER.index("stages") + 1][0]
-        raise _wrong(number, f"the header says {stage_count} stages, {len(stages)} follow")
-    return Schedule(
-        name=name,
-        chunks=chunks,
-        micro_batches=micro_batches,
-        stages=stages,
-        programs=_parse_programs(body[cut:]),
-    )
-
-
-_HEADER: Final = ("name", "stages", "chunks", "micro_batches")
-
-
-def _parse_header(lines: list[Line]) -> tuple[str, int, int, int]:
-    number, first = lines[0] if lines else (1, "")
-    if first != f"braid schedule {VERSION}":
-        raise _wrong(
-            number,
-            f"expected 'braid schedule {VERSION}', found {first!r}; "
-            f"if another version of Braid wrote the file, make it anew with 'braid schedule'",
-        )
-    entries = []
-    for place, key in enumerate(_HEADER, start=1):
-        number, line = lines[place] if place < len(lines) else (number + 1, "")
-        words = line.split()
-        if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
-            what = "one word" if key == "name" else "a number"
-            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
-        entries.append(words[1])
-    name, *counts = entries
-    stages, chunks, micro_batches = map(int, counts)
-    return name, stages, chunks, micro_batches
-
-
-def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:
-    stages: list[list[Instruction]] = []
-    for number, line in lines:
-        if line.split()[0] == "stage":
-            if line.split() != ["stage", str(len(stages))]:
-                raise _wrong(number, f"expected 'stage {len(stages)}', found {line!r}")
-            stages.append([])
-        elif not stages:
-            raise _wrong(number, f"expected 'stage 0', found {line!r}")
-        else:
-            try:
-                stages[-1] += [parse_instruction(token) for token in _TOKEN.findall(line)]
-            except ValueError as error:
-                raise _wrong(number, str(error)) from None
-    return tuple(tuple(stage) for stage in stages)
-
-
-def _parse_programs(lines: list[Line]) -> dict[ProgramKey, Program]:
-    programs: dict[ProgramKey, list[Action]] = {}
-    for number, line in lines:
-        match line.split():
-            case ["program", part, ("F" | "B") as direction]:
-                key = (part, Direction(direction))
-                if key in programs:
-                    raise _wrong(number, f"program {part} {direction} stands twice")
-                program = programs[key] = []
-            case ["program", *_]:
-                raise _wrong(number, f"expected 'program PART F' or 'program PART B', found {line!r}")
-            case ["stage", *_]:
-                raise _wrong(number, f"{line!r} after a program; stages come first")
-            case _:
-                try:
-                    program.append(parse_action(line))
-                except ValueError as error:
-                    raise _wrong(number, str(error)) from None
-    return {key: tuple(actions) for key, actions in programs.items()}
-
-
-def _wrong(number: int, cause: str) -> ValueError:
-    return ValueError(f"schedule, line {number}: {cause}")

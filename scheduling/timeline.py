@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from braid.scheduling.schedule import (
     Block,
     Direction,
+    Gradients,
     Instruction,
+    Pair,
     Receive,
     Schedule,
     Send,
     WaitReceive,
     WaitSend,
+    blocks_in,
 )
 
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """A block with the slots it occupies on its stage."""
+    """A block or paired block with the slots it occupies on its stage."""
 
-    block: Block
+    block: Block | Pair
     start: int
     end: int
 
@@ -60,7 +63,7 @@ class _Run:
     """How far every stage has come; times are in slots."""
 
     def __init__(self, schedule: Schedule, forward: int, backward: int) -> None:
-        self._durations = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+        self._forward, self._backward = forward, backward
         self._stages = schedule.stages
         self._clocks = [0] * len(schedule.stages)
         self._cursors = [0] * len(schedule.stages)
@@ -82,8 +85,8 @@ class _Run:
         """Run an instruction; False where it has to wait for another stage."""
         now = self._clocks[stage]
         match instruction:
-            case Block():
-                self._clocks[stage] = now + self._durations[instruction.direction]
+            case Block() | Pair():
+                self._clocks[stage] = now + sum(map(self._duration, blocks_in(instruction)))
                 self.timed[stage].append(TimedBlock(instruction, now, self._clocks[stage]))
             case Send(block):
                 self._sent[block] = now
@@ -96,6 +99,14 @@ class _Run:
                 self._clocks[stage] = max(now, other_side[block])
         return True
 
+    def _duration(self, block: Block) -> int:
+        if block.direction is Direction.FORWARD:
+            return self._forward
+        if block.gradients is Gradients.BOTH:
+            return self._backward
+        input_share = (self._backward + 1) // 2
+        return input_share if block.gradients is Gradients.INPUT else self._backward - input_share
+
     def stuck(self) -> dict[int, int]:
         """Stages that could not run to their end, with the position at which they wait."""
         return {
@@ -107,6 +118,7 @@ def in_flight(schedule: Schedule, stage: int) -> int:
     """The largest number of forward blocks of a stage whose backward has not run yet."""
     peak = alive = 0
     for block in schedule.blocks(stage):
-        alive += 1 if block.direction is Direction.FORWARD else -1
+        if block.gradients is not Gradients.INPUT:
+            alive += 1 if block.direction is Direction.FORWARD else -1
         peak = max(peak, alive)
     return peak

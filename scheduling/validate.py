@@ -10,28 +10,29 @@ from dataclasses import replace
 
 from braid.scheduling.draw import draw_around
 from braid.scheduling.lowering.lower import predecessor, successor
-from braid.scheduling.operators import Graph, Operator, Part
+from braid.scheduling.memory import peak_position, rank_memory
+from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
-    Action,
     Block,
-    Compute,
     Direction,
+    Gather,
+    Gradients,
     Instruction,
-    Program,
+    Pair,
     Receive,
     Reduce,
     Schedule,
     Send,
-    Start,
     Step,
     Strand,
-    Wait,
+    WaitGather,
     WaitReceive,
     WaitReduce,
     WaitSend,
 )
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.timeline import unit_timeline
+from braid.scheduling.validate_programs import program_fault
 
 
 class ScheduleError(ValueError):
@@ -51,12 +52,34 @@ def validate(schedule: Schedule, layout: ParallelLayout, parts: Mapping[str, Par
         )
     if schedule.micro_batches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
-    _check_programs(schedule, parts)
+    if cause := program_fault(schedule, parts):
+        raise ScheduleError(f"schedule {schedule.name}{cause}")
     for stage in range(layout.pp):
         _fail_at(schedule, stage, _StageCheck(schedule, stage, layout).fault())
     for stage in range(layout.pp):
         _fail_at(schedule, stage, _channel_fault(schedule, stage))
     _check_deadlock(schedule)
+
+
+def validate_memory(
+    schedule: Schedule,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    parts: Mapping[str, Part],
+    dtype: str,
+    limit_bytes: int,
+    zero: int = 0,
+) -> None:
+    """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; names the instruction."""
+    for stage in range(layout.pp):
+        needed = rank_memory(schedule, layout, shape, parts, dtype, stage, zero).total_bytes
+        if needed > limit_bytes:
+            cause = (
+                f"memory: a rank of this stage needs {needed / 2**30:.2f} GiB here, "
+                f"{(needed - limit_bytes) / 2**30:.2f} GiB over the limit of {limit_bytes / 2**30:.2f} GiB"
+            )
+            position = peak_position(schedule, layout, shape, parts, dtype, stage)
+            _fail_at(schedule, stage, (position, cause))
 
 
 def _fail_at(schedule: Schedule, stage: int, fault: Fault | None) -> None:
@@ -76,9 +99,14 @@ class _StageCheck:
         self._stage = stage
         self._layout = layout
         self._trains = schedule.trains
-        self._expected = _expected_blocks(schedule, layout.chunks_of(stage))
-        self._to_run = Counter(block.chunk for block in schedule.blocks(stage))
+        self._expected = _expected_blocks(schedule, layout, stage)
+        self._to_run = Counter(
+            block.chunk for block in schedule.blocks(stage) if block.gradients is not Gradients.INPUT
+        )
         self._done: set[Block] = set()
+        self._owed: set[Block] = set()
+        self._gathering: set[int] = set()
+        self._gathered: set[int] = set()
         self._receives: set[Block] = set()
         self._arrived: set[Block] = set()
         self._sends: set[Block] = set()
@@ -97,11 +125,13 @@ class _StageCheck:
 
     def _next(self, instruction: Instruction) -> str | None:
         """What is wrong with an instruction after those before it; None: nothing, and it has happened."""
-        if not self._trains and isinstance(instruction, Reduce | WaitReduce | Step):
+        if not self._trains and isinstance(instruction, Reduce | WaitReduce | Step | Pair):
             return "the schedule has no backward passes, nothing to reduce and no step to take"
         match instruction:
             case Block():
                 return self._block(instruction)
+            case Pair():
+                return self._pair(instruction)
             case Receive(block, source):
                 return self._receive(block, source)
             case WaitReceive(block):
@@ -114,40 +144,94 @@ class _StageCheck:
                 return self._reduce(chunk)
             case WaitReduce(chunk):
                 return self._wait_reduce(chunk)
+            case Gather(chunk):
+                return self._gather(chunk)
+            case WaitGather(chunk):
+                return self._wait_gather(chunk)
             case Step():
                 return self._step()
 
     # -- blocks and messages -------------------------------------------------------------------------------
 
     def _block(self, block: Block) -> str | None:
-        if block not in self._expected:
+        if block.whole not in self._expected:
             return f"{block} does not run on this stage: {self._blocks_here(block)}"
-        if block in self._done:
+        if block.chunk in self._gathering:
+            return f"the parameters of chunk {block.chunk} have not been waited for"
+        if block.gradients is Gradients.WEIGHT:
+            return self._weight_gradients(block)
+        if block.whole in self._done:
             return "the block runs twice"
         if block.direction is Direction.BACKWARD:
             twin = Block(Direction.FORWARD, block.micro_batch, block.chunk, block.strand)
             if twin not in self._done:
                 return f"its forward {twin} has not run"
-        before = predecessor(block, self._layout)
+        before = predecessor(block.whole, self._layout)
         if before is not None:
             source = self._layout.stage_of(before.chunk)
             if source == self._stage and before not in self._done:
                 return f"its input comes from {before}, which has not run"
-            if source != self._stage and block not in self._arrived:
+            if source != self._stage and block.whole not in self._arrived:
                 return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
-        self._done.add(block)
+        self._done.add(block.whole)
+        if block.gradients is Gradients.INPUT:
+            self._owed.add(block.whole)
+        else:
+            self._to_run[block.chunk] -= 1
+        return None
+
+    def _weight_gradients(self, block: Block) -> str | None:
+        if block.whole not in self._owed:
+            inputs = replace(block, gradients=Gradients.INPUT)
+            return f"it runs twice or {inputs} has not run before it"
+        self._owed.remove(block.whole)
         self._to_run[block.chunk] -= 1
+        return None
+
+    def _pair(self, pair: Pair) -> str | None:
+        if pair.forward.direction is not Direction.FORWARD:
+            return f"{pair.forward} is not a forward pass; the first of a paired block is"
+        if pair.backward.direction is not Direction.BACKWARD:
+            return f"{pair.backward} is not a backward pass; the second of a paired block is"
+        if pair.backward.gradients is Gradients.WEIGHT:
+            return "weight gradients alone have nothing to be paired for"
+        if pair.forward.strand is pair.backward.strand:
+            return (
+                f"both are on strand {pair.forward.strand}: they would issue on the same groups in an order "
+                f"that nothing fixes"
+            )
+        for block in pair.blocks:
+            if cause := self._block(block):
+                return f"{block}: {cause}"
         return None
 
     def _blocks_here(self, block: Block) -> str:
         chunks = " and ".join(str(chunk) for chunk in self._layout.chunks_of(self._stage))
-        facts = [f"it has chunk {chunks}", f"micro-batches 0 to {max(b.micro_batch for b in self._expected)}"]
+        last = max((b.micro_batch for b in self._expected), default=0)
+        facts = [f"it has chunk {chunks}", f"micro-batches 0 to {last}"]
         if not self._trains:
             facts.append("no backward passes")
         for twin in self._expected:
-            if twin == replace(block, strand=twin.strand):
+            if twin == replace(block.whole, strand=twin.strand):
                 facts.append(f"micro-batch {block.micro_batch} on strand {twin.strand}")
         return ", ".join(facts)
+
+    def _gather(self, chunk: int) -> str | None:
+        if chunk not in self._layout.chunks_of(self._stage):
+            return f"chunk {chunk} is not on this stage"
+        if chunk in self._gathered:
+            return f"chunk {chunk} is gathered twice"
+        if any(block.chunk == chunk for block in self._done):
+            return f"blocks of chunk {chunk} have run without its parameters"
+        self._gathered.add(chunk)
+        self._gathering.add(chunk)
+        return None
+
+    def _wait_gather(self, chunk: int) -> str | None:
+        if chunk not in self._gathering:
+            return f"no gather of chunk {chunk} is under way"
+        self._gathering.remove(chunk)
+        return None
 
     def _receive(self, block: Block, source: int) -> str | None:
         before = predecessor(block, self._layout)
@@ -219,6 +303,10 @@ class _StageCheck:
     def _end(self) -> str | None:
         if missing := self._expected - self._done:
             return f"{_some(missing)} never run"
+        if self._owed:
+            return f"the weight gradients of {_some(self._owed)} never run"
+        if self._gathering:
+            return f"the gather of chunk {min(self._gathering)} is never waited for"
         if self._trains and not self._stepped:
             return "the STEP is missing"
         unsent = set()
@@ -239,19 +327,28 @@ def _some(blocks: set[Block]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _expected_blocks(schedule: Schedule, chunks: tuple[int, ...]) -> set[Block]:
-    """What a stage with these chunks has to run; a micro-batch is on the strand of most of its blocks."""
-    counts = Counter(
-        (block.micro_batch, block.strand)
-        for stage in range(len(schedule.stages))
-        for block in schedule.blocks(stage)
-    )
-    return {
-        Block(direction, m, chunk, max(Strand, key=lambda strand: counts[m, strand]))
-        for direction in (Direction if schedule.trains else [Direction.FORWARD])
-        for m in range(schedule.micro_batches)
-        for chunk in chunks
-    }
+def _expected_blocks(schedule: Schedule, layout: ParallelLayout, stage: int) -> set[Block]:
+    """What a stage has to run, weight gradients that come later as part of their backward pass.
+
+    A micro-batch is on the strand, and in the copy of the model, of most of its blocks.
+    """
+    strands: Counter[tuple[int, Strand]] = Counter()
+    copies: Counter[tuple[int, int]] = Counter()
+    for number in range(len(schedule.stages)):
+        for block in schedule.blocks(number):
+            strands[block.micro_batch, block.strand] += 1
+            copies[block.micro_batch, block.chunk // layout.chunks_per_copy] += 1
+    expected = set()
+    for m in range(schedule.micro_batches):
+        strand = max(Strand, key=lambda strand: strands[m, strand])
+        copy = max(range(layout.copies), key=lambda copy: copies[m, copy])
+        expected |= {
+            Block(direction, m, chunk, strand)
+            for direction in (Direction if schedule.trains else [Direction.FORWARD])
+            for chunk in layout.chunks_of(stage)
+            if chunk // layout.chunks_per_copy == copy
+        }
+    return expected
 
 
 # -- all stages together -----------------------------------------------------------------------------------
@@ -281,61 +378,3 @@ def _check_deadlock(schedule: Schedule) -> None:
     for stage, position in stuck.items():
         waits = "; ".join(f"stage {s} waits at {schedule.stages[s][n]}" for s, n in stuck.items())
         _fail_at(schedule, stage, (position, f"deadlock: {waits}"))
-
-
-# -- programs ----------------------------------------------------------------------------------------------
-
-
-def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
-    directions = tuple(Direction) if schedule.trains else (Direction.FORWARD,)
-    expected = {(name, direction) for name in parts for direction in directions}
-    odd = [(key, "is missing") for key in sorted(expected - set(schedule.programs))]
-    odd += [(key, "is for no part of the model") for key in sorted(set(schedule.programs) - expected)]
-    if odd:
-        (name, direction), what = odd[0]
-        raise ScheduleError(f"schedule {schedule.name}: program {name} {direction.value} {what}")
-    for (name, direction), program in schedule.programs.items():
-        part = parts[name]
-        if direction is Direction.FORWARD:
-            cause = _program_fault(program, part.forward, part.inputs)
-        else:
-            given = (*part.constants, *part.saved(), f"d.{part.output}")
-            cause = _program_fault(program, part.backward, given)
-        if cause:
-            raise ScheduleError(f"schedule {schedule.name}, program {name} {direction.value}: {cause}")
-
-
-def _program_fault(program: Program, graph: Graph, given: tuple[str, ...]) -> str | None:
-    operators = {op.name: op for op in graph.operators}
-    available, started, done = set(given), set[str](), set[str]()
-    for action in program:
-        op = operators.get(action.operator)
-        if op is None:
-            return f"'{action}': the graph has no operator {action.operator!r}"
-        if cause := _action_fault(action, op, available, started, done):
-            return f"'{action}': {cause}"
-        if isinstance(action, Start):
-            started.add(op.name)
-        else:
-            available |= set(op.writes)
-            done.add(op.name)
-    if left := [name for name in operators if name not in done]:
-        return f"operators {', '.join(left[:4])} never finish"
-    return None
-
-
-def _action_fault(
-    action: Action, op: Operator, available: set[str], started: set[str], done: set[str]
-) -> str | None:
-    if op.kind.communicates == isinstance(action, Compute):
-        return f"{op.name} is {'a' if op.kind.communicates else 'not a'} collective"
-    if isinstance(action, Start) and action.stream is not op.stream:
-        return f"{op.name} runs on {op.stream}"
-    if op.name in done:
-        return f"{op.name} is done already"
-    if isinstance(action, Wait):
-        return None if op.name in started else f"{op.name} is not started"
-    if op.name in started:
-        return f"{op.name} is started already"
-    missing = [name for name in op.reads if name not in available]
-    return f"{missing[0]} is read before it is there" if missing else None

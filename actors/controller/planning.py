@@ -4,7 +4,8 @@ from braid.actors.config import Config, ConfigError
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.operators import Part
-from braid.scheduling.schedule import Schedule, parse
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.schedule_parser import parse
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import validate
 

@@ -23,11 +23,15 @@ from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
     Block,
     Direction,
+    Gather,
+    Gradients,
+    Pair,
     Receive,
     Reduce,
     Schedule,
     Send,
     Step,
+    WaitGather,
     WaitReceive,
     WaitReduce,
     WaitSend,
@@ -55,6 +59,18 @@ class Update(Protocol):
         """Update the parameters."""
 
 
+def _check_executable(schedule: Schedule) -> None:
+    """Raise `ValueError` for what a schedule may hold and this executor does not run."""
+    unknown = (Pair, Gather, WaitGather)
+    for instruction in (i for stage in schedule.stages for i in stage):
+        split = isinstance(instruction, Block) and instruction.gradients is not Gradients.BOTH
+        if split or isinstance(instruction, unknown):
+            raise ValueError(
+                f"schedule {schedule.name} holds {instruction}, which can be planned and simulated, but not "
+                f"executed in this version; set overlap.schedule to megatron or folded"
+            )
+
+
 class Executor:
     """One rank's loop over one schedule, bound to its modules and groups."""
 
@@ -68,6 +84,7 @@ class Executor:
         streams: Streams,
         recorder: Recorder,
     ) -> None:
+        _check_executable(schedule)
         self.schedule = schedule
         self._parts = parts
         self._model = model

@@ -31,7 +31,8 @@ from braid.actors.stage.streams import device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import validation_schedule
-from braid.scheduling.schedule import Schedule, parse
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.schedule_parser import parse
 from braid.scheduling.validate import validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

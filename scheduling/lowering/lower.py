@@ -1,28 +1,37 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from braid.scheduling.lowering.pipelines import GENERATORS, BlockOrder, forward_only
-from braid.scheduling.operators import Graph, Part
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
+from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
+from braid.scheduling.lowering.programs import (
+    PairingDecision,
+    ordered_program,
+    pair_program,
+    serial_program,
+    split_programs,
+)
+from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
-    Action,
     Block,
-    Compute,
     Direction,
+    Gather,
+    Gradients,
     Instruction,
+    Pair,
     Program,
     ProgramKey,
     Receive,
     Reduce,
     Schedule,
     Send,
-    Start,
     Step,
-    Wait,
+    WaitGather,
     WaitReceive,
     WaitReduce,
     WaitSend,
+    blocks_in,
 )
 from braid.scheduling.spec import ParallelLayout
 
@@ -47,23 +56,28 @@ def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Ins
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
-def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayout) -> Iterator[Instruction]:
+def _stage_transfers(
+    blocks: tuple[Block | Pair, ...], stage: int, layout: ParallelLayout
+) -> Iterator[Instruction]:
     sent: list[Block] = []
-    for block in blocks:
-        before = predecessor(block, layout)
-        if before is not None and layout.stage_of(before.chunk) != stage:
-            yield Receive(block, layout.stage_of(before.chunk))
-            yield WaitReceive(block)
-            activation = replace(before, direction=Direction.FORWARD)
-            if block.direction is Direction.BACKWARD and activation in sent:
-                # The gradient is back, so the activation arrived long ago: let go of it without waiting.
-                sent.remove(activation)
-                yield WaitSend(activation)
-        yield block
-        after = successor(block, layout)
-        if after is not None and layout.stage_of(after.chunk) != stage:
-            yield Send(after, layout.stage_of(after.chunk))
-            sent.append(after)
+    for instruction in blocks:
+        travelling = [block.whole for block in blocks_in(instruction) if block.travels]
+        for block in travelling:
+            before = predecessor(block, layout)
+            if before is not None and layout.stage_of(before.chunk) != stage:
+                yield Receive(block, layout.stage_of(before.chunk))
+                yield WaitReceive(block)
+                activation = replace(before, direction=Direction.FORWARD)
+                if block.direction is Direction.BACKWARD and activation in sent:
+                    # The gradient is back, so the activation arrived long ago: let go of it without waiting.
+                    sent.remove(activation)
+                    yield WaitSend(activation)
+        yield instruction
+        for block in travelling:
+            after = successor(block, layout)
+            if after is not None and layout.stage_of(after.chunk) != stage:
+                yield Send(after, layout.stage_of(after.chunk))
+                sent.append(after)
     for block in sent:
         yield WaitSend(block)
 
@@ -83,15 +97,37 @@ def with_update(
     )
 
 
-def serial_program(graph: Graph) -> Program:
-    """Operators one after the other, every collective waited for at once."""
-    actions: list[Action] = []
-    for op in graph.operators:
-        if op.kind.communicates:
-            actions += [Start(op.name, op.stream), Wait(op.name)]
-        else:
-            actions.append(Compute(op.name))
-    return tuple(actions)
+def with_early_reduction(
+    stages: tuple[tuple[Instruction, ...], ...],
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Start to reduce a chunk's gradients after its last block, beside what still runs on other chunks."""
+    moved = []
+    for stage in stages:
+        last = {block.chunk: position for position, i in enumerate(stage) for block in blocks_in(i)}
+        instructions: list[Instruction] = []
+        for position, instruction in enumerate(stage):
+            if not isinstance(instruction, Reduce) or instruction.chunk not in last:
+                instructions.append(instruction)
+            instructions += [Reduce(chunk) for chunk, end in last.items() if end == position]
+        moved.append(tuple(instructions))
+    return tuple(moved)
+
+
+def with_gathering(
+    stages: tuple[tuple[Instruction, ...], ...],
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Gather every chunk's parameters from the first moment on; wait before its first block (ZeRO)."""
+    gathered = []
+    for stage in stages:
+        chunks = list(dict.fromkeys(block.chunk for i in stage for block in blocks_in(i)))
+        instructions: list[Instruction] = [Gather(chunk) for chunk in chunks]
+        for instruction in stage:
+            for chunk in [block.chunk for block in blocks_in(instruction) if block.chunk in chunks]:
+                instructions.append(WaitGather(chunk))
+                chunks.remove(chunk)
+            instructions.append(instruction)
+        gathered.append(tuple(instructions))
+    return tuple(gathered)
 
 
 def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey, Program]:
@@ -104,22 +140,74 @@ def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey,
     return programs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Decisions that a schedule is lowered with, beside its name; the defaults need no profile."""
+
+    pairing: PairingDecision | None = None
+    """How layers are paired, where blocks are."""
+    forward_order: tuple[str, ...] = ()
+    """Order of a layer's forward operators in blocks that run alone; empty: serial."""
+    backward_order: tuple[str, ...] = ()
+    """Order of a layer's backward operators in blocks that run alone; empty: serial."""
+    early_reduction: bool = False
+    gathers: bool = False
+    """Whether ranks hold only parts of the updated parameters and gather them (ZeRO)."""
+
+
 def training_schedule(
-    name: str, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
+    name: str,
+    layout: ParallelLayout,
+    micro_batches: int,
+    parts: Mapping[str, Part],
+    choices: Choices | None = None,
 ) -> Schedule:
-    """Lower one of the named training schedules; `ValueError` for a name that does not exist."""
-    if name not in GENERATORS:
-        raise ValueError(
-            f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(GENERATORS))}"
-        )
-    order = GENERATORS[name](layout, micro_batches)
-    return Schedule(
+    """Lower one of the named training schedules; `ValueError` for what does not exist or is missing."""
+    if name not in SCHEDULES:
+        raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
+    kind, choices = SCHEDULES[name], choices or Choices()
+    order = kind.generator(layout, micro_batches)
+    stages = with_update(with_transfers(order, layout), layout)
+    if choices.early_reduction:
+        stages = with_early_reduction(stages)
+    if choices.gathers:
+        stages = with_gathering(stages)
+    schedule = Schedule(
         name=name,
         chunks=layout.chunks,
         micro_batches=micro_batches,
-        stages=with_update(with_transfers(order, layout), layout),
+        stages=stages,
         programs=serial_programs(parts, trains=True),
     )
+    return _with_programs(schedule, kind, parts, choices)
+
+
+def _with_programs(
+    schedule: Schedule, kind: PipelineKind, parts: Mapping[str, Part], choices: Choices
+) -> Schedule:
+    """The schedule with all programs that its blocks need."""
+    layer = parts["layer"]
+    programs = dict(schedule.programs)
+    if choices.forward_order or kind.splits_collectives:
+        programs["layer", Direction.FORWARD] = ordered_program(layer.forward, choices.forward_order)
+    if choices.backward_order or kind.splits_collectives:
+        programs["layer", Direction.BACKWARD] = ordered_program(layer.backward, choices.backward_order)
+    splits: dict[tuple[str, Gradients], Program] = {}
+    instructions = [i for stage in schedule.stages for i in stage]
+    if any(block.gradients is not Gradients.BOTH for i in instructions for block in blocks_in(i)):
+        for part in parts.values():
+            splits |= split_programs(part)
+    pairs = {}
+    if any(isinstance(i, Pair) for i in instructions):
+        decision = choices.pairing
+        if decision is None:
+            if kind.pairs is not PairMethod.SWITCH:
+                raise ValueError(
+                    f"overlap.schedule={schedule.name} needs a pairing: plan with a profile (braid plan)"
+                )
+            decision = PairingDecision(method=PairMethod.SWITCH)
+        pairs["layer", "layer"] = pair_program(layer.forward, layer.backward, decision)
+    return replace(schedule, programs=programs, splits=splits, pairs=pairs)
 
 
 def validation_schedule(layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]) -> Schedule:

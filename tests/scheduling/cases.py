@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.lowering.pipelines import PLACEMENTS
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
     Block,
@@ -46,7 +46,7 @@ def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none")
 
 def layout_for(name: str, stages: int, tp: int = 1) -> ParallelLayout:
     """The layout that a named schedule runs on."""
-    return ParallelLayout(pp=stages, tp=tp, placement=PLACEMENTS[name])
+    return ParallelLayout(pp=stages, tp=tp, placement=SCHEDULES[name].placement)
 
 
 @cache

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from braid.scheduling.draw import draw, summary
-from braid.scheduling.schedule import Schedule, parse
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.schedule_parser import parse
 from tests.scheduling.cases import named_schedule
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"

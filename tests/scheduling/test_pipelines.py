@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import predecessor, successor, training_schedule, validation_schedule
-from braid.scheduling.lowering.pipelines import GENERATORS, PLACEMENTS, folded_w, one_forward_one_backward
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.pipelines import folded_w, one_forward_one_backward
 from braid.scheduling.schedule import Block, Direction, Schedule, Strand
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
 from braid.scheduling.validate import validate
 from tests.scheduling.cases import layout_for, model_parts, named_schedule, valid_schedules
 
-NAMES = pytest.mark.parametrize("name", sorted(GENERATORS))
+NAMES = pytest.mark.parametrize("name", sorted(SCHEDULES))
 STAGES = pytest.mark.parametrize("p", range(1, 7))
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
 
@@ -157,7 +158,7 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 
 def test_generators_want_their_layout() -> None:
-    assert [name for name in GENERATORS if PLACEMENTS[name] is Placement.FOLDED] == ["folded"]
+    assert [name for name in SCHEDULES if SCHEDULES[name].placement is Placement.FOLDED] == ["folded"]
     with pytest.raises(AssertionError):
         one_forward_one_backward(ParallelLayout(pp=2, placement=Placement.FOLDED), 1)
     with pytest.raises(AssertionError):

@@ -11,10 +11,15 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import (
     COLUMNS,
     Action,
+    Barrier,
     Block,
     Compute,
     Direction,
+    Gather,
+    Gradients,
     Instruction,
+    Pair,
+    PairAction,
     Receive,
     Reduce,
     Schedule,
@@ -23,20 +28,31 @@ from braid.scheduling.schedule import (
     Step,
     Strand,
     Wait,
+    WaitGather,
     WaitReceive,
     WaitReduce,
     WaitSend,
-    parse,
-    parse_action,
-    parse_instruction,
 )
+from braid.scheduling.schedule_parser import parse, parse_action, parse_instruction
 from tests.scheduling.cases import named_schedule, valid_schedules
 
 NUMBERS = st.integers(0, 10_000)
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
 BLOCKS = st.builds(Block, st.sampled_from(Direction), NUMBERS, NUMBERS, st.sampled_from(Strand))
+BACKWARDS = st.builds(
+    Block,
+    st.just(Direction.BACKWARD),
+    NUMBERS,
+    NUMBERS,
+    st.sampled_from(Strand),
+    st.sampled_from(Gradients),
+)
 INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
     BLOCKS,
+    BACKWARDS,
+    st.builds(Pair, BLOCKS, BACKWARDS),
+    st.builds(Gather, NUMBERS),
+    st.builds(WaitGather, NUMBERS),
     st.builds(Send, BLOCKS, NUMBERS),
     st.builds(Receive, BLOCKS, NUMBERS),
     st.builds(Reduce, NUMBERS),
@@ -48,6 +64,13 @@ INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
 ACTIONS: st.SearchStrategy[Action] = st.one_of(
     st.builds(Compute, WORDS), st.builds(Start, WORDS, st.sampled_from(Stream)), st.builds(Wait, WORDS)
 )
+SIDES = st.sampled_from(Direction)
+PAIR_ACTIONS: st.SearchStrategy[PairAction] = st.one_of(
+    st.builds(Compute, WORDS, SIDES),
+    st.builds(Start, WORDS, st.sampled_from(Stream), SIDES),
+    st.builds(Wait, WORDS, SIDES),
+    st.builds(Barrier),
+)
 SCHEDULES = st.builds(
     Schedule,
     name=WORDS,
@@ -57,10 +80,16 @@ SCHEDULES = st.builds(
     programs=st.dictionaries(
         st.tuples(WORDS, st.sampled_from(Direction)), st.lists(ACTIONS, max_size=8).map(tuple), max_size=4
     ),
+    splits=st.dictionaries(
+        st.tuples(WORDS, st.sampled_from([Gradients.INPUT, Gradients.WEIGHT])),
+        st.lists(ACTIONS, max_size=8).map(tuple),
+        max_size=3,
+    ),
+    pairs=st.dictionaries(st.tuples(WORDS, WORDS), st.lists(PAIR_ACTIONS, max_size=8).map(tuple), max_size=3),
 )
 
 SMALL = """\
-braid schedule 1
+braid schedule 2
 name small
 stages 2
 chunks 2
@@ -113,6 +142,13 @@ def test_every_instruction_round_trips(instruction: Instruction) -> None:
 @given(ACTIONS)
 def test_every_action_round_trips(action: Action) -> None:
     assert parse_action(str(action)) == action
+
+
+@given(PAIR_ACTIONS)
+def test_every_action_of_a_pair_round_trips(action: PairAction) -> None:
+    assert parse_action(str(action), paired=True) == action
+    with pytest.raises(ValueError):
+        parse_action(f"{action} x", paired=True)
 
 
 @given(valid_schedules(), st.data())
@@ -172,7 +208,7 @@ def test_lines_never_hold_two_blocks_and_stay_short(instructions: list[Instructi
     schedule = replace(parse(SMALL), stages=(tuple(instructions),), programs={})
     for line in schedule.to_text().splitlines():
         assert len(line) <= COLUMNS
-        assert sum(bool(re.fullmatch(r"[FB]\d+\.\d+b?", token)) for token in line.split()) <= 1
+        assert sum(bool(re.fullmatch(r"[FBIW]\d+\.\d+b?|\[.*\]", token)) for token in line.split()) <= 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------
@@ -202,7 +238,11 @@ def refused(text: str) -> str:
         "F+1.0",
         "F1_0.0",
         "F٣.0",
-        "W3.1",
+        "X3.1",
+        "[F3.1]",
+        "[F3.1|B2.1",
+        "[F3.1|B2.1|B1.1]",
+        "GATHER(F1.0)",
         "SEND(F3.1)",
         "SEND(F3.1<1)",
         "RECV(F3.1>1)",
@@ -260,8 +300,8 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("stage 1", "stage", "line 15: expected 'stage 1', found 'stage'"),
         ("stage 1", "stage 1 STEP", "line 15: expected 'stage 1', found 'stage 1 STEP'"),
         ("program layer B", "program layer F", "line 24: program layer F stands twice"),
-        ("program layer B", "program layer X", "line 24: expected 'program PART F' or 'program PART B'"),
-        ("program layer B", "program layer", "line 24: expected 'program PART F' or 'program PART B'"),
+        ("program layer B", "program layer X", "line 24: expected 'program PART' and F, B, I or W"),
+        ("program layer B", "program layer", "line 24: expected 'program PART' and F, B, I or W"),
         ("program layer B", "stage 2", "line 24: 'stage 2' after a program; stages come first"),
         ("on intra", "on network", "line 21: 'network' is not a stream; use one of compute, intra, inter"),
         (" on intra", "", "line 21: 'start gather' is not an action"),
@@ -275,16 +315,18 @@ def test_what_is_wrong_is_named_with_its_line(old: str, new: str, message: str) 
     assert refused(SMALL.replace(old, new, 1)).startswith(f"schedule, {message}")
 
 
-@pytest.mark.parametrize("first", ["braid schedule 2", "braid schedule", "schedule 1", "name small", "F0.0"])
+@pytest.mark.parametrize(
+    "first", ["braid schedule 3", "braid schedule 1", "braid schedule", "schedule 1", "name small", "F0.0"]
+)
 def test_another_version_is_refused_with_a_remedy(first: str) -> None:
-    message = refused(SMALL.replace("braid schedule 1", first))
-    assert message.startswith(f"schedule, line 1: expected 'braid schedule 1', found {first!r}; ")
+    message = refused(SMALL.replace("braid schedule 2", first))
+    assert message.startswith(f"schedule, line 1: expected 'braid schedule 2', found {first!r}; ")
     assert message.endswith("if another version of Braid wrote the file, make it anew with 'braid schedule'")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_an_empty_text_is_refused(text: str) -> None:
-    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 1', found ''; ")
+    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 2', found ''; ")
 
 
 def test_a_text_that_ends_in_the_header_is_refused() -> None:

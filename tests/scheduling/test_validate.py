@@ -12,9 +12,8 @@ from braid.scheduling.schedule import (
     Block,
     Direction,
     WaitReceive,
-    parse,
-    parse_instruction,
 )
+from braid.scheduling.schedule_parser import parse, parse_instruction
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
 from tests.scheduling.cases import layout_for, named_schedule, valid_schedules, with_stage

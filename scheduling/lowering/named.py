@@ -1,0 +1,62 @@
+"""The schedules by the names that users know, each a pipeline and a way to run its paired blocks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from braid.scheduling.lowering.pipelines import (
+    BlockOrder,
+    bidirectional,
+    folded_w,
+    interleaved,
+    one_forward_one_backward,
+    paired_w,
+)
+from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
+from braid.scheduling.spec import ParallelLayout, Placement
+
+
+class PairMethod(StrEnum):
+    """How the two passes of a paired block share the rank."""
+
+    SWITCH = "switch"
+    """A strand runs until it has started a collective, then the other one does (Wavelet's round robin)."""
+    BARRIERS = "barriers"
+    """Paired segments between barriers (DHelix)."""
+    ORDER = "order"
+    """One searched order of issue, events and waits only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineKind:
+    """A named schedule's pipeline: generator, placement of chunks, how paired blocks run."""
+
+    generator: Callable[[ParallelLayout, int], BlockOrder]
+    placement: Placement
+    pairs: PairMethod | None = None
+    """How paired blocks run; None where there are none."""
+    splits_collectives: bool = False
+    executable: bool = False
+    """Whether the runtime of this version executes it."""
+
+
+SCHEDULES: Final[Mapping[str, PipelineKind]] = {
+    "megatron": PipelineKind(generator=one_forward_one_backward, placement=Placement.LINEAR, executable=True),
+    "folded": PipelineKind(generator=folded_w, placement=Placement.FOLDED, executable=True),
+    "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED),
+    "intra_batch": PipelineKind(
+        generator=one_forward_one_backward, placement=Placement.LINEAR, splits_collectives=True
+    ),
+    "wavelet": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.SWITCH),
+    "bidirectional": PipelineKind(
+        generator=bidirectional, placement=Placement.BIDIRECTIONAL, pairs=PairMethod.BARRIERS
+    ),
+    "dhelix": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS),
+    "braid": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
+    "dualpipev": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.SWITCH),
+    "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED),
+}
+"""Training schedules by the names that users know."""
+
+EXECUTABLE: Final = tuple(name for name, kind in SCHEDULES.items() if kind.executable)

@@ -1,0 +1,200 @@
+"""Operator programs: from an order of operators to what a rank issues and where it waits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
+from braid.scheduling.schedule import (
+    Barrier,
+    Compute,
+    Direction,
+    Gradients,
+    PairAction,
+    PairProgram,
+    Program,
+    Start,
+    Wait,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingDecision:
+    """How a forward and a backward layer share a rank, as names.
+
+    ``order``: every step is an operator, ``F:qkv`` or ``B:qkv.wgrad``, in the order of issue.
+    ``barriers``: every step is a segment, ``qkv attention | mlp_scatter.grad``; one side may be empty.
+    ``switch``: no steps; the graphs' own order, a change at every collective.
+    """
+
+    method: PairMethod
+    steps: tuple[str, ...] = ()
+
+
+def serial_program(graph: Graph) -> Program:
+    """Operators one after the other, every collective waited for at once.
+
+    Ring shifts alone run beside the attention that does not need them yet: that is what a ring is for, and
+    what the field's frameworks do (Megatron-LM's context parallelism).
+    """
+    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE}
+    return _plain(_Issuer({None: graph}, lazy).run([(None, op.name) for op in graph.operators]))
+
+
+def ordered_program(graph: Graph, order: Sequence[str] = ()) -> Program:
+    """Operators in an order (default: the graph's); whoever needs a collective's result waits for it."""
+    names = order or [op.name for op in graph.operators]
+    _check_names("order", {None: graph}, [(None, name) for name in names])
+    lazy = {op.name for op in graph.operators}
+    return _plain(_Issuer({None: graph}, lazy).run([(None, name) for name in names]))
+
+
+def split_programs(part: Part) -> dict[tuple[str, Gradients], Program]:
+    """Serial programs of a backward pass whose weight gradients come later."""
+    programs = {}
+    for gradients in (Gradients.INPUT, Gradients.WEIGHT):
+        chosen = tuple(
+            op
+            for op in part.backward.operators
+            if (op.phase is Pass.WEIGHT_GRADIENT) == (gradients is Gradients.WEIGHT)
+        )
+        programs[part.name, gradients] = serial_program(Graph(operators=chosen))
+    return programs
+
+
+def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> PairProgram:
+    """The paired program of a decision; `ValueError` for steps that name what the graphs do not have."""
+    graphs: dict[Direction | None, Graph] = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+    if decision.method is PairMethod.BARRIERS:
+        return _segments_program(graphs, decision.steps)
+    if decision.method is PairMethod.SWITCH:
+        steps = _switching(graphs)
+    else:
+        steps = [_parse_step(step) for step in decision.steps]
+    _check_names("pairing", graphs, steps)
+    lazy = {op.name for graph in graphs.values() for op in graph.operators}
+    return tuple(_Issuer(graphs, lazy).run(steps))
+
+
+Step = tuple[Direction | None, str]
+"""An operator to issue: the pass that it belongs to (None in programs of one pass) and its name."""
+
+
+@dataclass
+class _Issuer:
+    """Issues operators in order and puts waits before the first need."""
+
+    graphs: Mapping[Direction | None, Graph]
+    lazy: set[str]
+    """Collectives that are not waited for at once."""
+    actions: list[PairAction] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._operators = {
+            (side, op.name): op for side, graph in self.graphs.items() for op in graph.operators
+        }
+        self._writers = {
+            (side, name): op
+            for side, graph in self.graphs.items()
+            for op in graph.operators
+            for name in op.writes
+        }
+        self._under_way: list[Step] = []
+
+    def run(self, steps: Iterable[Step]) -> list[PairAction]:
+        """All steps, and a wait for everything that is left at the end."""
+        for side, name in steps:
+            self.issue(side, self._operators[side, name])
+        self.wait_for_all()
+        return self.actions
+
+    def issue(self, side: Direction | None, op: Operator) -> None:
+        """One operator, after waiting for what it reads."""
+        for value in op.reads:
+            writer = self._writers.get((side, value))
+            if writer is not None and (side, writer.name) in self._under_way:
+                self._wait(side, writer.name)
+        if not op.kind.communicates:
+            self.actions.append(Compute(op.name, side))
+            return
+        self.actions.append(Start(op.name, op.stream, side))
+        self._under_way.append((side, op.name))
+        if op.name not in self.lazy:
+            self._wait(side, op.name)
+
+    def wait_for_all(self) -> None:
+        """Wait for everything that is under way."""
+        for side, name in list(self._under_way):
+            self._wait(side, name)
+
+    def _wait(self, side: Direction | None, name: str) -> None:
+        self._under_way.remove((side, name))
+        self.actions.append(Wait(name, side))
+
+
+def _segments_program(graphs: Mapping[Direction | None, Graph], segments: Sequence[str]) -> PairProgram:
+    """Segment after segment: its collectives, then its compute, then waits; a barrier after paired ones."""
+    issuer = _Issuer(graphs, {op.name for graph in graphs.values() for op in graph.operators})
+    operators = {(side, op.name): op for side, graph in graphs.items() for op in graph.operators}
+    parsed = []
+    for text in segments:
+        first, separator, second = text.partition("|")
+        if not separator:
+            raise ValueError(
+                f"pairing step {text!r} must be written 'FORWARD OPERATORS | BACKWARD OPERATORS'"
+            )
+        steps: list[Step] = [(Direction.BACKWARD, name) for name in second.split()]
+        steps += [(Direction.FORWARD, name) for name in first.split()]
+        parsed.append((steps, bool(first.split() and second.split())))
+    _check_names("pairing", graphs, [step for steps, _ in parsed for step in steps])
+    for steps, paired in parsed:
+        for side, name in sorted(steps, key=lambda step: not operators[step].kind.communicates):
+            issuer.issue(side, operators[side, name])
+        issuer.wait_for_all()
+        if paired:
+            issuer.actions.append(Barrier())
+    return tuple(issuer.actions)
+
+
+def _switching(graphs: Mapping[Direction | None, Graph]) -> list[Step]:
+    """The backward strand runs until it has started a collective, then the forward one does, and so on."""
+    left = {side: list(graph.operators) for side, graph in graphs.items()}
+    steps: list[Step] = []
+    side: Direction | None = Direction.BACKWARD
+    while any(left.values()):
+        while left[side]:
+            op = left[side].pop(0)
+            steps.append((side, op.name))
+            if op.kind.communicates:
+                break
+        side = Direction.FORWARD if side is Direction.BACKWARD else Direction.BACKWARD
+    return steps
+
+
+def _parse_step(step: str) -> Step:
+    side, separator, name = step.partition(":")
+    if not separator or side not in ("F", "B"):
+        raise ValueError(f"pairing step {step!r} must be written F:OPERATOR or B:OPERATOR")
+    return Direction(side), name
+
+
+def _check_names(what: str, graphs: Mapping[Direction | None, Graph], steps: Sequence[Step]) -> None:
+    """Every operator once, and no others."""
+    known = {(side, op.name) for side, graph in graphs.items() for op in graph.operators}
+    seen: set[Step] = set()
+    for step in steps:
+        side, name = step
+        label = name if side is None else f"{side.value}:{name}"
+        if step not in known:
+            raise ValueError(
+                f"{what}: {label} is no operator of the layer; plan anew for this model and layout"
+            )
+        if step in seen:
+            raise ValueError(f"{what}: {label} stands twice")
+        seen.add(step)
+    if missing := sorted(f"{side.value}:{name}" if side else name for side, name in known - seen):
+        raise ValueError(f"{what}: {', '.join(missing[:4])} of the layer are missing")
+
+
+def _plain(actions: Iterable[PairAction]) -> Program:
+    return tuple(action for action in actions if not isinstance(action, Barrier))

@@ -1,0 +1,318 @@
+"""From a schedule and a profile to what each rank does: tasks with solo times, waits, messages.
+
+One rank stands for all ranks of its pipeline stage: they run the same list at the same time on the same
+shapes, so their times are equal and collectives begin together. That is exact for meshes in which all nodes
+are alike, which is what a `ClusterSpec` describes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
+from braid.scheduling.profile import Profile, operator_key
+from braid.scheduling.schedule import (
+    Barrier,
+    Block,
+    Compute,
+    Direction,
+    Gather,
+    Gradients,
+    Instruction,
+    Pair,
+    PairAction,
+    Receive,
+    Reduce,
+    Schedule,
+    Send,
+    Start,
+    Step,
+    Strand,
+    Wait,
+    WaitGather,
+    WaitReceive,
+    WaitReduce,
+    WaitSend,
+)
+from braid.scheduling.spec import ModelShape, ParallelLayout
+
+LAYER_LANES = ("intra", "inter")
+"""Lanes of the collectives inside layers, one per stream."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that takes time on a rank: an operator or a transfer."""
+
+    key: str
+    """Name in the profile, by which contention is looked up."""
+    operator: str
+    lane: str
+    """``compute``, or the queue that a transfer waits in: its stream, ``data`` (gradients) or ``send``."""
+    stream: Stream
+    solo_ns: float
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which pass of which layer a task belongs to."""
+
+    block: Block | None
+    layer: int
+    paired: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute ``task`` on the calling rank."""
+
+    task: Task
+    place: Place
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Queue ``task`` on its lane; ``token`` names it for those who wait."""
+
+    task: Task
+    place: Place
+    token: object
+
+
+@dataclass(frozen=True)
+class Await:
+    """Block until the task of that token, of this rank, has finished."""
+
+    token: object
+
+
+@dataclass(frozen=True)
+class AwaitMessage:
+    """Block until another rank's message has arrived."""
+
+    token: object
+
+
+@dataclass(frozen=True)
+class Synchronise:
+    """Block until the lanes of the layers are empty, and pay for it."""
+
+    ns: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A block begins or ends; costs nothing."""
+
+    begins: bool
+
+
+Command = Run | Issue | Await | AwaitMessage | Synchronise | Mark
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a simulation is made of."""
+
+    schedule: Schedule
+    layout: ParallelLayout
+    shape: ModelShape
+    parts: Mapping[str, Part]
+    profile: Profile
+    dtype: str = "bf16"
+    zero: int = 0
+
+
+@dataclass
+class Compiler:
+    """Compiles one stage after the other; tasks of equal operators are shared."""
+
+    job: Job
+    _tasks: dict[tuple[str, str], Task] = field(default_factory=dict)
+
+    def stage(self, stage: int) -> list[Command]:
+        """What a rank of a stage does in one step."""
+        return [
+            command
+            for instruction in self.job.schedule.stages[stage]
+            for command in self._instruction(instruction)
+        ]
+
+    def _instruction(self, instruction: Instruction) -> Iterator[Command]:
+        nowhere = Place(None, -1, False)
+        match instruction:
+            case Block():
+                yield Mark(True)
+                yield from self._block(instruction)
+                yield Mark(False)
+            case Pair(forward, backward):
+                yield Mark(True)
+                yield from self._pair(forward, backward)
+                yield Mark(False)
+            case Send(block):
+                task = self._message()
+                yield Issue(replace(task, operator=f"send {block}"), nowhere, ("message", block))
+            case WaitReceive(block):
+                yield AwaitMessage(("message", block))
+            case WaitSend(block):
+                yield Await(("message", block))
+            case Reduce(chunk):
+                for number, task in enumerate(self._gradients(chunk)):
+                    yield Issue(task, nowhere, ("reduce", chunk, number))
+            case WaitReduce(chunk):
+                for number in range(len(self._gradients(chunk))):
+                    yield Await(("reduce", chunk, number))
+            case Gather(chunk):
+                for number, task in enumerate(self._parameters(chunk)):
+                    yield Issue(task, nowhere, ("gather", chunk, number))
+            case WaitGather(chunk):
+                for number in range(len(self._parameters(chunk))):
+                    yield Await(("gather", chunk, number))
+            case Step():
+                yield Run(self._update(), nowhere)
+            case Receive():
+                pass  # a message arrives when it was sent: receives are asked for in time
+
+    # -- blocks --------------------------------------------------------------------------------------------
+
+    def _block(self, block: Block) -> Iterator[Command]:
+        for layer, part in self._layers(block):
+            yield from self._pass(block, layer, part)
+
+    def _layers(self, block: Block) -> list[tuple[int, Part]]:
+        """The parts of a block's chunk in the order of its pass; the embedding is layer -1."""
+        layout, shape, parts = self.job.layout, self.job.shape, self.job.parts
+        held = [(layer, parts["layer"]) for layer in layout.layers_of(block.chunk, shape.layers)]
+        if layout.is_first(block.chunk):
+            held.insert(0, (-1, parts["embedding"]))
+        if layout.is_last(block.chunk):
+            held.append((shape.layers, parts["head"]))
+        return held if block.direction is Direction.FORWARD else held[::-1]
+
+    def _pass(self, block: Block, layer: int, part: Part, paired: bool = False) -> Iterator[Command]:
+        schedule = self.job.schedule
+        if block.gradients is Gradients.BOTH:
+            program: Sequence[PairAction] = schedule.programs[part.name, block.direction]
+        else:
+            program = schedule.splits[part.name, block.gradients]
+        graph = part.forward if block.direction is Direction.FORWARD else part.backward
+        yield from self._program(program, {None: (block, layer, part, graph)}, paired)
+
+    def _pair(self, forward: Block, backward: Block) -> Iterator[Command]:
+        ahead, behind = self._layers(backward), self._layers(forward)
+        while ahead and ahead[0][1].name != "layer":
+            yield from self._pass(backward, *ahead.pop(0), paired=True)
+        after: list[tuple[Block, tuple[int, Part]]] = []
+        while ahead and ahead[-1][1].name != "layer":
+            after.append((backward, ahead.pop()))
+        while behind and behind[-1][1].name != "layer":
+            after.append((forward, behind.pop()))
+        while behind and behind[0][1].name != "layer":
+            yield from self._pass(forward, *behind.pop(0), paired=True)
+        if backward.gradients is Gradients.BOTH:
+            program = self.job.schedule.pairs["layer", "layer"]
+            for (back, back_part), (front, front_part) in zip(ahead, behind, strict=False):
+                sides: dict[Direction | None, tuple[Block, int, Part, Graph]] = {
+                    Direction.FORWARD: (forward, front, front_part, front_part.forward),
+                    Direction.BACKWARD: (backward, back, back_part, back_part.backward),
+                }
+                yield from self._program(program, sides, paired=True)
+            both = min(len(ahead), len(behind))
+            ahead, behind = ahead[both:], behind[both:]
+        for block, rest in ((backward, ahead), (forward, behind)):
+            for layer, part in rest:
+                yield from self._pass(block, layer, part, paired=True)
+        for block, (layer, part) in after:
+            yield from self._pass(block, layer, part, paired=True)
+
+    def _program(
+        self,
+        program: Sequence[PairAction],
+        sides: Mapping[Direction | None, tuple[Block, int, Part, Graph]],
+        paired: bool,
+    ) -> Iterator[Command]:
+        for action in program:
+            if isinstance(action, Barrier):
+                yield Synchronise(self.job.profile.barrier_ns)
+                continue
+            block, layer, part, graph = sides[action.side]
+            place = Place(block, layer, paired)
+            token = (block, layer, action.operator)
+            match action:
+                case Compute(operator):
+                    yield Run(self._operator(part, graph, operator), place)
+                case Start(operator):
+                    yield Issue(self._operator(part, graph, operator), place, token)
+                case Wait():
+                    yield Await(token)
+
+    def _operator(self, part: Part, graph: Graph, name: str) -> Task:
+        key = (part.name, name)
+        if key not in self._tasks:
+            op: Operator = graph.named(name)
+            lane = op.stream.value
+            width = DTYPE_BYTES[self.job.dtype]
+            self._tasks[key] = Task(
+                operator_key(part.name, op),
+                name,
+                lane,
+                op.stream,
+                float(self.job.profile.operator_ns(part.name, op)),
+                op.bytes * width // 2,
+                op.flops,
+            )
+        return self._tasks[key]
+
+    # -- transfers between stages and replicas -------------------------------------------------------------
+
+    def _message(self) -> Task:
+        layer = self.job.parts["layer"]
+        payload = layer.values[layer.output].bytes(DTYPE_BYTES[self.job.dtype])
+        return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
+
+    def _gradients(self, chunk: int) -> list[Task]:
+        kind = Kind.REDUCE_SCATTER if self.job.zero else Kind.ALL_REDUCE
+        width = max(4, DTYPE_BYTES[self.job.dtype])
+        return self._sharing(chunk, kind, width)
+
+    def _parameters(self, chunk: int) -> list[Task]:
+        return self._sharing(chunk, Kind.ALL_GATHER, DTYPE_BYTES[self.job.dtype])
+
+    def _sharing(self, chunk: int, kind: Kind, width: int) -> list[Task]:
+        """One transfer over the ranks that share the chunk's dense parameters, one for its experts."""
+        layout = self.job.layout
+        held = chunk_parameters(self.job.shape, layout, chunk)
+        tasks = []
+        copies = layout.copies
+        for axis, count, ranks in (
+            ("dp", held.dense, layout.dp * layout.cp * copies),
+            ("edp", held.experts, layout.dp // layout.ep * copies),
+        ):
+            if count and ranks > 1:
+                share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+                sent = round(count * width * share)
+                tasks.append(self._transfer(axis, kind, count * width, sent, "data"))
+        return tasks
+
+    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int, lane: str) -> Task:
+        fit = self.job.profile.transfer(axis, kind)
+        name = f"{axis}/{kind.value}"
+        return Task(name, f"{axis} {kind.value}", lane, fit.stream, float(fit.ns(payload)), sent)
+
+    def _update(self) -> Task:
+        """The optimizer, over a rank's share of the parameters; all stages' longest."""
+        layout = self.job.layout
+        shares = layout.dp * layout.cp if self.job.zero else 1
+        count = max(
+            sum(chunk_parameters(self.job.shape, layout, c).total for c in layout.chunks_of(stage))
+            for stage in range(layout.pp)
+        )
+        ns = self.job.profile.optimizer_ns_per_parameter * count / shares
+        return Task("optimizer", "optimizer", "compute", Stream.COMPUTE, ns)
+
+
+def strand_name(place: Place) -> str:
+    """The strand of a task, as spans name it; transfers that belong to none are alpha's."""
+    return (place.block.strand if place.block else Strand.ALPHA).value
