@@ -77,6 +77,8 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
         return kind(value)
     if isinstance(value, bool) is not (kind is bool):
         raise ValueError(f"{where}={value!r} must be {_expected(kind)}")
+    if kind in (int, float) and isinstance(value, str):
+        value = _number(value)
     if kind is float and isinstance(value, int | float):
         if not math.isfinite(value):
             raise ValueError(f"{where}={value!r} must be a finite number")
@@ -86,6 +88,14 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{where}={value!r} must be {_expected(kind)}")
     return value
+
+
+def _number(text: str) -> Any:
+    """The number that a text is, as YAML 1.1 leaves 32e9 one; other texts as they are."""
+    try:
+        return float(text.replace("_", ""))
+    except ValueError:
+        return text
 
 
 def _expected(kind: Any) -> str:

@@ -32,6 +32,7 @@ text back.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Final
 
 from braid.scheduling.operators import Stream
@@ -286,7 +287,7 @@ class Schedule:
         """Whether the schedule has programs for backward passes (a validation schedule has none)."""
         return any(direction is Direction.BACKWARD for _, direction in self.programs)
 
-    @property
+    @cached_property
     def strands(self) -> tuple[Strand, ...]:
         """The strands in use."""
         found = {block.strand for stage in self.stages for i in stage for block in blocks_in(i)}

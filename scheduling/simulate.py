@@ -8,14 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from braid.scheduling.memory import RankMemory, model_flops, rank_memory
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Block, Schedule
-from braid.scheduling.simulator.compile import Compiler, Job, Task, strand_name
+from braid.scheduling.schedule import Block, Schedule, Strand
+from braid.scheduling.simulator.compile import Compiler, Job, Task, held_parts
 from braid.scheduling.simulator.engine import Executed, RankRun, run_ranks
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.trace import Span, communication, length_ns, merge, overlap_ns
+from braid.scheduling.trace import Span
+
+FloatArray = NDArray[np.float64]
 
 DATA_OPERATOR_CLASS = {Stream.INTRA: "intra", Stream.INTER: "inter"}
 
@@ -71,7 +76,18 @@ class Simulation:
         for rank in self.ranks:
             number = self.job.layout.rank_at({"pp": rank.number, "dp": 0, "cp": 0, "tp": 0})
             for executed in rank.executed:
-                yield _span(number, executed)
+                yield _span(number, executed, 0.0, None, -1)
+            for run in rank.blocks:
+                layers = {
+                    forward: [layer for layer, _ in held_parts(self.job, block)]
+                    for forward, block in ((True, run.forward), (False, run.backward))
+                    if block is not None
+                }
+                for executed in run.course.executed:
+                    assert executed.place is not None
+                    block = run.forward if executed.place.forward else run.backward
+                    layer = layers[executed.place.forward][executed.place.position]
+                    yield _span(number, executed, run.start, block, layer)
 
     def memory(self) -> list[RankMemory]:
         """What a rank of every stage needs."""
@@ -88,8 +104,10 @@ class Simulation:
         tokens = samples * job.shape.sequence
         per_rank = [_rank_numbers(rank) for rank in self.ranks]
         count = len(per_rank)
-        blocks_end = max((end for rank in self.ranks for _, end in rank.blocks), default=0.0)
-        bubble = sum(blocks_end - sum(e - b for b, e in rank.blocks) for rank in self.ranks) / count
+        blocks_end = max(
+            (r.start + r.course.duration for rank in self.ranks for r in rank.blocks), default=0.0
+        )
+        bubble = blocks_end - sum(rank.in_blocks for rank in per_rank) / count
         in_flight = sum(rank.communication for rank in per_rank) / count
         exposed = sum(rank.exposed for rank in per_rank) / count
         mfu = None
@@ -107,8 +125,8 @@ class Simulation:
             slowdown_seconds=sum(rank.slowdown for rank in per_rank) / count / 1e9,
             launch_gap_seconds=sum(rank.gap for rank in per_rank) / count / 1e9,
             peak_bytes=max(rank.total_bytes for rank in self.memory()),
-            intra=_link_use(self.ranks, Stream.INTRA),
-            inter=_link_use(self.ranks, Stream.INTER),
+            intra=_link_use(per_rank, Stream.INTRA),
+            inter=_link_use(per_rank, Stream.INTER),
         )
 
 
@@ -156,48 +174,90 @@ class _RankNumbers:
     exposed: float
     slowdown: float
     gap: float
+    in_blocks: float
+    sent_bytes: Mapping[Stream, int]
+    in_flight: Mapping[Stream, float]
+    """Time in which some transfer of a link is in flight."""
+
+
+_KINDS = (*Stream, "block")
+"""What intervals are of: tasks of a stream, or blocks."""
 
 
 def _rank_numbers(rank: RankRun) -> _RankNumbers:
-    compute = [(round(e.start), round(e.end)) for e in rank.executed if e.task.stream is Stream.COMPUTE]
-    moved = [(round(e.start), round(e.end)) for e in rank.executed if e.task.stream is not Stream.COMPUTE]
-    result = communication(compute, moved)
-    busy = merge([*compute, *moved])
-    blocks = merge((round(begin), round(end)) for begin, end in rank.blocks)
-    slowdown = sum(
-        e.end - e.start - e.task.solo_ns
-        for e in rank.executed
-        if e.place.paired and e.task.stream is Stream.COMPUTE
-    )
+    """A sweep over the begins and ends of everything that a rank did."""
+    courses: dict[int, tuple[FloatArray, FloatArray]] = {}
+    times: list[FloatArray] = []
+    changes: list[FloatArray] = []
+    sent = dict.fromkeys(Stream, 0)
+    slowdown = in_blocks = 0.0
+    for run in rank.blocks:
+        key = id(run.course)
+        if key not in courses:
+            courses[key] = _events(run.course.executed, run.course.duration)
+        course_times, course_changes = courses[key]
+        times.append(course_times + run.start)
+        changes.append(course_changes)
+        in_blocks += run.course.duration
+        paired = run.forward is not None and run.backward is not None
+        for executed in run.course.executed:
+            if executed.task.bytes:
+                sent[executed.task.stream] += executed.task.bytes
+            elif paired and executed.task.stream is Stream.COMPUTE:
+                slowdown += executed.end - executed.start - executed.task.solo_ns
+    outside, outside_changes = _events(rank.executed, None)
+    for executed in rank.executed:
+        sent[executed.task.stream] += executed.task.bytes
+    all_times = np.concatenate([*times, outside])
+    order = np.argsort(all_times, kind="stable")
+    state = np.cumsum(np.concatenate([*changes, outside_changes])[order], axis=0)[:-1] > 0.5
+    length = np.diff(all_times[order])
+    compute, intra, inter, block = state.T
+    moving = intra | inter
     return _RankNumbers(
-        communication=result.communication_ns,
-        exposed=result.exposed_ns,
+        communication=float(length[moving].sum()),
+        exposed=float(length[moving & ~compute].sum()),
         slowdown=slowdown,
-        gap=length_ns(blocks) - overlap_ns(blocks, busy),
+        gap=float(length[block & ~moving & ~compute].sum()),
+        in_blocks=in_blocks,
+        sent_bytes=sent,
+        in_flight={Stream.INTRA: float(length[intra].sum()), Stream.INTER: float(length[inter].sum())},
     )
 
 
-def _link_use(ranks: Sequence[RankRun], stream: Stream) -> LinkUse:
-    moved = [[e for e in rank.executed if e.task.stream is stream] for rank in ranks]
-    sent = sum(e.task.bytes for tasks in moved for e in tasks)
-    seconds = sum(length_ns(merge((round(e.start), round(e.end)) for e in tasks)) for tasks in moved)
-    return LinkUse(bytes_per_gpu=sent // len(ranks), seconds=seconds / len(ranks) / 1e9)
+def _events(executed: Sequence[Executed], block: float | None) -> tuple[FloatArray, FloatArray]:
+    """When tasks (and the block around them) begin and end, (events,), and which: (events, kinds), 1 or -1."""
+    rows = [(_KINDS.index(e.task.stream), e.start, e.end) for e in executed if e.end > e.start]
+    if block is not None:
+        rows.append((_KINDS.index("block"), 0.0, block))
+    times = np.array([time for _, start, end in rows for time in (start, end)])
+    changes = np.zeros((2 * len(rows), len(_KINDS)))
+    for n, (kind, _, _) in enumerate(rows):
+        changes[2 * n, kind] = 1.0
+        changes[2 * n + 1, kind] = -1.0
+    return times, changes
 
 
-def _span(rank: int, executed: Executed) -> Span:
-    task, place = executed.task, executed.place
-    block: Block | None = place.block
+def _link_use(ranks: Sequence[_RankNumbers], stream: Stream) -> LinkUse:
+    return LinkUse(
+        bytes_per_gpu=sum(rank.sent_bytes[stream] for rank in ranks) // len(ranks),
+        seconds=sum(rank.in_flight[stream] for rank in ranks) / len(ranks) / 1e9,
+    )
+
+
+def _span(rank: int, executed: Executed, offset: float, block: Block | None, layer: int) -> Span:
+    task = executed.task
     return Span(
         rank=rank,
         step=0,
-        strand=strand_name(place),
+        strand=(block.strand if block else Strand.ALPHA).value,
         micro_batch=block.micro_batch if block else -1,
         chunk=block.chunk if block else -1,
-        layer=place.layer,
+        layer=layer,
         operator=task.operator,
         stream=task.stream,
-        start_ns=round(executed.start),
-        end_ns=round(executed.end),
+        start_ns=round(offset + executed.start),
+        end_ns=round(offset + executed.end),
         bytes=task.bytes,
         flops=task.flops,
     )

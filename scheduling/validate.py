@@ -54,8 +54,9 @@ def validate(schedule: Schedule, layout: ParallelLayout, parts: Mapping[str, Par
         raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
     if cause := program_fault(schedule, parts):
         raise ScheduleError(f"schedule {schedule.name}{cause}")
+    homes = _homes(schedule, layout)
     for stage in range(layout.pp):
-        _fail_at(schedule, stage, _StageCheck(schedule, stage, layout).fault())
+        _fail_at(schedule, stage, _StageCheck(schedule, stage, layout, homes).fault())
     for stage in range(layout.pp):
         _fail_at(schedule, stage, _channel_fault(schedule, stage))
     _check_deadlock(schedule)
@@ -94,12 +95,14 @@ def _fail_at(schedule: Schedule, stage: int, fault: Fault | None) -> None:
 class _StageCheck:
     """Walks one stage's list and keeps what has happened so far; finds what the list shows by itself."""
 
-    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout) -> None:
+    def __init__(
+        self, schedule: Schedule, stage: int, layout: ParallelLayout, homes: list[tuple[Strand, int]]
+    ) -> None:
         self._instructions = schedule.stages[stage]
         self._stage = stage
         self._layout = layout
         self._trains = schedule.trains
-        self._expected = _expected_blocks(schedule, layout, stage)
+        self._expected = _expected_blocks(schedule, layout, stage, homes)
         self._to_run = Counter(
             block.chunk for block in schedule.blocks(stage) if block.gradients is not Gradients.INPUT
         )
@@ -327,28 +330,33 @@ def _some(blocks: set[Block]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _expected_blocks(schedule: Schedule, layout: ParallelLayout, stage: int) -> set[Block]:
-    """What a stage has to run, weight gradients that come later as part of their backward pass.
-
-    A micro-batch is on the strand, and in the copy of the model, of most of its blocks.
-    """
+def _homes(schedule: Schedule, layout: ParallelLayout) -> list[tuple[Strand, int]]:
+    """The strand and the copy of the model that every micro-batch is on: those of most of its blocks."""
     strands: Counter[tuple[int, Strand]] = Counter()
     copies: Counter[tuple[int, int]] = Counter()
     for number in range(len(schedule.stages)):
         for block in schedule.blocks(number):
             strands[block.micro_batch, block.strand] += 1
             copies[block.micro_batch, block.chunk // layout.chunks_per_copy] += 1
-    expected = set()
+    homes = []
     for m in range(schedule.micro_batches):
-        strand = max(Strand, key=lambda strand: strands[m, strand])
-        copy = max(range(layout.copies), key=lambda copy: copies[m, copy])
-        expected |= {
-            Block(direction, m, chunk, strand)
-            for direction in (Direction if schedule.trains else [Direction.FORWARD])
-            for chunk in layout.chunks_of(stage)
-            if chunk // layout.chunks_per_copy == copy
-        }
-    return expected
+        on = {strand: strands[m, strand] for strand in Strand}
+        within = {copy: copies[m, copy] for copy in range(layout.copies)}
+        homes.append((max(on, key=on.__getitem__), max(within, key=within.__getitem__)))
+    return homes
+
+
+def _expected_blocks(
+    schedule: Schedule, layout: ParallelLayout, stage: int, homes: list[tuple[Strand, int]]
+) -> set[Block]:
+    """What a stage has to run, weight gradients that come later as part of their backward pass."""
+    return {
+        Block(direction, m, chunk, strand)
+        for m, (strand, copy) in enumerate(homes)
+        for direction in (Direction if schedule.trains else [Direction.FORWARD])
+        for chunk in layout.chunks_of(stage)
+        if chunk // layout.chunks_per_copy == copy
+    }
 
 
 # -- all stages together -----------------------------------------------------------------------------------

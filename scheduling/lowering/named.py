@@ -54,6 +54,7 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     ),
     "dhelix": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS),
     "braid": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
+    "braid_v": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
     "dualpipev": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.SWITCH),
     "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED),
 }

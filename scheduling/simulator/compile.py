@@ -6,7 +6,7 @@ are alike, which is what a `ClusterSpec` describes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
@@ -27,7 +27,6 @@ from braid.scheduling.schedule import (
     Send,
     Start,
     Step,
-    Strand,
     Wait,
     WaitGather,
     WaitReceive,
@@ -57,11 +56,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Which pass of which layer a task belongs to."""
+    """Which pass of which layer a task belongs to, relative to its block: equal blocks share their tasks."""
 
-    block: Block | None
-    layer: int
-    paired: bool
+    forward: bool
+    position: int
+    """Of the part within its chunk, in the order of the pass."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Run:
     """Compute ``task`` on the calling rank."""
 
     task: Task
-    place: Place
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ class Issue:
     """Queue ``task`` on its lane; ``token`` names it for those who wait."""
 
     task: Task
-    place: Place
     token: object
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,26 @@ class Synchronise:
     ns: float
 
 
+BlockCommand = Run | Issue | Await | Synchronise
+
+
 @dataclass(frozen=True)
-class Mark:
-    """A block begins or ends; costs nothing."""
+class Body:
+    """What a kind of block does; blocks of one kind share it."""
 
-    begins: bool
+    commands: tuple[BlockCommand, ...]
 
 
-Command = Run | Issue | Await | AwaitMessage | Synchronise | Mark
+@dataclass(frozen=True)
+class RunBlock:
+    """Run a block or a paired block (its forward pass first; None where there is none)."""
+
+    body: Body
+    forward: Block | None
+    backward: Block | None
+
+
+Command = RunBlock | BlockCommand | AwaitMessage
 
 
 @dataclass(frozen=True)
@@ -127,10 +138,11 @@ class Job:
 
 @dataclass
 class Compiler:
-    """Compiles one stage after the other; tasks of equal operators are shared."""
+    """Compiles one stage after the other; tasks of equal operators and bodies of equal blocks are shared."""
 
     job: Job
     _tasks: dict[tuple[str, str], Task] = field(default_factory=dict)
+    _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
 
     def stage(self, stage: int) -> list[Command]:
         """What a rank of a stage does in one step."""
@@ -141,110 +153,101 @@ class Compiler:
         ]
 
     def _instruction(self, instruction: Instruction) -> Iterator[Command]:
-        nowhere = Place(None, -1, False)
         match instruction:
             case Block():
-                yield Mark(True)
-                yield from self._block(instruction)
-                yield Mark(False)
-            case Pair(forward, backward):
-                yield Mark(True)
-                yield from self._pair(forward, backward)
-                yield Mark(False)
+                forward = instruction.direction is Direction.FORWARD
+                body = self._body(instruction if forward else None, None if forward else instruction)
+                yield RunBlock(body, instruction if forward else None, None if forward else instruction)
+            case Pair(ahead, behind):
+                yield RunBlock(self._body(ahead, behind), ahead, behind)
             case Send(block):
-                task = self._message()
-                yield Issue(replace(task, operator=f"send {block}"), nowhere, ("message", block))
+                yield Issue(self._message(), ("message", block))
             case WaitReceive(block):
                 yield AwaitMessage(("message", block))
             case WaitSend(block):
                 yield Await(("message", block))
             case Reduce(chunk):
                 for number, task in enumerate(self._gradients(chunk)):
-                    yield Issue(task, nowhere, ("reduce", chunk, number))
+                    yield Issue(task, ("reduce", chunk, number))
             case WaitReduce(chunk):
                 for number in range(len(self._gradients(chunk))):
                     yield Await(("reduce", chunk, number))
             case Gather(chunk):
                 for number, task in enumerate(self._parameters(chunk)):
-                    yield Issue(task, nowhere, ("gather", chunk, number))
+                    yield Issue(task, ("gather", chunk, number))
             case WaitGather(chunk):
                 for number in range(len(self._parameters(chunk))):
                     yield Await(("gather", chunk, number))
             case Step():
-                yield Run(self._update(), nowhere)
+                yield Run(self._update())
             case Receive():
                 pass  # a message arrives when it was sent: receives are asked for in time
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _block(self, block: Block) -> Iterator[Command]:
-        for layer, part in self._layers(block):
-            yield from self._pass(block, layer, part)
+    def _body(self, forward: Block | None, backward: Block | None) -> Body:
+        ahead = held_parts(self.job, forward) if forward else []
+        behind = held_parts(self.job, backward) if backward else []
+        gradients = backward.gradients if backward else None
+        key = (gradients, tuple(p.name for _, p in ahead), tuple(p.name for _, p in behind))
+        if key not in self._bodies:
+            names = [p for _, p in ahead], [p for _, p in behind]
+            self._bodies[key] = Body(tuple(self._commands(*names, gradients)))
+        return self._bodies[key]
 
-    def _layers(self, block: Block) -> list[tuple[int, Part]]:
-        """The parts of a block's chunk in the order of its pass; the embedding is layer -1."""
-        layout, shape, parts = self.job.layout, self.job.shape, self.job.parts
-        held = [(layer, parts["layer"]) for layer in layout.layers_of(block.chunk, shape.layers)]
-        if layout.is_first(block.chunk):
-            held.insert(0, (-1, parts["embedding"]))
-        if layout.is_last(block.chunk):
-            held.append((shape.layers, parts["head"]))
-        return held if block.direction is Direction.FORWARD else held[::-1]
+    def _commands(
+        self, forward: list[Part], backward: list[Part], gradients: Gradients | None
+    ) -> Iterator[BlockCommand]:
+        """One pass alone, or both: first what only the backward has, pairs of layers, then the rest."""
+        ahead = [(Place(True, n), part) for n, part in enumerate(forward)]
+        behind = [(Place(False, n), part) for n, part in enumerate(backward)]
+        late: list[tuple[Place, Part]] = []
+        if ahead and behind:
+            while behind and behind[0][1].name != "layer":
+                yield from self._pass(*behind.pop(0), gradients)
+            while ahead and ahead[0][1].name != "layer":
+                yield from self._pass(*ahead.pop(0), gradients)
+            for rest in (behind, ahead):
+                while rest and rest[-1][1].name != "layer":
+                    late.append(rest.pop())
+            if gradients is Gradients.BOTH:
+                program = self.job.schedule.pairs["layer", "layer"]
+                for front, back in zip(ahead, behind, strict=False):
+                    sides: dict[Direction | None, tuple[Place, Part, Graph]] = {
+                        Direction.FORWARD: (*front, front[1].forward),
+                        Direction.BACKWARD: (*back, back[1].backward),
+                    }
+                    yield from self._program(program, sides)
+                both = min(len(ahead), len(behind))
+                ahead, behind = ahead[both:], behind[both:]
+        for place, part in (*behind, *ahead, *late):
+            yield from self._pass(place, part, gradients)
 
-    def _pass(self, block: Block, layer: int, part: Part, paired: bool = False) -> Iterator[Command]:
+    def _pass(self, place: Place, part: Part, gradients: Gradients | None) -> Iterator[BlockCommand]:
         schedule = self.job.schedule
-        if block.gradients is Gradients.BOTH:
-            program: Sequence[PairAction] = schedule.programs[part.name, block.direction]
-        else:
-            program = schedule.splits[part.name, block.gradients]
-        graph = part.forward if block.direction is Direction.FORWARD else part.backward
-        yield from self._program(program, {None: (block, layer, part, graph)}, paired)
-
-    def _pair(self, forward: Block, backward: Block) -> Iterator[Command]:
-        ahead, behind = self._layers(backward), self._layers(forward)
-        while ahead and ahead[0][1].name != "layer":
-            yield from self._pass(backward, *ahead.pop(0), paired=True)
-        after: list[tuple[Block, tuple[int, Part]]] = []
-        while ahead and ahead[-1][1].name != "layer":
-            after.append((backward, ahead.pop()))
-        while behind and behind[-1][1].name != "layer":
-            after.append((forward, behind.pop()))
-        while behind and behind[0][1].name != "layer":
-            yield from self._pass(forward, *behind.pop(0), paired=True)
-        if backward.gradients is Gradients.BOTH:
-            program = self.job.schedule.pairs["layer", "layer"]
-            for (back, back_part), (front, front_part) in zip(ahead, behind, strict=False):
-                sides: dict[Direction | None, tuple[Block, int, Part, Graph]] = {
-                    Direction.FORWARD: (forward, front, front_part, front_part.forward),
-                    Direction.BACKWARD: (backward, back, back_part, back_part.backward),
-                }
-                yield from self._program(program, sides, paired=True)
-            both = min(len(ahead), len(behind))
-            ahead, behind = ahead[both:], behind[both:]
-        for block, rest in ((backward, ahead), (forward, behind)):
-            for layer, part in rest:
-                yield from self._pass(block, layer, part, paired=True)
-        for block, (layer, part) in after:
-            yield from self._pass(block, layer, part, paired=True)
+        direction = Direction.FORWARD if place.forward else Direction.BACKWARD
+        program: Sequence[PairAction] = schedule.programs[part.name, direction]
+        if not place.forward and gradients in (Gradients.INPUT, Gradients.WEIGHT):
+            program = schedule.splits[part.name, gradients]
+        graph = part.forward if place.forward else part.backward
+        yield from self._program(program, {None: (place, part, graph)})
 
     def _program(
         self,
         program: Sequence[PairAction],
-        sides: Mapping[Direction | None, tuple[Block, int, Part, Graph]],
-        paired: bool,
-    ) -> Iterator[Command]:
+        sides: Mapping[Direction | None, tuple[Place, Part, Graph]],
+    ) -> Iterator[BlockCommand]:
         for action in program:
             if isinstance(action, Barrier):
                 yield Synchronise(self.job.profile.barrier_ns)
                 continue
-            block, layer, part, graph = sides[action.side]
-            place = Place(block, layer, paired)
-            token = (block, layer, action.operator)
+            place, part, graph = sides[action.side]
+            token = (place, action.operator)
             match action:
                 case Compute(operator):
                     yield Run(self._operator(part, graph, operator), place)
                 case Start(operator):
-                    yield Issue(self._operator(part, graph, operator), place, token)
+                    yield Issue(self._operator(part, graph, operator), token, place)
                 case Wait():
                     yield Await(token)
 
@@ -270,7 +273,10 @@ class Compiler:
     def _message(self) -> Task:
         layer = self.job.parts["layer"]
         payload = layer.values[layer.output].bytes(DTYPE_BYTES[self.job.dtype])
-        return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
+        key = ("", "message")
+        if key not in self._tasks:
+            self._tasks[key] = self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
+        return self._tasks[key]
 
     def _gradients(self, chunk: int) -> list[Task]:
         kind = Kind.REDUCE_SCATTER if self.job.zero else Kind.ALL_REDUCE
@@ -313,6 +319,12 @@ class Compiler:
         return Task("optimizer", "optimizer", "compute", Stream.COMPUTE, ns)
 
 
-def strand_name(place: Place) -> str:
-    """The strand of a task, as spans name it; transfers that belong to none are alpha's."""
-    return (place.block.strand if place.block else Strand.ALPHA).value
+def held_parts(job: Job, block: Block) -> list[tuple[int, Part]]:
+    """The parts of a block's chunk in the order of its pass, with layer numbers (embedding: -1)."""
+    layout, shape, parts = job.layout, job.shape, job.parts
+    held = [(layer, parts["layer"]) for layer in layout.layers_of(block.chunk, shape.layers)]
+    if layout.is_first(block.chunk):
+        held.insert(0, (-1, parts["embedding"]))
+    if layout.is_last(block.chunk):
+        held.append((shape.layers, parts["head"]))
+    return held if block.direction is Direction.FORWARD else held[::-1]

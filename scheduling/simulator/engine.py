@@ -7,20 +7,25 @@ share it. Links are shared between the ranks of a node in equal parts, which the
 
 Ranks meet in messages alone, so each runs on its own until it needs one that is still under way. When all of
 them do, the transfer that ends first, over all ranks, is certain to end undisturbed.
+
+A block that begins with the same transfers under way, with the same work left, always takes the same course:
+it is run once and remembered.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from braid.scheduling.schedule import Block
 from braid.scheduling.simulator.compile import (
     LAYER_LANES,
     Await,
     AwaitMessage,
+    Body,
     Command,
     Issue,
-    Mark,
     Place,
     Run,
+    RunBlock,
     Synchronise,
     Task,
 )
@@ -35,20 +40,56 @@ class Executed:
     """A task with the times at which it began and ended, in nanoseconds."""
 
     task: Task
-    place: Place
     start: float
     end: float
+    place: Place | None = None
 
 
 @dataclass
-class _Running:
-    """A queued task: what is left of it, and when it started (negative: it has not)."""
+class Queued:
+    """A task on a lane: what is left of it, and when it started (None: it has not)."""
 
     task: Task
-    place: Place
     token: object
+    place: Place | None
     left: float
-    start: float = -1.0
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a transfer during a block; times relative to the block's begin."""
+
+    left: float
+    """Work left at the block's end."""
+    start: float | None
+    """When it started, if it did so within."""
+    end: float | None
+    """When it ended, if it did so within."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a block went, times relative to its begin."""
+
+    duration: float
+    executed: tuple[Executed, ...]
+    fates: tuple[Fate, ...]
+    """Of every transfer under way at the begin."""
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """One execution of a block."""
+
+    start: float
+    course: Course
+    forward: Block | None
+    backward: Block | None
+
+
+Courses = dict[tuple[object, ...], Course]
 
 
 @dataclass
@@ -59,20 +100,18 @@ class RankRun:
     commands: Sequence[Command]
     slowdown: Slowdown
     arrivals: dict[object, float]
+    courses: Courses
     clock: float = 0.0
-    stalled_ns: float = 0.0
-    """Time spent waiting for messages of other ranks, and for own messages to leave."""
     executed: list[Executed] = field(default_factory=list)
-    blocks: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of every block."""
+    """Transfers between ranks and the update; what blocks execute stands in their courses."""
+    blocks: list[BlockRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._next = 0
         self._links = 0.0
         """The time up to which the lanes have been advanced; equals the clock but while stalled."""
-        self._lanes: dict[str, list[_Running]] = {}
+        self._lanes: dict[str, list[Queued]] = {}
         self._finished: set[object] = set()
-        self._began = 0.0
 
     @property
     def done(self) -> bool:
@@ -81,43 +120,75 @@ class RankRun:
 
     def run(self) -> None:
         """Go on until the end or until a message is needed whose arrival is not known yet."""
-        while not self.done:
-            if not self._execute(self.commands[self._next]):
-                return
+        while self._next < len(self.commands):
+            command = self.commands[self._next]
+            if isinstance(command, AwaitMessage):
+                if command.token not in self.arrivals:
+                    return
+                self._wait_until(self.arrivals[command.token])
+            elif isinstance(command, RunBlock):
+                self._run_block(command)
+            else:
+                self._execute(command)
             self._next += 1
         self._drain(lambda: any(self._lanes.values()))
 
-    def _execute(self, command: Command) -> bool:
+    def _execute(self, command: Run | Issue | Await | Synchronise) -> None:
         match command:
             case Run(task, place):
                 self._compute(task, place)
-            case Issue(task, place, token):
+            case Issue(task, token, place):
                 lane = self._lanes.setdefault(task.lane, [])
-                lane.append(_Running(task, place, token, task.solo_ns))
+                lane.append(Queued(task, token, place, task.solo_ns))
                 if len(lane) == 1:
                     lane[0].start = self.clock
             case Await(token):
-                before = self.clock
                 self._drain(lambda: token not in self._finished)
-                if isinstance(token, tuple) and token[0] == "message":
-                    self.stalled_ns += self.clock - before
-            case AwaitMessage(token):
-                if token not in self.arrivals:
-                    return False
-                self._wait_until(self.arrivals[token])
             case Synchronise(ns):
                 self._drain(lambda: any(self._lanes.get(lane) for lane in LAYER_LANES))
-                self._idle(ns)
-            case Mark(begins):
-                if begins:
-                    self._began = self.clock
-                else:
-                    self.blocks.append((self._began, self.clock))
-        return True
+                self._wait(self.clock + ns)
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def _run_block(self, command: RunBlock) -> None:
+        under_way = [queued for lane in self._lanes.values() for queued in lane]
+        key = (id(command.body), *((q.task.key, round(q.left), q.start is None) for q in under_way))
+        course = self.courses.get(key)
+        if course is None:
+            course = self.courses[key] = self._first_course(command.body, under_way)
+        begin = self.clock
+        self.blocks.append(BlockRun(begin, course, command.forward, command.backward))
+        for queued, fate in zip(under_way, course.fates, strict=True):
+            queued.left = fate.left
+            if fate.start is not None:
+                queued.start = begin + fate.start
+            if fate.end is not None:
+                self._finish(queued, begin + fate.end)
+        self.clock = self._links = begin + course.duration
+
+    def _first_course(self, body: Body, under_way: list[Queued]) -> Course:
+        """Run a block on a rank like this one, whose clock begins at zero."""
+        rank = RankRun(self.number, (), self.slowdown, {}, {})
+        copies = [
+            Queued(q.task, _Before(number), None, q.left, None if q.start is None else 0.0)
+            for number, q in enumerate(under_way)
+        ]
+        for copy in copies:
+            rank._lanes.setdefault(copy.task.lane, []).append(copy)
+        for command in body.commands:
+            rank._execute(command)
+        return Course(
+            duration=rank.clock,
+            executed=tuple(done for done in rank.executed if done.place is not None),
+            fates=tuple(
+                Fate(copy.left, copy.start if before.start is None else None, copy.end)
+                for before, copy in zip(under_way, copies, strict=True)
+            ),
+        )
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    def _compute(self, task: Task, place: Place) -> None:
+    def _compute(self, task: Task, place: Place | None) -> None:
         start, left = self.clock, task.solo_ns
         while left > _EPSILON:
             heads = self._heads()
@@ -129,7 +200,7 @@ class RankRun:
             left -= passed / pace
             self.clock += passed
         self._links = self.clock
-        self.executed.append(Executed(task, place, start, self.clock))
+        self.executed.append(Executed(task, start, self.clock, place))
 
     def _drain(self, unfinished: Callable[[], bool]) -> None:
         """Let the lanes run until what is waited for has finished."""
@@ -137,14 +208,8 @@ class RankRun:
             self.clock += self._advance(self._heads(), float("inf"))
         self._links = self.clock
 
-    def _idle(self, ns: float) -> None:
-        self._wait(self.clock + ns)
-
     def _wait_until(self, time: float) -> None:
-        time = max(time, self._links)
-        if time > self.clock:
-            self.stalled_ns += time - self.clock
-            self._wait(time)
+        self._wait(max(time, self._links, self.clock))
 
     def _wait(self, time: float) -> None:
         self.clock = self._links
@@ -158,24 +223,21 @@ class RankRun:
         heads = self._heads()
         if not heads:
             return float("inf")
-        return self._links + min(
-            head.left * pace for head, pace in zip(heads, self._paces(heads), strict=True)
-        )
+        paces = self._paces(heads)
+        return self._links + min(head.left * pace for head, pace in zip(heads, paces, strict=True))
 
     def complete_next(self) -> None:
         """While stalled: let the transfers run until the next one has ended."""
-        clock = self.clock
-        self.clock = self._links
-        passed = self._advance(self._heads(), float("inf"))
-        self._links += passed
-        self.clock = clock
+        stalled_at, self.clock = self.clock, self._links
+        self._links += self._advance(self._heads(), float("inf"))
+        self.clock = stalled_at
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
-    def _heads(self) -> list[_Running]:
+    def _heads(self) -> list[Queued]:
         return [lane[0] for lane in self._lanes.values() if lane]
 
-    def _paces(self, heads: list[_Running], compute: Task | None = None) -> list[float]:
+    def _paces(self, heads: list[Queued], compute: Task | None = None) -> list[float]:
         paces = []
         for head in heads:
             pace = 1.0 if compute is None else 1.0 + self.slowdown(compute, head.task)
@@ -186,7 +248,7 @@ class RankRun:
             paces.append(pace)
         return paces
 
-    def _advance(self, heads: list[_Running], limit: float, compute: Task | None = None) -> float:
+    def _advance(self, heads: list[Queued], limit: float, compute: Task | None = None) -> float:
         """Run the heads until one ends or the limit is reached; the time that passed. The clock stays."""
         paces = self._paces(heads, compute)
         passed = min(limit, *(head.left * pace for head, pace in zip(heads, paces, strict=True)))
@@ -196,26 +258,37 @@ class RankRun:
                 self._finish(head, self.clock + passed)
         return passed
 
-    def _finish(self, head: _Running, time: float) -> None:
-        lane = self._lanes[head.task.lane]
-        lane.pop(0)
-        if lane:
+    def _finish(self, queued: Queued, time: float) -> None:
+        queued.end = time
+        lane = self._lanes[queued.task.lane]
+        lane.remove(queued)
+        if lane and lane[0].start is None:
             lane[0].start = time
-        self._finished.add(head.token)
-        self.executed.append(Executed(head.task, head.place, head.start, time))
-        if isinstance(head.token, tuple) and head.token[0] == "message":
-            self.arrivals[head.token] = time
+        self._finished.add(queued.token)
+        assert queued.start is not None
+        self.executed.append(Executed(queued.task, queued.start, time, queued.place))
+        if isinstance(queued.token, tuple) and queued.token[0] == "message":
+            self.arrivals[queued.token] = time
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Token of a transfer that was under way when a block began."""
+
+    number: int
 
 
 def run_ranks(commands: Sequence[Sequence[Command]], slowdown: Slowdown) -> list[RankRun]:
     """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
     arrivals: dict[object, float] = {}
-    ranks = [RankRun(n, list(own), slowdown, arrivals) for n, own in enumerate(commands)]
-    while any(not rank.done for rank in ranks):
+    courses: Courses = {}
+    ranks = [RankRun(n, list(own), slowdown, arrivals, courses) for n, own in enumerate(commands)]
+    waiting = list(ranks)
+    while waiting:
         before = len(arrivals)
-        for rank in ranks:
+        for rank in waiting:
             rank.run()
-        waiting = [rank for rank in ranks if not rank.done]
+        waiting = [rank for rank in waiting if not rank.done]
         if waiting and len(arrivals) == before:
             first = min(waiting, key=RankRun.next_completion)
             if first.next_completion() == float("inf"):

@@ -1,0 +1,114 @@
+"""Collectives and the GEMMs beside them in chunks of tokens, so that a micro-batch overlaps with itself.
+
+This is MegaScale's (and Centauri's workload partition of a MatMul along its rows): chunk i of a GEMM runs
+while chunk i+1 of the all-gather before it, or chunk i-1 of the reduce-scatter behind it, is on the link.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Value
+
+
+def split_collectives(part: Part, ways: int, only: Collection[str] | None = None) -> Part:
+    """The part with every all-gather before, and reduce-scatter behind, a GEMM in ``ways`` chunks.
+
+    ``only``: names of the collectives to split (default: all that have such a GEMM). Weight gradients keep
+    the whole tensors. A chunk's result is part of the whole value's memory; the last chunk completes it.
+    """
+    if ways < 1:
+        raise ValueError(f"chunks={ways} must be at least 1")
+    values = dict(part.values)
+    forward = _split(part.forward, ways, only, values)
+    backward = _split(part.backward, ways, only, values)
+    return replace(part, forward=forward, backward=backward, values=values)
+
+
+def _split(graph: Graph, ways: int, only: Collection[str] | None, values: dict[str, Value]) -> Graph:
+    chosen = dict(_pairs(graph, only))
+    gemms = {gemm: collective for collective, gemm in chosen.items()}
+    operators: list[Operator] = []
+    for op in graph.operators:
+        if op.name in chosen or op.name in gemms:
+            pair = (op.name, chosen[op.name]) if op.name in chosen else (gemms[op.name], op.name)
+            first = min(pair, key=lambda name: graph.operators.index(graph.named(name)))
+            if op.name == first:
+                gathers = first == pair[0]
+                operators += _chunks(graph.named(pair[0]), graph.named(pair[1]), ways, gathers, values)
+            continue
+        operators.append(op)
+    return Graph(operators=tuple(operators))
+
+
+def _pairs(graph: Graph, only: Collection[str] | None) -> Iterator[tuple[str, str]]:
+    """Collective and GEMM, each in at most one pair."""
+    taken: set[str] = set()
+    for op in graph.operators:
+        if only is not None and op.name not in only:
+            continue
+        partner = None
+        if op.kind is Kind.ALL_GATHER:
+            partner = _reader(graph, op)
+        elif op.kind is Kind.REDUCE_SCATTER:
+            partner = _writer(graph, op)
+        if partner is not None and partner.name not in taken:
+            taken.add(partner.name)
+            yield op.name, partner.name
+
+
+def _reader(graph: Graph, gather: Operator) -> Operator | None:
+    """The GEMM that reads what was gathered, weight gradients aside."""
+    return next(
+        (
+            op
+            for op in graph.operators
+            if _is_gemm(op) and gather.writes[0] in op.reads and op.phase is not Pass.WEIGHT_GRADIENT
+        ),
+        None,
+    )
+
+
+def _writer(graph: Graph, scatter: Operator) -> Operator | None:
+    return next((op for op in graph.operators if _is_gemm(op) and scatter.reads[0] in op.writes), None)
+
+
+def _is_gemm(op: Operator) -> bool:
+    return op.kind in (Kind.GEMM, Kind.GROUPED_GEMM)
+
+
+def _chunks(
+    collective: Operator, gemm: Operator, ways: int, gathers: bool, values: dict[str, Value]
+) -> list[Operator]:
+    """Chunks of both, in the order of a pipeline: those of a gather first, those of a scatter in turns."""
+    first, second = (collective, gemm) if gathers else (gemm, collective)
+    chunks: list[list[Operator]] = [[], []]
+    for n in range(1, ways + 1):
+        for place, op in enumerate((first, second)):
+            last = n == ways
+            writes = tuple(_part(name, n, ways, values) for name in op.writes)
+            reads = tuple(
+                f"{name}.{n}of{ways}" if place == 1 and name in first.writes else name for name in op.reads
+            )
+            chunks[place].append(
+                replace(
+                    op,
+                    name=f"{op.name}.{n}of{ways}",
+                    reads=reads,
+                    writes=(*writes, *op.writes) if last else writes,
+                    flops=op.flops // ways,
+                    bytes=op.bytes // ways,
+                )
+            )
+    if gathers:
+        return [*chunks[0], *chunks[1]]
+    return [op for both in zip(*chunks, strict=True) for op in both]
+
+
+def _part(name: str, number: int, ways: int, values: dict[str, Value]) -> str:
+    """A chunk of a value: a slice of its memory."""
+    whole = values[name]
+    chunk = f"{name}.{number}of{ways}"
+    values[chunk] = replace(
+        whole, name=chunk, elements=whole.elements // ways, alias_of=whole.alias_of or name
+    )
+    return chunk

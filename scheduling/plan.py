@@ -1,0 +1,188 @@
+"""Plan: few, symbolic decisions that a person can read and edit, with what the runner-up would have cost.
+
+A plan is YAML. `braid.scheduling.planner.compose` makes one and lowers it to a `Schedule` again; what is
+edited into nonsense fails there, with the key that is wrong.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.records import from_mapping, to_mapping
+from braid.scheduling.simulate import Numbers
+from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a step computes and how it is laid out: all that operators, sizes and memory follow from."""
+
+    model: ModelShape
+    layout: ParallelLayout
+    workload: Workload
+    schedule: str = "megatron"
+    dtype: str = "bf16"
+    recompute: str = "none"
+    zero: int = 0
+    """1: optimizer states are cut over the ranks that share parameters, which gather the updated ones."""
+    context: str = "all_gather"
+    split: int = 1
+    """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
+
+    def __post_init__(self) -> None:
+        for key, value, known in (
+            ("schedule", self.schedule, tuple(SCHEDULES)),
+            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+            ("recompute", self.recompute, RECOMPUTE_POLICIES),
+            ("zero", self.zero, (0, 1)),
+            ("context", self.context, CONTEXT_MODES),
+        ):
+            if value not in known:
+                raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
+        if not 1 <= self.split <= 64:
+            raise ValueError(f"split={self.split} must be between 1 and 64 chunks")
+        placement = SCHEDULES[self.schedule].placement
+        if self.layout.placement is not placement:
+            raise ValueError(
+                f"layout.placement={self.layout.placement.value!r} does not go with "
+                f"schedule={self.schedule!r}; set it to {placement.value!r}"
+            )
+        check_fit(self.model, self.layout, self.workload)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in one step."""
+        return self.workload.micro_batches(self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingNote:
+    """What the chosen pairing of a layer's two passes costs, and what the others would."""
+
+    method: PairMethod
+    ns: int
+    serial_ns: int
+    lower_bound_ns: int
+    """Work of the busiest stream: no schedule is faster."""
+    runner_up: str
+    runner_up_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveNote:
+    """Centauri's operation tier for one collective of a layer: the best partition, and none."""
+
+    collective: str
+    scheme: str
+    ns: int
+    unpartitioned_ns: int
+    runner_up: str
+    runner_up_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierNote:
+    """A decision of Centauri's layer or model tier with the price of its alternative."""
+
+    tier: str
+    decision: str
+    ns: int
+    runner_up: str
+    runner_up_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The simulated step."""
+
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    hidden_fraction: float
+    exposed_seconds: float
+    bubble_fraction: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerUp:
+    """Another setting that was simulated (or why it was not)."""
+
+    layout: str
+    schedule: str
+    micro_batch: int
+    recompute: str
+    zero: int
+    step_seconds: float
+    peak_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions of a run's schedule."""
+
+    cluster: str
+    profile: str
+    """Where the costs came from."""
+    setting: Setting
+    choices: Choices
+    score: Score
+    pairing: PairingNote | None = None
+    collectives: tuple[CollectiveNote, ...] = ()
+    tiers: tuple[TierNote, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    braid_plan: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.braid_plan != VERSION:
+            raise ValueError(
+                f"braid_plan={self.braid_plan} is not version {VERSION}; make the plan anew with `braid plan`"
+            )
+
+    def to_yaml(self) -> str:
+        """The plan as YAML that `parse_plan` reads back to an equal object."""
+        content = to_mapping(self)
+        ordered = {"braid_plan": content.pop("braid_plan"), **content}
+        return yaml.safe_dump(ordered, sort_keys=False, width=100)
+
+
+def score_of(numbers: Numbers) -> Score:
+    """The part of a simulation's numbers that a plan keeps."""
+    return Score(
+        step_seconds=numbers.step_seconds,
+        tokens_per_second=numbers.tokens_per_second,
+        mfu=numbers.mfu or 0.0,
+        hidden_fraction=numbers.hidden_fraction,
+        exposed_seconds=numbers.exposed_seconds,
+        bubble_fraction=numbers.bubble_fraction,
+        peak_bytes=numbers.peak_bytes,
+    )
+
+
+def parse_plan(text: str, where: str) -> Plan:
+    """A plan from YAML; `ValueError` names the key, its value and what would be right."""
+    try:
+        content: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or "braid_plan" not in content:
+        raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
+    return from_mapping(Plan, content, where)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read ``plan.yaml``."""
+    try:
+        return parse_plan(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"plan {path} cannot be read: {reason}") from None

@@ -1,0 +1,242 @@
+"""Schedules of a tensor-parallel training step with recomputation in sub-batches (Oases section IV).
+
+A schedule is data: the order of operations on a rank's two streams, and what each of them waits for. The
+four here hold the same computation; they differ in sub-batches, in waiting, and ``fine`` in leaving out
+collectives. A collective starts when it is its turn on the communication stream and its input is there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from braid.scheduling.block_profile import BLOCKS, BlockProfile
+from braid.scheduling.operators import Stream
+from braid.scheduling.trace import Communication, Span, communication
+
+
+class SubBatching(StrEnum):
+    """Ways to order a step."""
+
+    MEGATRON = "megatron"
+    """The whole batch at once; nothing overlaps."""
+    MERAK = "merak"
+    """Two sub-batches by turns within a pass; a pass begins when the one before has ended."""
+    CROSS_PASS = "cross_pass"
+    """The same order without the waiting between passes (section IV-A)."""
+    FINE = "fine"
+    """Recomputation starts after collectives, whose outputs were saved, so none is repeated (IV-B)."""
+
+    @property
+    def sub_batches(self) -> int:
+        """Parts into which a batch is split."""
+        return 1 if self is SubBatching.MEGATRON else 2
+
+
+class Phase(StrEnum):
+    """What an operation does for its block."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+
+
+class Operation(NamedTuple):
+    """One computation of one block, or the collective that follows it. Blocks count through all layers."""
+
+    phase: Phase
+    block: int
+    sub_batch: int
+    collective: bool = False
+
+    @property
+    def reduced(self) -> "Operation":
+        """The collective of a computation."""
+        return self._replace(collective=True)
+
+    def __str__(self) -> str:
+        kind = " collective" if self.collective else ""
+        return f"{self.phase}{kind} of block {self.block}, sub-batch {self.sub_batch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubBatchSchedule:
+    """Order of the operations on each stream, and the operations that must have ended before each."""
+
+    compute: tuple[Operation, ...]
+    communication: tuple[Operation, ...]
+    after: Mapping[Operation, tuple[Operation, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Times of one block, per sub-batch; recomputation takes as long as forward."""
+
+    forward_ns: tuple[int, ...]
+    backward_ns: tuple[int, ...]
+    collective_ns: tuple[int, ...]
+
+    def of(self, operation: Operation) -> int:
+        """Time of an operation of this block."""
+        if operation.collective:
+            return self.collective_ns[operation.sub_batch]
+        backward = operation.phase is Phase.BACKWARD
+        return (self.backward_ns if backward else self.forward_ns)[operation.sub_batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """When everything ran, in the order of its start."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def total_ns(self) -> int:
+        """Length of the step."""
+        return max((span.end_ns for span in self.spans), default=0)
+
+    def busy_ns(self, stream: Stream) -> int:
+        """Time that a stream's operations take together."""
+        return sum(span.end_ns - span.start_ns for span in self.spans if span.stream is stream)
+
+    @property
+    def communication(self) -> Communication:
+        """Collectives, and what of them no computation hides."""
+        compute, transfers = (
+            [(span.start_ns, span.end_ns) for span in self.spans if span.stream is stream]
+            for stream in (Stream.COMPUTE, Stream.INTRA)
+        )
+        return communication(compute, transfers)
+
+
+def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
+    """The schedule of a step: forward through all layers, then recomputation and backward from the last."""
+    if layers < 1:
+        raise ValueError(f"layers={layers} must be at least 1")
+    fine = kind is SubBatching.FINE
+    passes = list(_fine_passes(layers) if fine else _layer_passes(layers, kind.sub_batches))
+    compute = [operation for order in passes for operation in order]
+    collectives = [op.reduced for op in compute if not (fine and op.phase is Phase.RECOMPUTE)]
+    after = {op: tuple(_inputs(op, layers * len(BLOCKS), fine)) for op in compute}
+    after |= {collective: (collective._replace(collective=False),) for collective in collectives}
+    if kind in (SubBatching.MEGATRON, SubBatching.MERAK):
+        for before, order in pairwise(passes):
+            after[order[0]] += (before[-1].reduced,)
+    return SubBatchSchedule(compute=tuple(compute), communication=tuple(collectives), after=after)
+
+
+def _layer_passes(layers: int, sub_batches: int) -> Iterator[list[Operation]]:
+    """Forward; then a recomputation and a backward pass of every layer. Sub-batches take turns."""
+
+    def by_turns(phase: Phase, blocks: Sequence[int]) -> list[Operation]:
+        return [Operation(phase, block, part) for block in blocks for part in range(sub_batches)]
+
+    yield by_turns(Phase.FORWARD, range(layers * len(BLOCKS)))
+    for layer in reversed(range(layers)):
+        blocks = range(layer * len(BLOCKS), (layer + 1) * len(BLOCKS))
+        yield by_turns(Phase.RECOMPUTE, blocks)
+        yield by_turns(Phase.BACKWARD, blocks[::-1])
+
+
+def _fine_passes(layers: int) -> Iterator[list[Operation]]:
+    """Forward; then every block recomputed right before its backward (algorithm 1)."""
+    blocks, parts = range(layers * len(BLOCKS)), range(SubBatching.FINE.sub_batches)
+    yield [Operation(Phase.FORWARD, block, part) for block in blocks for part in parts]
+    yield [
+        Operation(phase, block, part)
+        for block in reversed(blocks)
+        for part in parts
+        for phase in (Phase.RECOMPUTE, Phase.BACKWARD)
+    ]
+
+
+def _inputs(operation: Operation, blocks: int, fine: bool) -> Iterator[Operation]:
+    """What a computation reads; all of it belongs to its own sub-batch."""
+    phase, block, part, _ = operation
+    starts_layer = block % len(BLOCKS) == 0
+    match phase:
+        case Phase.FORWARD:
+            if block:
+                yield Operation(Phase.FORWARD, block - 1, part).reduced
+        case Phase.RECOMPUTE:
+            if fine or starts_layer:  # reads what forward saved
+                if block:
+                    yield Operation(Phase.FORWARD, block - 1, part).reduced
+            else:
+                yield Operation(Phase.RECOMPUTE, block - 1, part).reduced
+        case Phase.BACKWARD:
+            again = Operation(Phase.RECOMPUTE, block, part)
+            # What follows a block's collective (dropout, residual) is recomputed from the collective's
+            # output, unless recomputation starts there.
+            yield again if fine else again.reduced
+            last = block == blocks - 1
+            yield Operation(Phase.FORWARD if last else Phase.BACKWARD, block + (not last), part).reduced
+
+
+def simulate_step(schedule: SubBatchSchedule, times: Sequence[BlockTimes]) -> StepTimeline:
+    """Run both streams in their orders; ``times`` holds all blocks, in the order of the forward pass.
+
+    Raises `ValueError` if the streams wait for each other for ever, naming what they wait for.
+    """
+    ends: dict[Operation, int] = {}
+    spans: list[Span] = []
+    orders = {Stream.COMPUTE: schedule.compute, Stream.INTRA: schedule.communication}
+    free = dict.fromkeys(orders, 0)
+    cursors = dict.fromkeys(orders, 0)
+    while len(ends) < sum(map(len, orders.values())):
+        ready = [
+            stream
+            for stream, order in orders.items()
+            if cursors[stream] < len(order)
+            and all(op in ends for op in schedule.after[order[cursors[stream]]])
+        ]
+        if not ready:
+            heads = [str(order[cursors[s]]) for s, order in orders.items() if cursors[s] < len(order)]
+            raise ValueError(f"the schedule waits for ever at: {'; '.join(heads)}; order producers first")
+        for stream in ready:
+            operation = orders[stream][cursors[stream]]
+            start = max(free[stream], *(ends[op] for op in schedule.after[operation]), 0)
+            ends[operation] = free[stream] = start + times[operation.block].of(operation)
+            cursors[stream] += 1
+            spans.append(_span(operation, stream, start, ends[operation]))
+    return StepTimeline(spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))))
+
+
+def _span(operation: Operation, stream: Stream, start_ns: int, end_ns: int) -> Span:
+    layer, place = divmod(operation.block, len(BLOCKS))
+    kind = ".all_reduce" if operation.collective else ""
+    return Span(
+        rank=0,
+        step=0,
+        strand=str(operation.sub_batch),
+        micro_batch=operation.sub_batch,
+        chunk=0,
+        layer=layer,
+        operator=f"{BLOCKS[place]}.{operation.phase}{kind}",
+        stream=stream,
+        start_ns=start_ns,
+        end_ns=end_ns,
+    )
+
+
+def layer_times(
+    profile: BlockProfile, *, hidden: int, degree: int, batch: int, sub_batches: int
+) -> tuple[BlockTimes, ...]:
+    """Times of a layer's blocks for a replica's batch; the first sub-batches are the larger ones.
+
+    Raises `ValueError` where a batch has fewer samples than sub-batches, or was not measured.
+    """
+    if batch < sub_batches:
+        raise ValueError(
+            f"batch={batch} cannot be split in {sub_batches}; use at least {sub_batches} samples"
+        )
+    parts = profile.split(hidden, degree, batch, parts=sub_batches)
+    return tuple(
+        BlockTimes(
+            forward_ns=tuple(part.forward_ns[place] for part in parts),
+            backward_ns=tuple(part.backward_ns[place] for part in parts),
+            collective_ns=tuple(part.collective_ns for part in parts),
+        )
+        for place in range(len(BLOCKS))
+    )

@@ -1,0 +1,433 @@
+"""The tensor-parallel degree of every layer, by integer linear programming (Oases section V).
+
+A layer's blocks (attention, MLP) end in a collective each. Two sub-batches run through them by turns, so
+that one computes while the other communicates; ``N / degree`` replicas share the global batch. Between
+layers of different degrees the activations are gathered, and nothing overlaps there.
+
+Exact: costs are functions of the degrees of two neighbouring layers, so a strategy is a path through a
+layered graph, equation 5 the length of the path, and equation 6 one knapsack constraint on it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from braid.scheduling.block_profile import BlockProfile
+
+MEMORY_UNIT_BYTES: Final = 2**20
+"""Memory is counted in whole units, rounded up, so that the solver's tolerance cannot exceed the limit."""
+
+PARAMETER_STATE_BYTES: Final = 16
+"""Bytes of a parameter's states with Adam: weight, gradient and two moments in 32 bits, or 16-bit weight
+and gradient beside a 32-bit weight and moments."""
+
+
+Numbers = NDArray[np.float64] | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCosts:
+    """One block in one pass: its computation, then its collective, of the first and second sub-batch.
+
+    A replica with a single sample has a second sub-batch of nothing, which costs 0: nothing overlaps.
+    """
+
+    compute_ns: tuple[int, int]
+    collective_ns: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DegreeCosts:
+    """What a layer costs at a degree. Blocks stand in the order of the forward pass, in ``backward`` too."""
+
+    degree: int
+    forward: tuple[PassCosts, ...]
+    backward: tuple[PassCosts, ...]
+    """Recomputation is part of the computation."""
+    state_bytes: int
+    """Weights, gradients and optimizer states of a layer on one rank."""
+    saved_bytes: int
+    """The inputs of the blocks, which a layer keeps for recomputation."""
+    runtime_bytes: int
+    """Temporary buffers, which all layers of a rank use by turns."""
+
+    @property
+    def resident_units(self) -> int:
+        """What each layer of this degree adds to a rank's memory, in `MEMORY_UNIT_BYTES`."""
+        return -(-(self.state_bytes + self.saved_bytes) // MEMORY_UNIT_BYTES)
+
+    @property
+    def runtime_units(self) -> int:
+        """The buffers, in `MEMORY_UNIT_BYTES`."""
+        return -(-self.runtime_bytes // MEMORY_UNIT_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DegreeProblem:
+    """Equal layers, the degrees to choose from in rising order, and the memory of a rank."""
+
+    layers: int
+    options: tuple[DegreeCosts, ...]
+    gather_ns: Mapping[tuple[int, int], int]
+    """(smaller, larger degree) -> time of the all-gather of activations, or of their gradients, in eq. 4."""
+    memory_limit_bytes: int
+    left_out: Mapping[int, str]
+    """Degrees that cannot be chosen, with the reason."""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"layers={self.layers} must be at least 1")
+        degrees = self.degrees
+        if not degrees:
+            reasons = "; ".join(f"degree {degree}: {why}" for degree, why in self.left_out.items())
+            raise ValueError(f"no tensor-parallel degree is available ({reasons or 'none was given'})")
+        if list(degrees) != sorted(set(degrees)):
+            raise ValueError(f"options have the degrees {degrees}, which must be distinct and rising")
+        if len({len(p) for option in self.options for p in (option.forward, option.backward)}) != 1:
+            raise ValueError("options differ in their number of blocks; describe the same layer in all")
+        for pair in product(degrees, repeat=2):
+            if pair[0] < pair[1] and pair not in self.gather_ns:
+                raise ValueError(f"gather_ns has no cost between degrees {pair[0]} and {pair[1]}; add it")
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees to choose from."""
+        return tuple(option.degree for option in self.options)
+
+    def option(self, degree: int) -> DegreeCosts:
+        """What a layer costs at a degree; `ValueError` where it cannot be chosen."""
+        for option in self.options:
+            if option.degree == degree:
+                return option
+        why = self.left_out.get(degree, "not among the options")
+        raise ValueError(f"degree {degree} is not available ({why}); choose from {self.degrees}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformStrategy:
+    """One degree for all layers."""
+
+    degree: int
+    cost_ns: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DegreePlan:
+    """The best degrees, and the best uniform degree beside them."""
+
+    degrees: tuple[int, ...]
+    cost_ns: int
+    memory_bytes: int
+    uniform: UniformStrategy
+    solver_seconds: float
+
+    def describe(self) -> str:
+        """The degrees as in the paper's table II, such as ``[2]x8+[4]x16``."""
+        return describe_degrees(self.degrees)
+
+
+def describe_degrees(degrees: Sequence[int]) -> str:
+    """Runs of equal degrees in the order of the layers: ``[2]x8+[4]x16``."""
+    starts = [0, *(n for n, (a, b) in enumerate(pairwise(degrees), 1) if a != b), len(degrees)]
+    return "+".join(f"[{degrees[start]}]x{end - start}" for start, end in pairwise(starts))
+
+
+def problem_from_profile(
+    profile: BlockProfile,
+    *,
+    hidden: int,
+    layers: int,
+    devices: int,
+    global_batch: int,
+    memory_limit_bytes: int,
+    degrees: Sequence[int] | None = None,
+    parameter_state_bytes: int = PARAMETER_STATE_BYTES,
+) -> DegreeProblem:
+    """The problem of equal layers with 12 hidden^2 weights on ``devices`` ranks.
+
+    Degree t leaves ``devices / t`` replicas of ``global_batch x t / devices`` samples. That number must be
+    whole. Two or more samples are split in two sub-batches, the first the larger; one sample is one
+    sub-batch. The buffers are those of the whole batch of a replica, an upper bound.
+
+    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed, and
+    keeps the reasons for the others; degrees that are named must be available, else `ValueError`.
+
+    The all-gather between degrees i < j moves the samples of a replica of degree j that a rank has not got,
+    ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces.
+    """
+    for name, value in (("hidden", hidden), ("devices", devices), ("global_batch", global_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    wanted = [2**n for n in range(devices.bit_length())] if degrees is None else sorted(set(degrees))
+    options, left_out = [], {}
+    for degree in wanted:
+        try:
+            batch = replica_batch(degree, devices, global_batch)
+            options.append(_degree_costs(profile, hidden, degree, batch, parameter_state_bytes))
+        except ValueError as error:
+            if degrees is not None:
+                raise ValueError(f"degree {degree}: {error}") from None
+            left_out[degree] = str(error)
+    gathers = {}
+    if len(options) > 1:
+        fit = profile.fit_all_reduce()
+        for low, high in product([option.degree for option in options], repeat=2):
+            if low < high:
+                batch = replica_batch(high, devices, global_batch)
+                whole = profile.activation_size_bytes(hidden, batch)
+                gathers[low, high] = fit.all_gather_ns(whole - whole * low // high)
+    return DegreeProblem(
+        layers=layers,
+        options=tuple(options),
+        gather_ns=gathers,
+        memory_limit_bytes=memory_limit_bytes,
+        left_out=left_out,
+    )
+
+
+def replica_batch(degree: int, devices: int, global_batch: int) -> int:
+    """Samples of a replica at a degree; `ValueError` where degree or batch do not divide."""
+    if degree < 1 or degree & (degree - 1) or devices % degree:
+        raise ValueError(f"the degree must be a power of two that divides devices={devices}")
+    batch, rest = divmod(global_batch * degree, devices)
+    if rest:
+        raise ValueError(
+            f"global_batch={global_batch} does not divide over {devices // degree} replicas; "
+            f"use a multiple of {devices // degree}"
+        )
+    return batch
+
+
+def _degree_costs(
+    profile: BlockProfile, hidden: int, degree: int, batch: int, parameter_state_bytes: int
+) -> DegreeCosts:
+    first, second = profile.split(hidden, degree, batch, parts=2)
+    forward = tuple(zip(first.forward_ns, second.forward_ns, strict=True))
+    backward = tuple(zip(first.backward_ns, second.backward_ns, strict=True))
+    collective = (first.collective_ns, second.collective_ns)
+    weights = 12 * hidden * hidden
+    return DegreeCosts(
+        degree=degree,
+        forward=tuple(PassCosts(compute_ns=f, collective_ns=collective) for f in forward),
+        backward=tuple(
+            PassCosts(compute_ns=(f[0] + b[0], f[1] + b[1]), collective_ns=collective)
+            for f, b in zip(forward, backward, strict=True)
+        ),
+        state_bytes=-(-weights * parameter_state_bytes // degree),
+        saved_bytes=2 * profile.activation_size_bytes(hidden, batch),
+        runtime_bytes=profile.costs(hidden, degree, batch).runtime_bytes,
+    )
+
+
+def strategy_cost(problem: DegreeProblem, degrees: Sequence[int]) -> int:
+    """Equation 5 of one strategy, term by term: node costs of both passes, and edges, in nanoseconds.
+
+    The paper writes both cases of equation 4 with the collective of the earlier layer and the computation
+    of the later one. In the backward pass data flows the other way, so there it is the collective of the
+    later layer that cannot hide behind the computation of the earlier one.
+    """
+    options = [problem.option(degree) for degree in degrees]
+    assert len(options) == problem.layers
+    total = _pass_cost([block for option in options for block in option.forward])
+    total += _pass_cost([block for option in reversed(options) for block in reversed(option.backward)])
+    for earlier, later in pairwise(options):
+        if earlier.degree < later.degree:
+            total += problem.gather_ns[earlier.degree, later.degree]
+            total += min(earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
+        elif earlier.degree > later.degree:
+            total += problem.gather_ns[later.degree, earlier.degree]
+            total += min(later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
+    return total
+
+
+def _pass_cost(nodes: Sequence[PassCosts]) -> int:
+    """Equation 3 over the blocks in the order of the pass."""
+    total = nodes[0].compute_ns[0] + nodes[-1].collective_ns[1]
+    total += sum(max(i.compute_ns[0], before.collective_ns[1]) for before, i in pairwise(nodes))
+    return total + sum(max(i.compute_ns[1], i.collective_ns[0]) for i in nodes)
+
+
+def strategy_memory_bytes(problem: DegreeProblem, degrees: Sequence[int]) -> int:
+    """The left side of equation 6: all layers, and the largest buffers.
+
+    The paper counts the buffers of the last layer. They are reused, so the peak is the largest of any layer;
+    the two are the same where degrees are equal.
+    """
+    options = [problem.option(degree) for degree in degrees]
+    units = sum(o.resident_units for o in options) + max(o.runtime_units for o in options)
+    return units * MEMORY_UNIT_BYTES
+
+
+def brute_force(problem: DegreeProblem) -> tuple[int, tuple[int, ...]]:
+    """Cost and degrees of the best strategy, found by looking at all; `ValueError` if none fits."""
+    fitting = [
+        (strategy_cost(problem, degrees), degrees)
+        for degrees in product(problem.degrees, repeat=problem.layers)
+        if strategy_memory_bytes(problem, degrees) <= problem.memory_limit_bytes
+    ]
+    if not fitting:
+        raise _too_little_memory(problem)
+    return min(fitting)
+
+
+def uniform(problem: DegreeProblem) -> UniformStrategy:
+    """The cheapest degree for all layers that fits the memory; `ValueError` if none fits."""
+    strategies = [(degree, (degree,) * problem.layers) for degree in problem.degrees]
+    fitting = [
+        UniformStrategy(
+            degree=degree,
+            cost_ns=strategy_cost(problem, strategy),
+            memory_bytes=strategy_memory_bytes(problem, strategy),
+        )
+        for degree, strategy in strategies
+        if strategy_memory_bytes(problem, strategy) <= problem.memory_limit_bytes
+    ]
+    if not fitting:
+        raise _too_little_memory(problem)
+    return min(fitting, key=lambda strategy: strategy.cost_ns)
+
+
+def _too_little_memory(problem: DegreeProblem) -> ValueError:
+    # No mixture needs less than its leanest degree alone: the buffers of that degree count in both.
+    least = min(strategy_memory_bytes(problem, (degree,) * problem.layers) for degree in problem.degrees)
+    missing = least - problem.memory_limit_bytes
+    return ValueError(
+        f"memory_limit_bytes={problem.memory_limit_bytes} is too little for {problem.layers} layers at any "
+        f"of the degrees {problem.degrees}: {missing} bytes are missing; raise it to {least}, or use fewer "
+        f"layers, a smaller global batch or higher degrees"
+    )
+
+
+def plan_degrees(problem: DegreeProblem) -> DegreePlan:
+    """The strategy of least cost (equation 5) within the memory (equation 6), proven to be the best.
+
+    Raises `ValueError` where nothing fits, with the bytes that are missing.
+    """
+    start = time.perf_counter()
+    best_uniform = uniform(problem)
+    degrees = _solve(problem)
+    return DegreePlan(
+        degrees=degrees,
+        cost_ns=strategy_cost(problem, degrees),
+        memory_bytes=strategy_memory_bytes(problem, degrees),
+        uniform=best_uniform,
+        solver_seconds=time.perf_counter() - start,
+    )
+
+
+def _solve(problem: DegreeProblem) -> tuple[int, ...]:
+    """The shortest path through the degrees of the layers, as counts of its steps.
+
+    Layers are equal, so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j]
+    counts the steps from degree i to degree j. Counts are those of a path if flow in and out agree and all
+    degrees used hang together; the latter is a second flow, which leaves the first degree with a unit for
+    every degree used and runs along steps that are taken. With one binary per layer and step instead, every
+    order of the runs is another solution of the same cost, and 96 layers of 6 degrees took up to 38 s
+    instead of 0.2 s.
+
+    Columns: first, last and used (binary, per degree), steps N (integer) and the second flow (both per pair
+    of degrees), the largest buffers.
+    """
+    count = len(problem.options)
+    first, last, used = (slice(k * count, (k + 1) * count) for k in range(3))
+    steps = slice(3 * count, 3 * count + count**2)
+    flow = slice(steps.stop, steps.stop + count**2)
+    buffers, width = flow.stop, flow.stop + 1
+    each = np.eye(count)
+    into = np.tile(each, count)
+    out = np.repeat(each, count, axis=1)
+
+    def rows(number: int, low: float, high: float, *parts: tuple[slice | int, Numbers]) -> LinearConstraint:
+        matrix = np.zeros((number, width))
+        for columns, values in parts:
+            matrix[:, columns] = values
+        return LinearConstraint(matrix, low, high)
+
+    resident = np.array([float(option.resident_units) for option in problem.options])
+    runtime = np.array([float(option.runtime_units) for option in problem.options])
+    limit = problem.memory_limit_bytes // MEMORY_UNIT_BYTES
+    constraints = [
+        rows(1, 1, 1, (first, 1.0)),
+        rows(1, problem.layers - 1, problem.layers - 1, (steps, 1.0)),
+        rows(count, 0, 0, (first, each), (steps, into - out), (last, -each)),
+        rows(count, -np.inf, 0, (first, each), (steps, into), (used, -problem.layers * each)),
+        rows(count**2, -np.inf, 0, (flow, np.eye(count**2)), (steps, -count * np.eye(count**2))),
+        rows(count, 0, np.inf, (flow, into - out), (used, -each), (first, count * each)),
+        rows(count, -np.inf, 0, (used, np.diag(runtime)), (buffers, -1.0)),
+        rows(1, -np.inf, limit, (first, resident), (steps, resident @ into), (buffers, 1.0)),
+    ]
+    cost, upper, whole = np.zeros(width), np.full(width, np.inf), np.zeros(width)
+    cost[first], cost[steps], cost[last] = _path_costs(problem)
+    whole[: steps.stop] = 1
+    upper[: steps.start] = 1
+    result = milp(
+        cost / 1000,  # in microseconds: the solver's absolute gap, 1e-6, is then below a nanosecond
+        constraints=constraints,
+        integrality=whole,
+        bounds=Bounds(0, upper),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.x is None or result.status != 0:
+        raise RuntimeError(f"the solver found no proven optimum for {problem.degrees}: {result.message}")
+    counts = np.rint(result.x[steps]).astype(int).reshape(count, count)
+    path = _walk(counts.tolist(), int(np.argmax(result.x[first])))
+    assert len(path) == problem.layers
+    return tuple(problem.degrees[place] for place in path)
+
+
+def _walk(steps: list[list[int]], first: int) -> list[int]:
+    """A path from ``first`` that takes every step as often as counted (Hierholzer 1873)."""
+    left = [list(row) for row in steps]
+    open_path, path = [first], []
+    while open_path:
+        here = open_path[-1]
+        # Staying comes first, so that layers of one degree stand together.
+        onward = sorted(range(len(left)), key=lambda place: place != here)
+        there = next((place for place in onward if left[here][place]), None)
+        if there is None:
+            path.append(open_path.pop())
+        else:
+            left[here][there] -= 1
+            open_path.append(there)
+    return path[::-1]
+
+
+def _path_costs(problem: DegreeProblem) -> tuple[Numbers, Numbers, Numbers]:
+    """Equation 5 split over a path: cost of the first degree, of each pair of neighbours, of the last one.
+
+    What happens inside a layer goes with the step into it. Of two neighbours, the computation of one pass
+    and the collective before it take the longer of both times, or their sum where activations are gathered.
+    """
+    inside = [_inside(option.forward) + _inside(option.backward[::-1]) for option in problem.options]
+    first = [
+        inner + option.forward[0].compute_ns[0] + option.backward[0].collective_ns[1]
+        for inner, option in zip(inside, problem.options, strict=True)
+    ]
+    last = [o.forward[-1].collective_ns[1] + o.backward[-1].compute_ns[0] for o in problem.options]
+    between = []
+    for earlier, later in product(problem.options, repeat=2):
+        forward = (earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
+        backward = (later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
+        if earlier.degree < later.degree:
+            gather = problem.gather_ns[earlier.degree, later.degree]
+            between.append(gather + sum(forward) + max(backward))
+        elif earlier.degree > later.degree:
+            gather = problem.gather_ns[later.degree, earlier.degree]
+            between.append(gather + max(forward) + sum(backward))
+        else:
+            between.append(max(forward) + max(backward))
+    entered = np.tile(np.array(inside, dtype=float), len(inside))
+    return np.array(first, dtype=float), np.array(between, dtype=float) + entered, np.array(last, dtype=float)
+
+
+def _inside(blocks: Sequence[PassCosts]) -> int:
+    """The terms of equation 3 that a layer has to itself."""
+    own = sum(max(block.compute_ns[1], block.collective_ns[0]) for block in blocks)
+    return own + sum(max(b.compute_ns[0], a.collective_ns[1]) for a, b in pairwise(blocks))
