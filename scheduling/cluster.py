@@ -71,12 +71,14 @@ class Link:
     """Share of ``bytes_per_s`` that large collectives reach."""
     half_bytes: float = 0.0
     """Message size of a hop that reaches half of that share."""
+    all_to_all_share: float = 1.0
+    """Share of the ring's rate that an all-to-all reaches, where every pair crosses the same root."""
     source: str = ""
 
     def __post_init__(self) -> None:
         require_positive(self, ("bytes_per_s",))
         require_positive(self, ("latency_ns", "half_bytes"), zero=True)
-        require_fraction(self, ("efficiency",))
+        require_fraction(self, ("efficiency", "all_to_all_share"))
 
     def transfer_ns(self, sent_bytes: float, hops: int) -> float:
         """Time to send so many bytes in ``hops`` equal messages, one after the other."""

@@ -65,7 +65,8 @@ def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: Group
         return 0
     volume = bytes_by_level(kind, payload, group)
     count = hops(kind, group.size)
-    intra = cluster.intra.transfer_ns(volume[Level.INTRA], count if group.per_node > 1 else 0)
+    share = cluster.intra.all_to_all_share if kind is Kind.ALL_TO_ALL else 1.0
+    intra = cluster.intra.transfer_ns(volume[Level.INTRA] / share, count if group.per_node > 1 else 0)
     if group.level is Level.INTRA:
         return round(intra)
     # NCCL's rings between nodes are as long as the group, its trees are not: latency grows with the nodes.

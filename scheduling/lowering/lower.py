@@ -201,11 +201,11 @@ def _with_programs(
     if any(isinstance(i, Pair) for i in instructions):
         decision = choices.pairing
         if decision is None:
-            if kind.pairs is not PairMethod.SWITCH:
+            if kind.pairs is not PairMethod.TURNS:
                 raise ValueError(
                     f"overlap.schedule={schedule.name} needs a pairing: plan with a profile (braid plan)"
                 )
-            decision = PairingDecision(method=PairMethod.SWITCH)
+            decision = PairingDecision(method=PairMethod.TURNS)
         pairs["layer", "layer"] = pair_program(layer.forward, layer.backward, decision)
     return replace(schedule, programs=programs, splits=splits, pairs=pairs)
 

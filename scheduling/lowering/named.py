@@ -20,8 +20,8 @@ from braid.scheduling.spec import ParallelLayout, Placement
 class PairMethod(StrEnum):
     """How the two passes of a paired block share the rank."""
 
-    SWITCH = "switch"
-    """A strand runs until it has started a collective, then the other one does (Wavelet's round robin)."""
+    TURNS = "turns"
+    """The strands take turns, operator by operator (Wavelet's round robin)."""
     BARRIERS = "barriers"
     """Paired segments between barriers (DHelix)."""
     ORDER = "order"
@@ -48,14 +48,14 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     "intra_batch": PipelineKind(
         generator=one_forward_one_backward, placement=Placement.LINEAR, splits_collectives=True
     ),
-    "wavelet": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.SWITCH),
+    "wavelet": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.TURNS),
     "bidirectional": PipelineKind(
         generator=bidirectional, placement=Placement.BIDIRECTIONAL, pairs=PairMethod.BARRIERS
     ),
     "dhelix": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS),
     "braid": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
     "braid_v": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
-    "dualpipev": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.SWITCH),
+    "dualpipev": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.TURNS),
     "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED),
 }
 """Training schedules by the names that users know."""

@@ -6,7 +6,7 @@ A generator gives only blocks; `braid.scheduling.lowering.lower` adds communicat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from braid.scheduling.schedule import Block, Direction, Gradients, Pair, Strand
+from braid.scheduling.schedule import Block, Direction, Gradients, Pair, Strand, blocks_in
 from braid.scheduling.spec import ParallelLayout, Placement
 
 BlockOrder = tuple[tuple[Block | Pair, ...], ...]
@@ -51,7 +51,8 @@ def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     if micro_batches % p:
         raise ValueError(
             f"overlap.schedule=interleaved needs a multiple of parallel.pp={p} micro-batches a replica, "
-            f"train.global_batch and train.micro_batch give {micro_batches}"
+            f"train.global_batch and train.micro_batch give {micro_batches}; make them give "
+            f"{-(-micro_batches // p) * p}, or use overlap.schedule=megatron"
         )
     total = turns * micro_batches
 
@@ -166,13 +167,40 @@ def on_strands(orders: Sequence[Sequence[Block | Pair]], stages: int) -> BlockOr
 
 
 def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Forward passes alone, for validation: micro-batch after micro-batch through all chunks of a stage.
+    """Forward passes alone, for validation, through all chunks of a stage; any number of micro-batches.
 
-    In a folded pipeline a micro-batch's second visit waits for those behind it, as in `folded_w`.
+    Where a micro-batch visits a stage twice, its second visit waits for those behind it, as in the training
+    schedules.
     """
-    if not layout.folded:
-        return tuple(tuple(forward_block(m, s) for m in range(micro_batches)) for s in range(layout.pp))
+    match layout.placement:
+        case Placement.LINEAR:
+            return tuple(
+                tuple(forward_block(m, stage) for m in range(micro_batches)) for stage in range(layout.pp)
+            )
+        case Placement.FOLDED:
+            return _forwards_of(folded_w(layout, micro_batches))
+        case Placement.BIDIRECTIONAL:
+            return _forwards_of(bidirectional(layout, micro_batches))
+        case Placement.INTERLEAVED:
+            groups = [range(m, min(m + layout.pp, micro_batches)) for m in range(0, micro_batches, layout.pp)]
+            return tuple(
+                tuple(
+                    forward_block(m, chunk)
+                    for group in groups
+                    for chunk in layout.chunks_of(stage)
+                    for m in group
+                )
+                for stage in range(layout.pp)
+            )
+
+
+def _forwards_of(order: BlockOrder) -> BlockOrder:
     return tuple(
-        tuple(block for block in stage if isinstance(block, Block) and block.direction is Direction.FORWARD)
-        for stage in folded_w(layout, micro_batches)
+        tuple(
+            block
+            for instruction in stage
+            for block in blocks_in(instruction)
+            if block.direction is Direction.FORWARD
+        )
+        for stage in order
     )

@@ -24,7 +24,7 @@ class PairingDecision:
 
     ``order``: every step is an operator, ``F:qkv`` or ``B:qkv.wgrad``, in the order of issue.
     ``barriers``: every step is a segment, ``qkv attention | mlp_scatter.grad``; one side may be empty.
-    ``switch``: no steps; the graphs' own order, a change at every collective.
+    ``turns``: no steps; the graphs' own orders, one operator of each strand after the other.
     """
 
     method: PairMethod
@@ -67,8 +67,8 @@ def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> 
     graphs: dict[Direction | None, Graph] = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
     if decision.method is PairMethod.BARRIERS:
         return _segments_program(graphs, decision.steps)
-    if decision.method is PairMethod.SWITCH:
-        steps = _switching(graphs)
+    if decision.method is PairMethod.TURNS:
+        steps = _taking_turns(graphs)
     else:
         steps = [_parse_step(step) for step in decision.steps]
     _check_names("pairing", graphs, steps)
@@ -156,19 +156,13 @@ def _segments_program(graphs: Mapping[Direction | None, Graph], segments: Sequen
     return tuple(issuer.actions)
 
 
-def _switching(graphs: Mapping[Direction | None, Graph]) -> list[Step]:
-    """The backward strand runs until it has started a collective, then the forward one does, and so on."""
-    left = {side: list(graph.operators) for side, graph in graphs.items()}
-    steps: list[Step] = []
-    side: Direction | None = Direction.BACKWARD
-    while any(left.values()):
-        while left[side]:
-            op = left[side].pop(0)
-            steps.append((side, op.name))
-            if op.kind.communicates:
-                break
-        side = Direction.FORWARD if side is Direction.BACKWARD else Direction.BACKWARD
-    return steps
+def _taking_turns(graphs: Mapping[Direction | None, Graph]) -> list[Step]:
+    """One operator of the backward strand, one of the forward strand, and so on."""
+    sides = [(side, graphs[side].operators) for side in (Direction.BACKWARD, Direction.FORWARD)]
+    longest = max(len(operators) for _, operators in sides)
+    return [
+        (side, operators[n].name) for n in range(longest) for side, operators in sides if n < len(operators)
+    ]
 
 
 def _parse_step(step: str) -> Step:

@@ -14,8 +14,9 @@ def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     p = layout.pp
     if micro_batches < 2 * p:
         raise ValueError(
-            f"overlap.schedule=dualpipev needs at least 2 x parallel.pp={2 * p} micro-batches a replica, "
-            f"train.global_batch and train.micro_batch give {micro_batches}"
+            f"overlap.schedule=dualpipev and braid_v need 2 micro-batches a replica for each of parallel.pp="
+            f"{p} stages, train.global_batch and train.micro_batch give {micro_batches}; make them give "
+            f"{2 * p} or more, or use overlap.schedule=braid"
         )
     return on_strands([_DualPipeStage(p, stage, micro_batches).order() for stage in range(p)], p)
 

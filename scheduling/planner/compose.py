@@ -17,7 +17,7 @@ from braid.scheduling.planner.list_schedule import (
     issue_ns,
     list_schedule,
     pairing_order,
-    switching_order,
+    turns_order,
 )
 from braid.scheduling.planner.pairing import Pairing, pair
 from braid.scheduling.planner.strands import PairProblem, pair_problem
@@ -94,11 +94,11 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[PairingDec
     """
     segments = pair(problem)
     found = list_schedule(problem, [pairing_order(problem, segments)])
-    switched = issue_ns(problem, switching_order(problem))
+    in_turns = issue_ns(problem, turns_order(problem))
     prices = {
         PairMethod.ORDER: found.ns,
         PairMethod.BARRIERS: segments.ns,
-        PairMethod.SWITCH: switched,
+        PairMethod.TURNS: in_turns,
     }
     chosen = method
     if method is PairMethod.ORDER and segments.ns < found.ns:

@@ -291,8 +291,18 @@ def _is_dominated(
     return False
 
 
+def turns_order(problem: PairProblem) -> tuple[int, ...]:
+    """Wavelet's round robin: the strands take turns, operator by operator, the backward one first."""
+    count, others = len(problem.forward), len(problem.backward)
+    order: list[int] = []
+    for n in range(max(count, others)):
+        order += [count + n] if n < others else []
+        order += [n] if n < count else []
+    return tuple(order)
+
+
 def switching_order(problem: PairProblem) -> tuple[int, ...]:
-    """Wavelet's round robin: a strand runs until it has started a collective, then the other one does."""
+    """A strand runs until it has started a collective, then the other one does; a start for the search."""
     graphs = (problem.forward, problem.backward)
     offsets = (0, len(problem.forward))
     places = [0, 0]

@@ -6,13 +6,15 @@ from functools import cache
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.programs import PairingDecision
 from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
     Block,
     Direction,
     Instruction,
+    Pair,
     Receive,
     Schedule,
     Send,
@@ -49,13 +51,56 @@ def layout_for(name: str, stages: int, tp: int = 1) -> ParallelLayout:
     return ParallelLayout(pp=stages, tp=tp, placement=SCHEDULES[name].placement)
 
 
+UNPAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is None)
+PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is not None)
+SPLIT = ("braid_v", "dualpipev", "zbv")
+"""Schedules that put weight gradients off."""
+
+
+def exists(name: str, stages: int, micro_batches: int) -> bool:
+    """Whether a named schedule is defined for so many stages and micro-batches."""
+    match name:
+        case "interleaved":
+            return micro_batches % stages == 0
+        case "dualpipev" | "braid_v":
+            return micro_batches >= 2 * stages
+        case _:
+            return True
+
+
+def in_turn(layer: Part, method: PairMethod) -> PairingDecision:
+    """A pairing that needs no profile: operator after operator, forward and backward taking turns."""
+    forward = [op.name for op in layer.forward.operators]
+    backward = [op.name for op in layer.backward.operators]
+    if method is PairMethod.SWITCH:
+        return PairingDecision(method=method)
+    if method is PairMethod.BARRIERS:
+        width = max(len(forward), len(backward))
+        padded = [names + [""] * (width - len(names)) for names in (forward, backward)]
+        return PairingDecision(method=method, steps=tuple(f"{f} | {b}" for f, b in zip(*padded, strict=True)))
+    steps = [f"{side}:{name}" for side, names in (("F", forward), ("B", backward)) for name in names]
+    return PairingDecision(method=method, steps=tuple(steps))
+
+
 @cache
 def named_schedule(
-    name: str, stages: int, micro_batches: int, tp: int = 1, recompute: str = "none"
+    name: str,
+    stages: int,
+    micro_batches: int,
+    tp: int = 1,
+    recompute: str = "none",
+    early_reduction: bool = False,
+    gathers: bool = False,
 ) -> Schedule:
     """A generated schedule with the programs of the Llama model; GPT's are the same."""
     parts = model_parts(LLAMA, tp, recompute)
-    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts)
+    method = SCHEDULES[name].pairs
+    choices = Choices(
+        pairing=None if method is None else in_turn(parts["layer"], method),
+        early_reduction=early_reduction,
+        gathers=gathers,
+    )
+    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts, choices)
 
 
 def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) -> Schedule:
@@ -65,18 +110,22 @@ def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) 
     return replace(schedule, stages=tuple(stages))
 
 
-def _on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
-    """The schedule with some of its micro-batches on strand beta."""
+def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
+    """The schedule with these micro-batches on strand beta, the others on alpha."""
 
     def block(old: Block) -> Block:
         return replace(old, strand=Strand.BETA if old.micro_batch in beta else Strand.ALPHA)
 
     def moved(old: Instruction) -> Instruction:
-        if isinstance(old, Block):
-            return block(old)
-        if isinstance(old, Send | Receive | WaitSend | WaitReceive):
-            return replace(old, block=block(old.block))
-        return old
+        match old:
+            case Block():
+                return block(old)
+            case Pair(forward, backward):
+                return Pair(block(forward), block(backward))
+            case Send() | Receive() | WaitSend() | WaitReceive():
+                return replace(old, block=block(old.block))
+            case _:
+                return old
 
     return replace(schedule, stages=tuple(tuple(map(moved, stage)) for stage in schedule.stages))
 
@@ -101,14 +150,24 @@ def _channel(receive: Receive) -> tuple[int, Direction]:
 
 @st.composite
 def valid_schedules(
-    draw: st.DrawFn, min_stages: int = 1, min_micro_batches: int = 1
+    draw: st.DrawFn, min_stages: int = 1, max_stages: int = 4, names: tuple[str, ...] = tuple(SCHEDULES)
 ) -> tuple[Schedule, ParallelLayout]:
-    """Generated schedules with micro-batches on either strand and some receives asked for early."""
-    name = draw(st.sampled_from(["megatron", "folded"]))
-    stages = draw(st.integers(min_stages, 4))
-    micro_batches = draw(st.integers(min_micro_batches, 6))
-    schedule = named_schedule(name, stages, micro_batches, 2)
-    schedule = _on_strands(schedule, draw(st.frozensets(st.integers(0, micro_batches - 1))))
+    """Generated schedules of all kinds, varied in what does not make them invalid.
+
+    Strands change places (micro-batches that nothing is paired with are on either), some receives are asked
+    for early, gradients are reduced early, parameters are gathered.
+    """
+    name = draw(st.sampled_from(names))
+    stages = draw(st.integers(min_stages, max_stages))
+    micro_batches = draw(st.sampled_from([m for m in range(1, 2 * stages + 3) if exists(name, stages, m)]))
+    schedule = named_schedule(
+        name, stages, micro_batches, 2, early_reduction=draw(st.booleans()), gathers=draw(st.booleans())
+    )
+    if not any(isinstance(i, Pair) for stage in schedule.stages for i in stage):
+        schedule = on_strands(schedule, draw(st.frozensets(st.integers(0, micro_batches - 1))))
+    elif draw(st.booleans()):
+        alpha = {b.micro_batch for s in range(stages) for b in schedule.blocks(s) if b.strand is Strand.ALPHA}
+        schedule = on_strands(schedule, frozenset(alpha))
     for _ in range(draw(st.integers(0, 3))):
         stage = draw(st.integers(0, stages - 1))
         receives = [n for n, i in enumerate(schedule.stages[stage]) if isinstance(i, Receive)]

@@ -1,0 +1,311 @@
+"""What Centauri publishes beside what the simulation says (ASPLOS 2024, section 5).
+
+``rows`` needs clusters and nothing else. Every constant belongs to a GPU or a link; a figure that does not
+fit is shown as not fitting, with the reason as far as it is known.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
+from braid.scheduling.planner.data_parallel import StepResult, schedule_step, step_tasks
+from braid.scheduling.planner.model import Method, Step, Unit, choices, state_bytes
+from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.planner.partition import Dim, matmul
+
+SEQUENCE = 2048
+BATCHES = (1, 2, 4, 8)
+"""Samples of one micro-batch of a rank."""
+TOLERANCE = 0.05
+"""Share by which a simulated figure may miss a published one."""
+OPTIMIZER_BYTES_PER_PARAMETER = 34
+"""AdamW in mixed precision: gradient, moments and master weight read; those, and the parameter, written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of Centauri's table 4 (LLaMA; the width of the MLP as LLaMA has it, 8/3 of the model's)."""
+
+    name: str
+    hidden: int
+    layers: int
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP, a multiple of 256."""
+        return -(-self.hidden * 8 // 3 // 256) * 256
+
+
+MODELS = (
+    Model(name="small", hidden=4096, layers=18),
+    Model(name="medium", hidden=5120, layers=15),
+    Model(name="big", hidden=6656, layers=10),
+    Model(name="large", hidden=8192, layers=8),
+)
+
+
+def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: int = 1) -> Step:
+    """The work of one step: layers only, as the paper's metric counts attention and MLP."""
+    tokens, h, f = batch * SEQUENCE, model.hidden, model.ffn
+    rate = gpu.memory_bytes_per_s * gpu.memory_efficiency
+    # Causal attention: half of 4 s^2 h forward, five products for two backward.
+    flops = 2 * tokens * SEQUENCE * h
+    attention = flops / (gpu.peak_flops_per_s * gpu.attention.at(flops)) * 1e9
+    # A norm and a residual each read and write about three tensors; SwiGLU three of the wider ones.
+    norm = 3 * 2 * tokens * h / rate * 1e9
+    swiglu = 3 * 2 * tokens * f / rate * 1e9
+    row = Dim(name="tokens", size=tokens)
+
+    def unit(name: str, inputs: int, outputs: int, forward_ns: float, backward_ns: float) -> Unit:
+        return Unit(
+            name=name,
+            parameters=inputs * outputs,
+            matmul=matmul(name, row, Dim(name="in", size=inputs), Dim(name="out", size=outputs)),
+            attached_forward_ns=round(forward_ns),
+            attached_backward_ns=round(backward_ns),
+        )
+
+    return Step(
+        units=(
+            unit("qkv", h, 3 * h, attention, 2.5 * attention),
+            unit("projection", h, h, 2 * norm, 2 * norm),
+            unit("gate_up", h, 2 * f, swiglu, 2 * swiglu),
+            unit("down", f, h, 2 * norm, 2 * norm),
+        ),
+        layers=model.layers,
+        micro_batches=micro_batches,
+        group=group,
+        optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published figure beside the simulated one; a range where the paper gives or implies one."""
+
+    figure: str
+    published: float | tuple[float, float]
+    simulated: float
+    fits: bool
+    note: str
+
+
+def rows(clusters: Mapping[str, ClusterSpec]) -> list[Row]:
+    """Centauri's figures on clusters ``centauri_a`` and ``centauri_b``; `ValueError` if one is missing."""
+    for name in ("centauri_a", "centauri_b"):
+        if name not in clusters:
+            raise ValueError(f"cluster {name} is missing; known here: {', '.join(clusters)}")
+    small, large = clusters["centauri_a"], clusters["centauri_b"]
+    return [
+        *_sharded_rows(small),
+        *_bound_rows(small),
+        *_replicated_rows(small),
+        _hybrid_row(small),
+        _scale_row(large),
+    ]
+
+
+@cache
+def _run(
+    method: Method, model: Model, batch: int, ranks: int, cluster: ClusterSpec, steps: int = 1
+) -> StepResult:
+    group = Group(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
+    return schedule_step(method, llama_step(model, batch, group, cluster.gpu), cluster, steps)
+
+
+def _speedup(model: Model, batch: int, ranks: int, cluster: ClusterSpec) -> float:
+    """Of Centauri over ZeRO 3, both with sharded parameters."""
+    base = _run(Method.ZERO3, model, batch, ranks, cluster)
+    return base.total_ns / _run(Method.CENTAURI_FSDP, model, batch, ranks, cluster).total_ns
+
+
+@cache
+def _whole_group_speedup(
+    model: Model, batch: int, ranks: int, cluster: ClusterSpec
+) -> tuple[float, StepResult]:
+    """Of Centauri without group partition over ZeRO 3, and the latter."""
+    base = _run(Method.ZERO3, model, batch, ranks, cluster)
+    group = Group(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
+    step = llama_step(model, batch, group, cluster.gpu)
+    times = (
+        makespan_ns(run_in_order(step_tasks(Method.CENTAURI_FSDP, step, cluster, choice)))
+        for choice in choices(Method.CENTAURI_FSDP, step)
+        if not choice.hierarchical
+    )
+    return base.total_ns / min(times), base
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _sharded_rows(cluster: ClusterSpec) -> Iterator[Row]:
+    """Figure 8: 16 GPUs of cluster A, sharded parameters."""
+    biggest = MODELS[-1]
+    table = {model: [_speedup(model, batch, 16, cluster) for batch in BATCHES] for model in MODELS}
+    high = max(table[biggest][2:])
+    yield Row(
+        figure="8, section 5.1: over ZeRO 3 on 16 GPUs of A, large batch, larger models (over 1.4)",
+        published=(1.4, 1.45),
+        simulated=high,
+        fits=1.4 <= high <= 1.45 * (1 + TOLERANCE),
+        note=f"large model, the better of batches 4 and 8; batches {BATCHES}: {_listed(table[biggest])}; at "
+        f"8 computation covers nearly all communication of ZeRO 3 too, so that little is left to win; "
+        f"no contention is modelled, and the schedule with more overlap gains by that",
+    )
+    every = max(max(values) for values in table.values())
+    yield Row(
+        figure="abstract: up to 1.45 on single parallel tasks",
+        published=1.45,
+        simulated=every,
+        fits=abs(every / 1.45 - 1) <= TOLERANCE,
+        note="the most over all models and batches; at batches 1 and 2 the network is the limit and group "
+        "partition halves what crosses it on two nodes (1/2 of the tensor for each node, a ring 15/16), "
+        "which the paper's small batches do not show; its baseline may already have moved that little",
+    )
+    middle = [table[model][2] for model in MODELS]
+    yield Row(
+        figure="8: speed-up grows with the model (batch 4; share of neighbours that grow)",
+        published=1.0,
+        simulated=_rising(middle),
+        fits=_rising(middle) == 1.0,
+        note=f"{', '.join(model.name for model in MODELS)}: {_listed(middle)}",
+    )
+    yield Row(
+        figure="8: speed-up grows with the batch (large model; share of neighbours that grow)",
+        published=1.0,
+        simulated=_rising(table[biggest]),
+        fits=_rising(table[biggest]) == 1.0,
+        note=f"batches {BATCHES}: {_listed(table[biggest])}; group partition wins most where the network is "
+        f"the limit, and where computation covers communication nothing is left",
+    )
+    whole = [_whole_group_speedup(biggest, batch, 16, cluster)[0] for batch in BATCHES]
+    yield Row(
+        figure="8: the same with whole groups, workload partition and priorities only",
+        published=1.0,
+        simulated=_rising(whole),
+        fits=_rising(whole) == 1.0,
+        note=f"batches {BATCHES}: {_listed(whole)}; grows until computation covers communication, as it does "
+        f"from batch 8 in the paper (figure 12), and falls from there",
+    )
+
+
+def _rising(values: Sequence[float]) -> float:
+    """Share of neighbouring values that do not fall."""
+    return sum(a <= b for a, b in pairwise(values)) / (len(values) - 1)
+
+
+def _bound_rows(cluster: ClusterSpec) -> Iterator[Row]:
+    """Section 5.4: speed-up over the serial step against min(1/alpha, 1/(1-alpha))."""
+    whole, parted = [], []
+    for model in MODELS:
+        for batch in BATCHES:
+            speedup, base = _whole_group_speedup(model, batch, 16, cluster)
+            bound = min(1 / base.alpha, 1 / (1 - base.alpha))
+            serial = base.serial_ns / base.total_ns
+            whole.append(serial * speedup / bound)
+            parted.append(serial * _speedup(model, batch, 16, cluster) / bound)
+    yield Row(
+        figure="5.4: share of the bound min(1/alpha, 1/(1-alpha)) reached, whole groups, at most",
+        published=(0.0, 1.0),
+        simulated=max(whole),
+        fits=max(whole) <= 1.0,
+        note=f"over the serial step of the same collectives, all models and batches; least {min(whole):.2f}: "
+        f"no contention is modelled, so that all but the ends is hidden",
+    )
+    yield Row(
+        figure="5.4: the same with group partition, alpha of the unpartitioned collectives",
+        published=(0.0, 1.0),
+        simulated=max(parted),
+        fits=max(parted) <= 1.0,
+        note="the bound holds for overlap alone; partitioned collectives also send less between nodes: the "
+        "communication that alpha counts is not the communication that runs",
+    )
+
+
+def _replicated_rows(cluster: ClusterSpec) -> Iterator[Row]:
+    """Figure 9: 16 GPUs of cluster A, data parallelism."""
+    methods = (Method.DDP, Method.OOO_BACKPROP, Method.ZERO1, Method.ZERO2)
+    best, gains = 0, []
+    for model in MODELS[:2]:
+        for batch in BATCHES:
+            ours = _run(Method.CENTAURI, model, batch, 16, cluster, steps=3).total_ns
+            others = [_run(method, model, batch, 16, cluster, steps=3).total_ns for method in methods]
+            best += ours <= min(others)
+            gains.append(min(others) / ours)
+    cases = 2 * len(BATCHES)
+    yield Row(
+        figure="9: Centauri before DDP, out-of-order backpropagation, ZeRO 1 and 2 (share of cases)",
+        published=1.0,
+        simulated=best / cases,
+        fits=best == cases,
+        note=f"small and medium, batches {BATCHES}, three steps in a row; over the best of the others "
+        f"{min(gains):.2f} to {max(gains):.2f}",
+    )
+    usable = cluster.usable_bytes
+    group = Group(size=16, per_node=8)
+    over = []
+    for model in MODELS:
+        parameters = llama_step(model, 1, group, cluster.gpu).parameters
+        if state_bytes(Method.DDP, parameters, 16) > usable:
+            over.append(model.name)
+    yield Row(
+        figure="9: DDP and out-of-order backpropagation frequently run out of memory (models of four)",
+        published=(1.0, 4.0),
+        simulated=float(len(over)),
+        fits=len(over) > 0,
+        note=f"parameters, gradients and optimizer alone exceed the device: {', '.join(over) or 'none'}; "
+        f"activations come on top; the paper gives no number, at least one is taken for frequently",
+    )
+
+
+def _hybrid_row(cluster: ClusterSpec) -> Row:
+    """Figure 10: 48 GPUs of cluster A, parameters sharded in 3, 6 or 12 groups."""
+    gains: dict[str, list[float]] = {}
+    for replicas, shards in ((3, 16), (6, 8), (12, 4)):
+        inner = group_of(1, shards, cluster.gpus_per_node)
+        outer = group_of(shards, replicas, cluster.gpus_per_node)
+        steps = [replace(llama_step(MODELS[2], b, inner, cluster.gpu), replicas=outer) for b in BATCHES]
+        gains[f"DP{replicas}+FSDP{shards}"] = [
+            schedule_step(Method.ZERO3, step, cluster).total_ns
+            / schedule_step(Method.CENTAURI_FSDP, step, cluster).total_ns
+            for step in steps
+        ]
+    high = max(max(values) for values in gains.values())
+    listed = "; ".join(f"{name}: {_listed(values)}" for name, values in gains.items())
+    return Row(
+        figure="10, abstract: up to 1.49 on hybrid tasks (here shards with replicas, not pipelines)",
+        published=1.49,
+        simulated=high,
+        fits=abs(high / 1.49 - 1) <= TOLERANCE,
+        note=f"big model, batches {BATCHES}, over ZeRO with an all-reduce of each shard; {listed}",
+    )
+
+
+def _scale_row(cluster: ClusterSpec) -> Row:
+    """Figure 13: 256 GPUs of cluster B."""
+    big = MODELS[2]
+    gains = [_speedup(big, batch, 256, cluster) - 1 for batch in BATCHES]
+    inside = min(gains) <= 0.05 <= max(gains)
+    return Row(
+        figure="13: gain over ZeRO 3 on 256 GPUs of B (nearly 5 %; batch not given)",
+        published=0.05,
+        simulated=sum(gains) / len(gains),
+        fits=inside,
+        note=f"mean over batches {BATCHES}, big model: {_listed(100 * gain for gain in gains)} %; fits if "
+        f"the published gain lies among them",
+    )
+
+
+def report(found: Sequence[Row]) -> str:
+    """Rows as a table of text."""
+    lines = [f"{'published':>14}  {'simulated':>9}  fits  figure"]
+    for row in found:
+        low_high = row.published if isinstance(row.published, tuple) else (row.published,)
+        published = " to ".join(f"{value:.2f}" for value in low_high)
+        mark = "yes" if row.fits else "NO"
+        lines.append(f"{published:>14}  {row.simulated:>9.2f}  {mark:>4}  {row.figure}")
+        lines.append(f"{'':33}{row.note}")
+    return "\n".join(lines)
