@@ -7,15 +7,18 @@ the path of the key, its value, and what would be right.
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
+    AXES,
+    CONTEXT_MODES,
     FAMILIES,
     ModelShape,
     ParallelLayout,
@@ -56,8 +59,12 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """The model. Sizes that are left out follow from ``hidden``."""
+    """The model: a preset (`braid presets`), sizes, or a preset with some of them changed.
 
+    Sizes that are left out follow from ``hidden``.
+    """
+
+    preset: str | None = None
     family: Literal["llama", "gpt", "moe"] = "llama"
     hidden: Positive = 256
     layers: Positive = 4
@@ -70,11 +77,16 @@ class ModelConfig(_Section):
     tied_head: bool = False
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    experts: Annotated[int, Field(ge=0)] = 0  # family moe
+    top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
+    capacity_factor: Annotated[float, Field(gt=0)] = 1.0
     # a layer of your own: "package.module:Class" or "file.py:Class"
     layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
 
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
+        if self.preset is not None:
+            return self._preset_shape(self.preset, vocabulary)
         if self.head_dim is None and self.hidden % self.heads:
             raise ConfigError(
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
@@ -98,7 +110,27 @@ class ModelConfig(_Section):
             tied_head=self.tied_head,
             norm_eps=self.norm_eps,
             rotary_base=self.rotary_base,
+            experts=self.experts,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
         )
+
+    def _preset_shape(self, preset: str, vocabulary: int) -> ModelShape:
+        """The preset with the keys that the configuration sets itself."""
+        from braid.scheduling.presets.library import model_preset
+
+        try:
+            base = model_preset(preset)
+            given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer"}}
+            shape = replace(base, **given)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if shape.vocabulary < vocabulary:
+            raise ConfigError(
+                f"model.preset={preset!r} has a vocabulary of {shape.vocabulary}, too small for the "
+                f"tokenizer's {vocabulary} tokens; set model.vocabulary"
+            )
+        return shape
 
 
 class DataConfig(_Section):
@@ -136,13 +168,34 @@ class TrainConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """Degrees of the mesh axes; their product is the number of ranks."""
+    """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
+
+    ``parallel: auto`` lets `braid plan` search them; ``{auto: true, tp: 8}`` fixes those that are given.
+    """
 
     dp: Positive = 1
     tp: Positive = 1
     pp: Positive = 1
     cp: Positive = 1
     ep: Positive = 1
+    auto: bool = False
+    zero: Annotated[int, Field(ge=0, le=1)] = 0  # 1: optimizer states cut over data-parallel ranks
+    context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, content: Any) -> Any:
+        """``auto`` as a word."""
+        if isinstance(content, str):
+            if content != "auto":
+                raise ValueError("must hold degrees, such as {tp: 2}, or be the word auto")
+            return {"auto": True}
+        return content
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """The degrees that the configuration gives."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "ep") if axis in self.model_fields_set}
 
 
 class OverlapConfig(_Section):
@@ -207,8 +260,12 @@ class Config(_Section):
         return self.model_copy(update={"runs": self.runs.resolve()})
 
     def layout(self) -> ParallelLayout:
-        """The mesh, folded if the schedule asks for it."""
-        degrees = self.parallel.model_dump()
+        """The mesh, with the model's chunks where the schedule wants them."""
+        if self.parallel.auto:
+            raise ConfigError(
+                "parallel: auto is decided by `braid plan`; run it and set the degrees that it finds"
+            )
+        degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
         return ParallelLayout(**degrees, placement=SCHEDULES[self.overlap.schedule].placement)
 
     def workload(self) -> Workload:
@@ -225,6 +282,11 @@ class Config(_Section):
                     f"executed in this version; use one of {', '.join(EXECUTABLE)}"
                 )
             check_runnable(shape, self.layout())
+            if self.parallel.zero:
+                raise ConfigError(
+                    f"parallel.zero={self.parallel.zero} can be planned and simulated, but not executed in "
+                    f"this version; set it to 0"
+                )
             check_fit(shape, self.layout(), self.workload())
         except ConfigError:
             raise
@@ -239,7 +301,7 @@ class Config(_Section):
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides."""
-    return parse_config(_read(Path(path)), overrides, source=str(path))
+    return parse_config(read_content(Path(path)), overrides, source=str(path))
 
 
 def parse_config(
@@ -256,7 +318,8 @@ def parse_config(
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_content(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; `ConfigError` where there is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
+from braid.jobs.planning_cli import register
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -160,6 +161,9 @@ def bench_training(
         typer.echo(json.dumps(result.as_json()))
     else:
         show(Console(), result)
+
+
+register(app, bench)
 
 
 @bench.callback()

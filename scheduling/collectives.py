@@ -70,6 +70,7 @@ def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: Group
     if group.level is Level.INTRA:
         return round(intra)
     # NCCL's rings between nodes are as long as the group, its trees are not: latency grows with the nodes.
-    between = min(count, 2 * group.nodes)
+    passes = 2 if kind is Kind.ALL_REDUCE else 1
+    between = min(count, 2 * passes * group.nodes)
     inter = cluster.link(Level.INTER).transfer_ns(volume[Level.INTER], between)
     return round(max(intra, inter))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.schedule import (
     Block,
+    Compute,
     Direction,
     Gradients,
     Pair,
@@ -144,6 +145,7 @@ def _activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]],
     saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in held.items()}
     layer = next(part for parts in held.values() for part in parts if part.name == "layer")
     message = layer.values[layer.output].bytes(width)
+    late = _late_bytes(schedule, layer, width)
     received: set[Block] = set()
     now = 0
     during = []
@@ -169,10 +171,23 @@ def _activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]],
                 now += run(instruction)
             case Pair(forward, backward):
                 # Layer by layer one of them takes while the other gives: at most one layer's worth on top.
-                most += layer.saved_bytes(width)
+                most += layer.saved_bytes(width) + late
                 now += run(forward) + run(backward)
         during.append(max(most, now))
     return during
+
+
+def _late_bytes(schedule: Schedule, layer: Part, width: int) -> int:
+    """What weight gradients that are put off to the next layer of a paired block keep until then."""
+    names = {
+        name
+        for program in schedule.pairs.values()
+        for action in program
+        if isinstance(action, Compute) and action.late
+        for name in layer.backward.named(action.operator).reads
+    }
+    owners = {layer.values[name].alias_of or name for name in names}
+    return sum(layer.values[name].bytes(width) for name in owners)
 
 
 def peak_position(

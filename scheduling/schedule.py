@@ -21,9 +21,10 @@ and per part of the model (embedding, layer, head) and pass one operator program
     barrier             wait for everything that is under way (paired programs only)
 
 ``program layer|layer`` is that of a layer's forward beside a layer's backward: its operators are written
-``F:NAME`` and ``B:NAME``. The layers of a paired block are paired one by one, first forward layer with last
-backward layer; what one of the two has more (embedding, head, uneven layers) runs by its own program, the
-backward's before, the forward's after.
+``F:NAME`` and ``B:NAME``; ``P:NAME`` is a weight gradient that the previous backward layer of the same block
+left for here (the first layer skips it, after the last one it follows). The layers of a paired block are
+paired one by one, first forward layer with last backward layer; what one of the two has more (embedding,
+head, uneven layers) runs by its own program, the backward's before, the forward's after.
 
 All ranks of a stage run the same lists in the same order. `braid.scheduling.schedule_parser` reads the
 text back.
@@ -220,9 +221,11 @@ class Compute:
     operator: str
     side: Direction | None = None
     """In a paired program: the strand's pass that the operator belongs to."""
+    late: bool = False
+    """In a paired program: a weight gradient of the backward layer before this one in the same block."""
 
     def __str__(self) -> str:
-        return f"compute {_sided(self)}"
+        return f"compute {'P:' + self.operator if self.late else _sided(self)}"
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ def parse_instruction(token: str) -> Instruction:
 def parse_action(line: str, *, paired: bool = False) -> PairAction:
     """Parse one line of an operator program (``paired``: of two passes); `ValueError` for anything else."""
     match line.split():
+        case ["compute", name] if paired and name.startswith("P:") and len(name) > 2:
+            return Compute(name[2:], Direction.BACKWARD, late=True)
         case ["compute", name]:
             return Compute(*_operator(name, paired))
         case ["start", name, "on", stream]:

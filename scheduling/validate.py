@@ -108,6 +108,7 @@ class _StageCheck:
         )
         self._done: set[Block] = set()
         self._owed: set[Block] = set()
+        self._gathers = any(isinstance(i, Gather) for instructions in schedule.stages for i in instructions)
         self._gathering: set[int] = set()
         self._gathered: set[int] = set()
         self._receives: set[Block] = set()
@@ -159,6 +160,8 @@ class _StageCheck:
     def _block(self, block: Block) -> str | None:
         if block.whole not in self._expected:
             return f"{block} does not run on this stage: {self._blocks_here(block)}"
+        if self._gathers and block.chunk not in self._gathered:
+            return f"the parameters of chunk {block.chunk} have not been gathered, as those of others are"
         if block.chunk in self._gathering:
             return f"the parameters of chunk {block.chunk} have not been waited for"
         if block.gradients is Gradients.WEIGHT:
@@ -217,6 +220,9 @@ class _StageCheck:
         for twin in self._expected:
             if twin == replace(block.whole, strand=twin.strand):
                 facts.append(f"micro-batch {block.micro_batch} on strand {twin.strand}")
+            elif block.chunk in self._layout.chunks_of(self._stage) and self._layout.copies > 1:
+                if twin == replace(block.whole, chunk=twin.chunk):
+                    facts.append(f"micro-batch {block.micro_batch} on chunk {twin.chunk} of the other copy")
         return ", ".join(facts)
 
     def _gather(self, chunk: int) -> str | None:
@@ -224,8 +230,6 @@ class _StageCheck:
             return f"chunk {chunk} is not on this stage"
         if chunk in self._gathered:
             return f"chunk {chunk} is gathered twice"
-        if any(block.chunk == chunk for block in self._done):
-            return f"blocks of chunk {chunk} have run without its parameters"
         self._gathered.add(chunk)
         self._gathering.add(chunk)
         return None

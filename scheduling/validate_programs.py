@@ -111,6 +111,16 @@ class _Pass:
             self.done.add(op.name)
         return None
 
+    def late(self, action: Action) -> str | None:
+        """The same for a weight gradient of the layer before: all that it reads is there."""
+        op = self.operators.get(action.operator)
+        if op is None or op.phase is not Pass.WEIGHT_GRADIENT:
+            return f"'{action}': the graph has no weight gradient {action.operator!r}"
+        if op.name in self.done:
+            return f"'{action}': {op.name} is done already"
+        self.done.add(op.name)
+        return None
+
     def left(self) -> str | None:
         """What has not finished at the end."""
         left = [name for name in self.operators if name not in self.done]
@@ -155,6 +165,10 @@ def _pair_fault(program: PairProgram, forward: Part, backward: Part) -> str | No
             continue
         if action.side is None:
             return f"'{action}': a paired program names the pass, F:{action.operator} or B:{action.operator}"
-        if cause := sides[action.side].next(action):
+        if isinstance(action, Compute) and action.late:
+            cause = sides[Direction.BACKWARD].late(action)
+        else:
+            cause = sides[action.side].next(action)
+        if cause:
             return cause
     return next((cause for side in sides.values() if (cause := side.left())), None)

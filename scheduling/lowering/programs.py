@@ -22,7 +22,8 @@ from braid.scheduling.schedule import (
 class PairingDecision:
     """How a forward and a backward layer share a rank, as names.
 
-    ``order``: every step is an operator, ``F:qkv`` or ``B:qkv.wgrad``, in the order of issue.
+    ``order``: every step is an operator, ``F:qkv`` or ``B:qkv.wgrad``, in the order of issue; ``P:qkv.wgrad``
+    is the weight gradient of the backward layer before, put off to where it hides a collective.
     ``barriers``: every step is a segment, ``qkv attention | mlp_scatter.grad``; one side may be empty.
     ``turns``: no steps; the graphs' own orders, one operator of each strand after the other.
     """
@@ -73,7 +74,10 @@ def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> 
         steps = [_parse_step(step) for step in decision.steps]
     _check_names("pairing", graphs, steps)
     lazy = {op.name for graph in graphs.values() for op in graph.operators}
-    return tuple(_Issuer(graphs, lazy).run(steps))
+    late = {step.removeprefix("P:") for step in decision.steps if step.startswith("P:")}
+    if wrong := sorted(name for name in late if backward.named(name).phase is not Pass.WEIGHT_GRADIENT):
+        raise ValueError(f"pairing: P:{wrong[0]} is no weight gradient; only these can be put off")
+    return tuple(_Issuer(graphs, lazy, late).run(steps))
 
 
 Step = tuple[Direction | None, str]
@@ -87,6 +91,8 @@ class _Issuer:
     graphs: Mapping[Direction | None, Graph]
     lazy: set[str]
     """Collectives that are not waited for at once."""
+    late: set[str] = field(default_factory=set)
+    """Weight gradients of the backward layer before."""
     actions: list[PairAction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,6 +116,9 @@ class _Issuer:
 
     def issue(self, side: Direction | None, op: Operator) -> None:
         """One operator, after waiting for what it reads."""
+        if side is Direction.BACKWARD and op.name in self.late:
+            self.actions.append(Compute(op.name, side, late=True))
+            return
         for value in op.reads:
             writer = self._writers.get((side, value))
             if writer is not None and (side, writer.name) in self._under_way:
@@ -167,9 +176,9 @@ def _taking_turns(graphs: Mapping[Direction | None, Graph]) -> list[Step]:
 
 def _parse_step(step: str) -> Step:
     side, separator, name = step.partition(":")
-    if not separator or side not in ("F", "B"):
-        raise ValueError(f"pairing step {step!r} must be written F:OPERATOR or B:OPERATOR")
-    return Direction(side), name
+    if not separator or side not in ("F", "B", "P"):
+        raise ValueError(f"pairing step {step!r} must be written F:OPERATOR, B:OPERATOR or P:OPERATOR")
+    return Direction.FORWARD if side == "F" else Direction.BACKWARD, name
 
 
 def _check_names(what: str, graphs: Mapping[Direction | None, Graph], steps: Sequence[Step]) -> None:

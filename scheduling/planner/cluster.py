@@ -5,10 +5,10 @@ memory; the most promising are decided in full and simulated, and the simulated 
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from braid.scheduling.analytic import analytic_profile, axis_placements
+from braid.scheduling.analytic import analytic_profile, axis_groups, axis_placements
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.layers import built_in_parts, part_sizes
@@ -18,6 +18,7 @@ from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.plan import Plan, RunnerUp, Setting, score_of
 from braid.scheduling.planner.compose import Outcome, evaluate, layer_pair, prepare, with_schedule
+from braid.scheduling.planner.tiers import collective_notes, tier_notes
 from braid.scheduling.profile import Profile
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload, check_fit
 
@@ -40,7 +41,8 @@ class Search:
     micro_batch: int | None = None
     recompute: str | None = None
     schedule: str | None = None
-    layout: ParallelLayout | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Degrees of axes that are given."""
     context: str = "all_gather"
 
 
@@ -57,7 +59,7 @@ class DoesNotFitError(ValueError):
     """No layout of the search fits the cluster's memory."""
 
 
-def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5) -> Plan:
+def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: int = SIMULATED) -> Plan:
     """The best plan that was found, with the runners-up.
 
     `DoesNotFitError` says how much memory is missing and what would make the job fit; `ValueError` where no
@@ -70,7 +72,7 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5) -> Plan:
     if not fitting:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     fitting.sort(key=lambda candidate: candidate.step_ns)
-    outcomes, refused = _simulate(_varied(fitting), cluster)
+    outcomes, refused = _simulate(_varied(fitting, simulated), cluster)
     if not outcomes:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     outcomes.sort(key=_step)
@@ -91,6 +93,8 @@ def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...
         choices=best.choices,
         score=score_of(best.numbers),
         pairing=best.note,
+        collectives=collective_notes(best.bench, cluster),
+        tiers=tier_notes(best.bench, best.simulation, cluster),
         runners_up=runners_up,
     )
 
@@ -112,7 +116,7 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
     return outcomes, refused
 
 
-def _varied(ranked: Sequence[Candidate]) -> list[Candidate]:
+def _varied(ranked: Sequence[Candidate], simulated: int) -> list[Candidate]:
     """The most promising, but no more than three of the same degrees, so that the estimate is not trusted."""
     taken: list[Candidate] = []
     count: dict[ParallelLayout, int] = {}
@@ -121,7 +125,7 @@ def _varied(ranked: Sequence[Candidate]) -> list[Candidate]:
         if count.get(layout, 0) < 3:
             count[layout] = count.get(layout, 0) + 1
             taken.append(candidate)
-        if len(taken) == SIMULATED:
+        if len(taken) == simulated:
             break
     return taken
 
@@ -191,13 +195,10 @@ def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLay
     """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
     placement = SCHEDULES[search.schedule or "braid"].placement
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
-    if search.layout is not None:
-        layouts = [replace(search.layout, placement=placement)]
-    else:
-        layouts = [replace(layout, placement=placement) for layout in _divisions(search, cluster)]
-    for layout in layouts:
-        if layout.ranks != cluster.gpus:
+    for division in _divisions(search, cluster):
+        if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
+        layout = replace(division, placement=placement)
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:
@@ -312,8 +313,6 @@ def _estimate(
 
 
 def _gradients_ns(cluster: ClusterSpec, layout: ParallelLayout, parameters: int) -> float:
-    from braid.scheduling.analytic import axis_groups
-
     group = axis_groups(layout, cluster.gpus_per_node)["dp"]
     return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
 

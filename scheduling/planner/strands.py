@@ -1,7 +1,7 @@
 """Two passes that share a rank, as the pairing search sees them: operators, times, precedence, contention."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -102,6 +102,16 @@ class PairProblem:
             for stream, ns in zip(graph.streams, graph.solo_ns, strict=True):
                 loads[stream] += ns
         return max(loads)
+
+
+def put_off(problem: PairProblem, names: Collection[str]) -> PairProblem:
+    """The problem with weight gradients of the layer before in the place of this layer's.
+
+    Layers of a block follow each other, so what one puts off is there from the next one's begin.
+    """
+    graph = problem.backward
+    before = tuple(0 if name in names else mask for name, mask in zip(graph.names, graph.before, strict=True))
+    return replace(problem, backward=replace(graph, before=before))
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -212,12 +212,18 @@ class Compiler:
                     late.append(rest.pop())
             if gradients is Gradients.BOTH:
                 program = self.job.schedule.pairs["layer", "layer"]
+                previous: tuple[Place, Part] | None = None
                 for front, back in zip(ahead, behind, strict=False):
                     sides: dict[Direction | None, tuple[Place, Part, Graph]] = {
                         Direction.FORWARD: (*front, front[1].forward),
                         Direction.BACKWARD: (*back, back[1].backward),
                     }
-                    yield from self._program(program, sides)
+                    yield from self._program(program, sides, previous)
+                    previous = back
+                if previous is not None:
+                    for action in program:
+                        if isinstance(action, Compute) and action.late:
+                            yield self._late(action, previous)
                 both = min(len(ahead), len(behind))
                 ahead, behind = ahead[both:], behind[both:]
         for place, part in (*behind, *ahead, *late):
@@ -236,8 +242,13 @@ class Compiler:
         self,
         program: Sequence[PairAction],
         sides: Mapping[Direction | None, tuple[Place, Part, Graph]],
+        previous: tuple[Place, Part] | None = None,
     ) -> Iterator[BlockCommand]:
         for action in program:
+            if isinstance(action, Compute) and action.late:
+                if previous is not None:
+                    yield self._late(action, previous)
+                continue
             if isinstance(action, Barrier):
                 yield Synchronise(self.job.profile.barrier_ns)
                 continue
@@ -250,6 +261,11 @@ class Compiler:
                     yield Issue(self._operator(part, graph, operator), token, place)
                 case Wait():
                     yield Await(token)
+
+    def _late(self, action: Compute, previous: tuple[Place, Part]) -> Run:
+        """A weight gradient of the backward layer before."""
+        place, part = previous
+        return Run(self._operator(part, part.backward, action.operator), place)
 
     def _operator(self, part: Part, graph: Graph, name: str) -> Task:
         key = (part.name, name)

@@ -1,0 +1,181 @@
+"""What `plan`, `simulate`, `explain` and `compare` are given: configurations, presets, plans, clusters."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from braid.actors.config import Config, ConfigError, parse_config, read_content
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.plan import Plan, Setting, parse_plan
+from braid.scheduling.planner.cluster import Search, plan_layout, plan_of
+from braid.scheduling.planner.compose import Outcome, evaluate, replay, with_schedule
+from braid.scheduling.presets.library import load_cluster, model_names
+from braid.scheduling.profile import Profile, read_profile
+from braid.scheduling.spec import ModelShape, Workload, check_fit
+
+PRESET_BATCH_TOKENS = 2**22
+"""Global batch, in tokens, of a model preset that is planned without a configuration."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job to plan on a cluster."""
+
+    config: Config
+    model: ModelShape
+    cluster: ClusterSpec
+    profile: Profile | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of activations: what the configuration says; plans for GPUs are in bf16 unless it says so."""
+        return self.config.train.dtype if "dtype" in self.config.train.model_fields_set else "bf16"
+
+
+def request(
+    reference: str,
+    overrides: list[str] | None,
+    cluster: str,
+    nodes: int | None,
+    profile: Path | None = None,
+) -> Request:
+    """A configuration file or a model preset's name, on a cluster preset or file."""
+    config = _config(reference, overrides or [])
+    model = config.model.shape(config.model.vocabulary or _vocabulary(config))
+    costs = None if profile is None else read_profile(profile)
+    return Request(config, model, load_cluster(cluster, nodes), costs)
+
+
+def _config(reference: str, overrides: list[str]) -> Config:
+    if reference in model_names():
+        content = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
+        config = parse_config(content, overrides, source=reference)
+        if "global_batch" in config.train.model_fields_set:
+            return config
+        sequence = config.model.shape(1).sequence
+        samples = max(1, PRESET_BATCH_TOKENS // sequence)
+        return parse_config(content, [f"train.global_batch={samples}", *overrides], source=reference)
+    path = Path(reference)
+    if not path.exists():
+        raise ConfigError(
+            f"{reference} is neither a file nor a model preset; `braid presets` lists the presets"
+        )
+    return parse_config(read_content(path), overrides, source=reference)
+
+
+def _vocabulary(config: Config) -> int:
+    """The tokenizer's, where the model's is not given; a preset has its own."""
+    if config.model.preset is not None:
+        return 1
+    from braid.jobs.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.data.tokenizer).vocabulary
+
+
+def make_plan(job: Request) -> Plan:
+    """Search with ``parallel: auto``, else decide for the layout that is given."""
+    config = job.config
+    if not config.parallel.auto:
+        outcome = evaluate(fixed_setting(job), job.cluster, job.profile)
+        return plan_of(outcome, job.cluster)
+    if job.profile is not None:
+        raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")
+    given = config.train.model_fields_set
+    search = Search(
+        model=job.model,
+        global_batch=config.train.global_batch,
+        dtype=job.dtype,
+        micro_batch=config.train.micro_batch if "micro_batch" in given else None,
+        recompute=config.train.recompute if "recompute" in given else None,
+        schedule=config.overlap.schedule if "schedule" in config.overlap.model_fields_set else None,
+        fixed=config.parallel.fixed,
+        context=config.parallel.context,
+    )
+    return plan_layout(search, job.cluster)
+
+
+def fixed_setting(job: Request) -> Setting:
+    """The setting of a configuration whose degrees are given; `ConfigError` names what does not fit."""
+    config = job.config
+    layout = config.layout()
+    workload = Workload(global_batch=config.train.global_batch, micro_batch=config.train.micro_batch)
+    try:
+        check_fit(job.model, layout, workload)
+        return Setting(
+            model=job.model,
+            layout=layout,
+            workload=workload,
+            schedule=config.overlap.schedule,
+            dtype=job.dtype,
+            recompute=config.train.recompute,
+            zero=config.parallel.zero,
+            context=config.parallel.context,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def is_plan(reference: str) -> bool:
+    """Whether a file is a plan (a YAML mapping with the key ``braid_plan``)."""
+    path = Path(reference)
+    if not path.is_file() or path.suffix not in (".yaml", ".yml"):
+        return False
+    try:
+        head = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return any(line.startswith("braid_plan:") for line in head.splitlines())
+
+
+def load_plan(reference: str) -> Plan:
+    """A plan file."""
+    return parse_plan(Path(reference).read_text(encoding="utf-8"), reference)
+
+
+def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpec:
+    """The cluster that is named, or the plan's own with as many nodes as its layout fills."""
+    if cluster is not None:
+        return load_cluster(cluster, nodes)
+    spec = load_cluster(plan.cluster)
+    needed = plan.setting.layout.ranks
+    if needed % spec.gpus_per_node and needed > spec.gpus_per_node:
+        raise ConfigError(
+            f"the plan's {needed} ranks do not fill nodes of {spec.gpus_per_node} GPUs; name a --cluster"
+        )
+    if needed < spec.gpus_per_node:
+        return replace(spec, nodes=1, gpus_per_node=needed)
+    return load_cluster(plan.cluster, nodes or needed // spec.gpus_per_node)
+
+
+def simulate_plan(
+    plan: Plan, cluster: ClusterSpec, schedule: str | None, profile: Profile | None = None
+) -> Outcome:
+    """The plan's own decisions, or another schedule on its layout."""
+    if schedule is None or schedule == plan.setting.schedule:
+        return replay(plan.setting, plan.choices, cluster, profile)
+    return evaluate(with_schedule(plan.setting, known_schedule(schedule)), cluster, profile)
+
+
+def simulate_request(job: Request, schedule: str | None) -> Outcome:
+    """The configuration's layout under its schedule, or another one; with ``auto``, of the best plan."""
+    if job.config.parallel.auto:
+        return simulate_plan(make_plan(job), job.cluster, schedule)
+    setting = fixed_setting(job)
+    if schedule is not None:
+        setting = with_schedule(setting, known_schedule(schedule))
+    return evaluate(setting, job.cluster, job.profile)
+
+
+def known_schedule(name: str) -> str:
+    """The name of a schedule; `ConfigError` lists them otherwise."""
+    if name not in SCHEDULES:
+        raise ConfigError(f"--schedule {name!r} is not known; use one of {', '.join(SCHEDULES)}")
+    return name
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file that the user asked for."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None

@@ -1,0 +1,259 @@
+"""The commands that plan and simulate: no GPU, no torch, no Ray."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from braid.scheduling.planner.compose import Outcome
+
+Reference = Annotated[
+    str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG")
+]
+Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", metavar="PRESET|FILE")]
+Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(help="Measured costs: profile.json, or a CSV of blocks per tensor-parallel degree."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
+]
+Svg = Annotated[Path | None, typer.Option(help="Also draw an SVG to this file.")]
+
+
+def plan(
+    config: Reference,
+    cluster: Cluster = "h100",
+    nodes: Nodes = None,
+    profile: ProfileFile = None,
+    output: Annotated[Path | None, typer.Option(help="Write the plan (YAML) to this file.")] = None,
+    svg: Svg = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best layout, schedule, pairing and partition of a job on a cluster."""
+    from braid.jobs import planning, planning_view
+
+    if profile is not None and profile.suffix == ".csv":
+        _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
+        return
+    job = planning.request(config, overrides, cluster, nodes, profile)
+    made = planning.make_plan(job)
+    if output is not None:
+        planning.write_text(output, made.to_yaml(), "--output")
+    if svg is not None:
+        _draw(planning.simulate_plan(made, job.cluster, None, job.profile), svg)
+    if as_json:
+        typer.echo(json.dumps(planning_view.plan_json(made)))
+    else:
+        planning_view.show_plan(Console(), made, job.cluster)
+
+
+def _plan_degrees(
+    config: str, cluster: str, nodes: int | None, profile: Path, overrides: list[str] | None, as_json: bool
+) -> None:
+    """Tensor-parallel degrees of the layers from measured blocks (Oases)."""
+    from braid.jobs import planning, planning_view
+    from braid.scheduling.block_profile import read_block_profile
+    from braid.scheduling.planner.tensor_degrees import plan_degrees, problem_from_profile
+
+    job = planning.request(config, overrides, cluster, nodes)
+    blocks = read_block_profile(profile, sequence=job.model.sequence)
+    problem = problem_from_profile(
+        blocks,
+        hidden=job.model.hidden,
+        layers=job.model.layers,
+        devices=job.cluster.gpus,
+        global_batch=job.config.train.global_batch,
+        memory_limit_bytes=job.cluster.usable_bytes,
+    )
+    found = plan_degrees(problem)
+    if as_json:
+        typer.echo(json.dumps(planning_view.degrees_json(found)))
+    else:
+        planning_view.show_degrees(Console(), found, job.cluster)
+
+
+def simulate(
+    config: Annotated[str, typer.Argument(help="A run's YAML file, a plan or a model preset.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
+    ] = None,
+    nodes: Nodes = None,
+    schedule: Annotated[str | None, typer.Option(help="Another schedule on the same layout.")] = None,
+    profile: ProfileFile = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace (Perfetto, chrome://tracing) to this file.")
+    ] = None,
+    svg: Svg = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate one step of a configuration or a plan."""
+    from braid.jobs import planning, planning_view
+
+    outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
+    if trace is not None:
+        from braid.scheduling.chrome_trace import chrome_trace
+
+        planning.write_text(trace, chrome_trace(outcome.simulation.spans()), "--trace")
+    if svg is not None:
+        _draw(outcome, svg)
+    if as_json:
+        typer.echo(json.dumps(planning_view.simulation_json(outcome)))
+    else:
+        planning_view.show_simulation(Console(), outcome)
+
+
+def _outcome(
+    reference: str,
+    cluster: str | None,
+    nodes: int | None,
+    schedule: str | None = None,
+    profile: Path | None = None,
+    overrides: list[str] | None = None,
+) -> "Outcome":
+    from braid.actors.config import ConfigError
+    from braid.jobs import planning
+    from braid.scheduling.profile import read_profile
+
+    if planning.is_plan(reference):
+        if overrides:
+            raise ConfigError("--set changes configurations; edit the plan's YAML instead")
+        plan = planning.load_plan(reference)
+        costs = None if profile is None else read_profile(profile)
+        spec = planning.cluster_of(plan, cluster, nodes)
+        return planning.simulate_plan(plan, spec, schedule, costs)
+    job = planning.request(reference, overrides, cluster or "h100", nodes, profile)
+    return planning.simulate_request(job, schedule)
+
+
+def _draw(outcome: "Outcome", path: Path) -> None:
+    """Two pictures: the pipeline, and beside it (``-pair``) a paired block."""
+    from braid.jobs import planning
+    from braid.scheduling.draw_simulation import pair_svg, paired_run, pipeline_svg
+
+    setting = outcome.bench.setting
+    title = (
+        f"{setting.schedule}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
+    )
+    planning.write_text(path, pipeline_svg(outcome.simulation, title), "--svg")
+    run = paired_run(outcome.simulation)
+    if run is not None:
+        beside = path.with_name(f"{path.stem}-pair{path.suffix}")
+        planning.write_text(beside, pair_svg(run, f"{setting.schedule}: a paired block (simulated)"), "--svg")
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan that `braid plan --output` wrote.", metavar="PLAN")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
+    ] = None,
+    nodes: Nodes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why a plan is as it is, what the runners-up cost, and what would help most."""
+    from braid.jobs import planning, planning_view
+    from braid.scheduling.plan import read_plan
+    from braid.scheduling.planner.explain import explain as answer
+
+    made = read_plan(plan)
+    explanation = answer(made, planning.cluster_of(made, cluster, nodes))
+    if as_json:
+        typer.echo(json.dumps(planning_view.explanation_json(explanation)))
+    else:
+        planning_view.show_explanation(Console(), explanation)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A plan, a configuration or a preset.", metavar="A")],
+    second: Annotated[str, typer.Argument(help="What to compare it with.", metavar="B")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster preset or file (default: the plans').", metavar="PRESET|FILE")
+    ] = None,
+    nodes: Nodes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate two plans or configurations and set their numbers side by side."""
+    from braid.jobs import planning_view
+
+    outcomes = {name: _outcome(name, cluster, nodes) for name in (first, second)}
+    if as_json:
+        content: dict[str, Any] = {
+            "a": planning_view.simulation_json(outcomes[first]),
+            "b": planning_view.simulation_json(outcomes[second]),
+        }
+        content["speedup"] = content["a"]["step_seconds"] / content["b"]["step_seconds"]
+        typer.echo(json.dumps(content))
+    else:
+        planning_view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
+
+
+def presets(as_json: AsJson = False) -> None:
+    """List the clusters and models that are known by name, with their sources."""
+    from braid.jobs import planning_view
+
+    if as_json:
+        typer.echo(json.dumps(planning_view.presets_json()))
+    else:
+        planning_view.show_presets(Console())
+
+
+def bench_papers(
+    profile: Annotated[
+        Path | None, typer.Option(help="The public RTX 3090 profile (CSV) for Oases' rows.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Published results of DHelix, Centauri and Oases beside simulated ones."""
+    from braid.jobs.benchmarks import papers
+
+    _bench(papers.run(profile, _progress()), papers.show, as_json)
+
+
+def bench_pairing(
+    graphs: Annotated[int, typer.Option(help="Random graphs to compare on.", min=1)] = 500,
+    seed: Annotated[int | None, typer.Option(help="Of the random graphs (default: fresh).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The pairing search against brute force, the list schedule against the optimum, and their times."""
+    from braid.jobs.benchmarks import pairing
+
+    _bench(pairing.run(graphs=graphs, seed=seed, progress=_progress()), pairing.show, as_json)
+
+
+def bench_planner(
+    profile: Annotated[Path | None, typer.Option(help="The public RTX 3090 profile (CSV).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random problems (default: fresh).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The integer program over tensor-parallel degrees against brute force, and its times."""
+    from braid.jobs.benchmarks import planner
+
+    _bench(planner.run(profile, seed=seed, progress=_progress()), planner.show, as_json)
+
+
+def _progress() -> Any:
+    console = Console(stderr=True)
+    return lambda text: console.print(text, highlight=False)
+
+
+def _bench(report: Any, show: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        show(Console(), report)
+
+
+def register(app: typer.Typer, bench: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (plan, simulate, explain, compare, presets):
+        app.command()(command)
+    bench.command("papers")(bench_papers)
+    bench.command("pairing")(bench_pairing)
+    bench.command("planner")(bench_planner)

@@ -1,0 +1,342 @@
+"""Plans, simulations and presets for the terminal and as JSON."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.draw_simulation import pair_text, paired_run, pass_letter
+from braid.scheduling.plan import Plan
+from braid.scheduling.planner.compose import Outcome
+from braid.scheduling.planner.explain import Explanation
+from braid.scheduling.presets.library import (
+    cluster_names,
+    cluster_preset,
+    model_names,
+    model_preset,
+    model_source,
+)
+from braid.scheduling.records import to_mapping
+from braid.scheduling.simulate import Numbers
+from braid.scheduling.simulator.engine import BlockRun
+
+if TYPE_CHECKING:
+    from braid.scheduling.planner.tensor_degrees import DegreePlan
+
+GIB = 2**30
+_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "": ""}
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan, its score and the runners-up."""
+    content = to_mapping(plan)
+    return {"plan": content, "score": content["score"], "runners_up": content["runners_up"]}
+
+
+def simulation_json(outcome: Outcome) -> dict[str, Any]:
+    """The numbers of a simulated step, and what was simulated."""
+    setting = outcome.bench.setting
+    return {
+        **outcome.numbers.as_json(),
+        "simulated": True,
+        "schedule": setting.schedule,
+        "layout": setting.layout.describe(),
+        "profile": outcome.bench.profile.source,
+    }
+
+
+def explanation_json(explanation: Explanation) -> dict[str, Any]:
+    """An explanation as plain data."""
+    return {
+        "plan": to_mapping(explanation.plan),
+        "numbers": simulation_json(explanation.outcome),
+        "ideal_overlap_seconds": explanation.ideal_overlap_seconds,
+        "what_if": [vars(answer) for answer in explanation.what_if],
+    }
+
+
+def degrees_json(found: "DegreePlan") -> dict[str, Any]:
+    """Tensor-parallel degrees and their costs."""
+    from braid.scheduling.planner.tensor_degrees import describe_degrees
+
+    content: dict[str, Any] = to_mapping(found)
+    return {**content, "description": describe_degrees(found.degrees)}
+
+
+def presets_json() -> dict[str, Any]:
+    """All presets with their figures and sources."""
+    return {
+        "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
+        "models": {
+            name: {
+                **to_mapping(model_preset(name)),
+                "parameters": model_preset(name).parameters(),
+                "source": model_source(name),
+            }
+            for name in model_names()
+        },
+    }
+
+
+# -- terminal ------------------------------------------------------------------------------------------------
+
+
+def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
+    """The decisions, the score, the runners-up and what the tiers say."""
+    setting = plan.setting
+    table = Table(
+        show_header=False, title=f"plan for {cluster.gpus:,} GPUs of {cluster.name}", title_justify="left"
+    )
+    table.add_row("layout", f"{setting.layout.describe()}, ZeRO {setting.zero}")
+    table.add_row(
+        "schedule", f"{setting.schedule}, {setting.micro_batches} micro-batches of {_samples(plan)}"
+    )
+    table.add_row("recompute", setting.recompute)
+    if plan.pairing is not None:
+        note = plan.pairing
+        table.add_row(
+            "pairing",
+            f"{note.method}: {note.ns / 1e6:.2f} ms a layer (serial {note.serial_ns / 1e6:.2f}, "
+            f"{note.runner_up} {note.runner_up_ns / 1e6:.2f}, "
+            f"busiest stream {note.lower_bound_ns / 1e6:.2f})",
+        )
+    for tier in plan.tiers:
+        table.add_row(
+            f"{tier.tier} tier",
+            f"{tier.decision}: {tier.ns / 1e6:.2f} ms ({tier.runner_up}: {tier.runner_up_ns / 1e6:.2f} ms)",
+        )
+    score = plan.score
+    table.add_row(
+        "simulated step",
+        f"{score.step_seconds:.3f} s, {score.tokens_per_second:,.0f} tokens/s, MFU {score.mfu:.1%}, "
+        f"hidden {score.hidden_fraction:.1%}, bubble {score.bubble_fraction:.1%}",
+    )
+    table.add_row("memory", f"{score.peak_bytes / GIB:.1f} of {cluster.usable_bytes / GIB:.1f} GiB usable")
+    table.add_row("costs", plan.profile)
+    console.print(table)
+    _show_runners_up(console, plan)
+
+
+def _samples(plan: Plan) -> str:
+    count = plan.setting.workload.micro_batch
+    return f"{count} sample{'s' if count > 1 else ''} of {plan.setting.model.sequence:,} tokens"
+
+
+def _show_runners_up(console: Console, plan: Plan) -> None:
+    if not plan.runners_up:
+        return
+    table = Table(title="runners-up (simulated)", title_justify="left")
+    for name in ("layout", "schedule", "micro-batch", "recompute", "s/step", "GiB", "why not"):
+        table.add_column(name, justify="right" if name in ("micro-batch", "s/step", "GiB") else "left")
+    for other in plan.runners_up:
+        table.add_row(
+            other.layout,
+            other.schedule,
+            str(other.micro_batch),
+            other.recompute,
+            f"{other.step_seconds:.3f}",
+            f"{other.peak_bytes / GIB:.1f}",
+            other.reason,
+        )
+    console.print(table)
+
+
+def show_degrees(console: Console, found: "DegreePlan", cluster: ClusterSpec) -> None:
+    """Degrees per layer beside the best uniform degree."""
+    from braid.scheduling.planner.tensor_degrees import describe_degrees
+
+    table = Table(show_header=False, title=f"tensor-parallel degrees on {cluster.name}", title_justify="left")
+    table.add_row("degrees x layers", describe_degrees(found.degrees))
+    table.add_row("step by equation 5", f"{found.cost_ns / 1e6:.1f} ms")
+    if found.uniform is not None:
+        table.add_row("best uniform degree", f"{found.uniform.degree}: {found.uniform.cost_ns / 1e6:.1f} ms")
+    table.add_row("memory", f"{found.memory_bytes / GIB:.2f} of {cluster.usable_bytes / GIB:.2f} GiB usable")
+    table.add_row("solver", f"{found.solver_seconds:.3f} s")
+    console.print(table)
+
+
+_ROWS = (
+    ("s/step", "step_seconds", "{:.3f}"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("MFU", "mfu", "{:.1%}"),
+    ("communication hidden", "hidden_fraction", "{:.1%}"),
+    ("communication s", "communication_seconds", "{:.3f}"),
+    ("exposed s", "exposed_seconds", "{:.3f}"),
+    ("slowdown s", "slowdown_seconds", "{:.3f}"),
+    ("launch gap s", "launch_gap_seconds", "{:.3f}"),
+    ("bubble", "bubble_fraction", "{:.1%}"),
+)
+
+
+def _add_rows(table: Table, columns: list[Numbers]) -> None:
+    for label, name, form in _ROWS:
+        table.add_row(
+            label, *("-" if getattr(n, name) is None else form.format(getattr(n, name)) for n in columns)
+        )
+    table.add_row("peak GiB", *(f"{n.peak_bytes / GIB:.1f}" for n in columns))
+    for level in ("intra", "inter"):
+        uses = [getattr(n, level) for n in columns]
+        table.add_row(
+            f"{level}-node a GPU", *(f"{use.bytes_per_gpu / 1e9:.2f} GB, {use.seconds:.3f} s" for use in uses)
+        )
+
+
+def show_simulation(console: Console, outcome: Outcome) -> None:
+    """The numbers, the start of the pipeline and a paired block."""
+    setting = outcome.bench.setting
+    title = f"{setting.schedule}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
+    table = Table(show_header=False, title=title, title_justify="left")
+    _add_rows(table, [outcome.numbers])
+    console.print(table)
+    _show_pipeline(console, outcome)
+    _show_pair(console, outcome)
+
+
+def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Outcome) -> None:
+    """Two simulated steps side by side."""
+    table = Table(title="simulated", title_justify="left")
+    for name in ("", f"A: {first}", f"B: {second}"):
+        table.add_column(name)
+    for label, value in (("schedule", "schedule"), ("layout", "layout")):
+        cells = [getattr(o.bench.setting, value) for o in (a, b)]
+        table.add_row(label, *(c if isinstance(c, str) else c.describe() for c in cells))
+    _add_rows(table, [a.numbers, b.numbers])
+    console.print(table)
+    console.print(f"B is {a.numbers.step_seconds / b.numbers.step_seconds:.3f} times as fast as A")
+
+
+def _show_pipeline(console: Console, outcome: Outcome, stages: int = 16) -> None:
+    """The first blocks over time, in as many columns as the terminal has."""
+    simulation = outcome.simulation
+    width = max(60, min(console.width, 200) - 10)
+    blocks = [run for rank in simulation.ranks for run in rank.blocks]
+    longest = max(run.course.duration for run in blocks)
+    # A block wants room for its label, as F12B34; what does not fit stays out of the picture.
+    window = min(simulation.step_ns, longest * width / 8)
+    scale = width / window
+    console.print(
+        f"the first {window / 1e9:.3f} s of {simulation.step_ns / 1e9:.3f} s: forward blue, backward green, "
+        f"paired yellow"
+    )
+    for rank in simulation.ranks[:stages]:
+        line = Text(f"stage {rank.number:<2} ")
+        column = 0
+        for run in rank.blocks:
+            first, last = round(run.start * scale), round((run.start + run.course.duration) * scale)
+            if first >= width:
+                break
+            last = min(last, width)
+            if last <= max(first, column):
+                continue
+            line.append("·" * (first - column), style="dim")
+            line.append(*_block_cell(run, last - max(first, column)))
+            column = last
+        line.append("·" * (width - column), style="dim")
+        console.print(line, soft_wrap=True)
+    if len(simulation.ranks) > stages:
+        console.print(f"... and {len(simulation.ranks) - stages} more stages")
+
+
+def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
+    """Text and style of a block that takes ``room`` columns, the last one a gap."""
+    blocks = [b for b in (run.forward, run.backward) if b is not None]
+    label = "".join(f"{pass_letter(b)}{b.micro_batch}" for b in blocks)
+    style = "black on gold3" if len(blocks) == 2 else _STYLES.get(pass_letter(blocks[0]), _STYLES["B"])
+    shown = label if len(label) < room else ""
+    return shown.center(room - 1) + "▏" if room > 1 else "▏", style
+
+
+def _show_pair(console: Console, outcome: Outcome) -> None:
+    run = paired_run(outcome.simulation)
+    if run is None:
+        return
+    console.print("a paired block: forward strand blue, backward strand green")
+    width = max(40, min(console.width, 160) - 10)
+    for name, pieces in pair_text(run, width):
+        line = Text(f"{name:<8} ")
+        for text, kind in pieces:
+            line.append(text, style=_STYLES[kind])
+        console.print(line, soft_wrap=True)
+
+
+def show_explanation(console: Console, explanation: Explanation) -> None:
+    """Why, and what would help."""
+    plan, numbers = explanation.plan, explanation.outcome.numbers
+    setting = plan.setting
+    console.print(
+        f"{setting.layout.describe()} under {setting.schedule}: {numbers.step_seconds:.3f} s a step "
+        f"(simulated). {numbers.exposed_seconds:.3f} s of {numbers.communication_seconds:.3f} s "
+        f"communication are exposed, {numbers.bubble_seconds:.3f} s are bubble, overlap slows compute by "
+        f"{numbers.slowdown_seconds:.3f} s. If all communication were hidden, a step would take "
+        f"{explanation.ideal_overlap_seconds:.3f} s."
+    )
+    _show_runners_up(console, plan)
+    if plan.pairing is not None:
+        note = plan.pairing
+        gain = note.runner_up_ns / note.ns - 1
+        console.print(
+            f"pairing: {note.method} at {note.ns / 1e6:.3f} ms a layer; the runner-up, {note.runner_up}, "
+            f"would cost {gain:.1%} more; one after the other {note.serial_ns / note.ns - 1:.1%} more"
+        )
+    if plan.collectives:
+        table = Table(title="partition of collectives in blocks that run alone", title_justify="left")
+        for name in ("collective", "best", "ms", "whole, ms", "runner-up", "ms"):
+            table.add_column(name)
+        for c in plan.collectives:
+            table.add_row(
+                c.collective,
+                c.scheme,
+                f"{c.ns / 1e6:.3f}",
+                f"{c.unpartitioned_ns / 1e6:.3f}",
+                c.runner_up,
+                f"{c.runner_up_ns / 1e6:.3f}",
+            )
+        console.print(table)
+    for tier in plan.tiers:
+        console.print(
+            f"{tier.tier} tier: {tier.decision} ({tier.ns / 1e6:.3f} ms); {tier.runner_up} would take "
+            f"{tier.runner_up_ns / 1e6:.3f} ms"
+        )
+    table = Table(title="what would help most", title_justify="left")
+    for name in ("change", "s/step", "tokens/s", "layout"):
+        table.add_column(name)
+    for answer in explanation.what_if:
+        table.add_row(answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}", answer.layout)
+    console.print(table)
+
+
+def show_presets(console: Console) -> None:
+    """Clusters and models in two tables."""
+    table = Table(title="clusters (--cluster)", title_justify="left")
+    for name in ("name", "nodes x GPUs", "GPU", "TFLOP/s", "GB", "intra GB/s", "inter GB/s a GPU", "source"):
+        table.add_column(name)
+    for name in cluster_names():
+        c = cluster_preset(name)
+        table.add_row(
+            name,
+            f"{c.nodes} x {c.gpus_per_node}",
+            c.gpu.name,
+            f"{c.gpu.peak_flops_per_s / 1e12:g}",
+            f"{c.gpu.memory_bytes / 1e9:g}",
+            f"{c.intra.bytes_per_s / 1e9:g}",
+            f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
+            c.source,
+        )
+    console.print(table)
+    table = Table(title="models", title_justify="left")
+    for name in ("name", "family", "parameters", "layers", "hidden", "sequence", "source"):
+        table.add_column(name)
+    for name in model_names():
+        m = model_preset(name)
+        table.add_row(
+            name,
+            m.family,
+            f"{m.parameters() / 1e9:.2f} B",
+            str(m.layers),
+            str(m.hidden),
+            str(m.sequence),
+            model_source(name),
+        )
+    console.print(table)

@@ -1,0 +1,168 @@
+"""Pictures of a simulated step: the pipeline over time, and a paired block's strands on three streams."""
+
+from dataclasses import dataclass
+from html import escape
+
+from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import Block, Gradients
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.simulator.engine import BlockRun, Executed
+
+COLOURS = {
+    "F": "#4c8bf5",
+    "B": "#3aa76d",
+    "I": "#3aa76d",
+    "W": "#a3c585",
+    "pair": "#d9a520",
+    "idle": "#eef0f3",
+}
+"""Of passes; a paired block is drawn as its forward over its backward pass."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A task on a row of a picture: begin and end as shares of the width."""
+
+    row: int
+    begin: float
+    end: float
+    label: str
+    kind: str
+
+
+def pass_letter(block: Block) -> str:
+    """F, B, I or W."""
+    return str(block)[0]
+
+
+def pipeline_bars(simulation: Simulation) -> list[Bar]:
+    """Every block of every stage; of a paired block both halves."""
+    total = simulation.step_ns
+    bars = []
+    for rank in simulation.ranks:
+        for run in rank.blocks:
+            begin, end = run.start / total, (run.start + run.course.duration) / total
+            blocks = [block for block in (run.forward, run.backward) if block is not None]
+            for block in blocks:
+                kind = pass_letter(block) + ("|" if len(blocks) == 2 else "")
+                bars.append(Bar(rank.number, begin, end, str(block.micro_batch), kind))
+    return bars
+
+
+def paired_run(simulation: Simulation) -> BlockRun | None:
+    """A paired block from the middle of the step, on the first stage that has one."""
+    for rank in simulation.ranks:
+        pairs = [run for run in rank.blocks if run.forward and run.backward]
+        whole = [run for run in pairs if run.backward and run.backward.gradients is Gradients.BOTH]
+        if whole:
+            return whole[len(whole) // 2]
+    return None
+
+
+def pair_bars(run: BlockRun, layers: int = 1) -> list[Bar]:
+    """Operators of the first ``layers`` layers of a paired block; rows are streams."""
+    tasks = [e for e in run.course.executed if e.place is not None]
+    # Only layers are paired: what the ends of the model execute has other names.
+    first = {
+        side: min(
+            (e.place.position for e in tasks if e.place and e.place.forward is side and _in_layer(e)),
+            default=0,
+        )
+        for side in (True, False)
+    }
+    chosen = [
+        e for e in tasks if e.place and _in_layer(e) and e.place.position - first[e.place.forward] < layers
+    ]
+    begin = min(e.start for e in chosen)
+    end = max(e.end for e in chosen)
+    streams = list(Stream)
+    return [
+        Bar(
+            streams.index(e.task.stream),
+            (e.start - begin) / (end - begin),
+            (e.end - begin) / (end - begin),
+            e.task.operator,
+            "F" if e.place is not None and e.place.forward else "B",
+        )
+        for e in chosen
+    ]
+
+
+def _in_layer(executed: Executed) -> bool:
+    return executed.task.key.startswith("layer/")
+
+
+def pair_text(run: BlockRun, width: int = 100) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B or blank)."""
+    bars = pair_bars(run)
+    rows = []
+    for number, stream in enumerate(Stream):
+        pieces: list[tuple[str, str]] = []
+        column = 0
+        for bar in sorted((b for b in bars if b.row == number), key=lambda b: b.begin):
+            first, last = round(bar.begin * width), round(bar.end * width)
+            if last <= max(first, column):
+                continue
+            pieces.append((" " * (first - column), ""))
+            room = last - max(first, column)
+            pieces.append(
+                (bar.label[: max(0, room - 1)].ljust(room - 1, " ") + "▏" if room > 1 else "▏", bar.kind)
+            )
+            column = last
+        rows.append((stream.value, pieces))
+    return rows
+
+
+_ROW, _LEFT = 34, 90
+
+
+def pair_svg(run: BlockRun, title: str) -> str:
+    """The paired block as SVG: blue is the forward strand, green the backward one."""
+    bars = pair_bars(run)
+    return _svg(
+        bars, [stream.value for stream in Stream], title, "blue: forward strand, green: backward strand"
+    )
+
+
+def pipeline_svg(simulation: Simulation, title: str) -> str:
+    """The pipeline as SVG: stages downwards, time to the right; numbers are micro-batches."""
+    rows = [f"stage {rank.number}" for rank in simulation.ranks]
+    note = "blue: forward, green: backward (light: weight gradients), halves: paired blocks; simulated"
+    return _svg(pipeline_bars(simulation), rows, title, note)
+
+
+def _svg(bars: list[Bar], rows: list[str], title: str, note: str, width: int = 1400) -> str:
+    span = width - _LEFT - 20
+    height = 70 + _ROW * len(rows)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{_LEFT}" y="20" font-size="15" font-weight="bold">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="{height - 12}" fill="#666">{escape(note)}</text>',
+    ]
+    for number, name in enumerate(rows):
+        y = 32 + number * _ROW
+        lines.append(f'<text x="8" y="{y + 19}" fill="#333">{escape(name)}</text>')
+        lines.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{span}" height="{_ROW - 6}" fill="{COLOURS["idle"]}"/>'
+        )
+    for bar in bars:
+        lines.append(_rect(bar, span))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _rect(bar: Bar, span: int) -> str:
+    x, wide = _LEFT + bar.begin * span, max(0.4, (bar.end - bar.begin) * span)
+    half = bar.kind.endswith("|")
+    high = (_ROW - 6) / (2 if half else 1)
+    y = 32 + bar.row * _ROW + (high if half and bar.kind[0] != "F" else 0)
+    text = ""
+    room = int(wide / 6.2)
+    if room >= 2 or (room >= 1 and len(bar.label) == 1):
+        shown = bar.label if len(bar.label) <= room else bar.label[: max(1, room - 1)] + "…"
+        text = f'<text x="{x + 2:.1f}" y="{y + high / 2 + 4:.1f}" fill="white">{escape(shown)}</text>'
+    return (
+        f'<g><title>{escape(bar.label)}</title><rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" '
+        f'height="{high:.1f}" fill="{COLOURS[bar.kind[0]]}" stroke="white" stroke-width="0.6"/>{text}</g>'
+    )
