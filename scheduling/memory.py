@@ -1,15 +1,18 @@
 """What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.schedule import (
+    Action,
+    Barrier,
     Block,
     Compute,
     Direction,
     Gradients,
     Pair,
+    PairProgram,
     Program,
     Receive,
     Schedule,
@@ -95,39 +98,45 @@ def rank_memory(
     dtype: str,
     stage: int,
     zero: int = 0,
+    gradient_width: int | None = None,
 ) -> RankMemory:
     """Memory of a rank of ``stage`` under a schedule, with AdamW.
+
+    gradient_width: bytes of a gradient; by default they are added up in at least single precision.
 
     zero: ZeRO stage; 1 cuts the optimizer's states over the ranks that share the parameters, 2 the gradients
     too, 3 the parameters too (one layer's worth more is gathered at a time).
     """
     width = DTYPE_BYTES[dtype]
     parameters = stage_parameters(shape, layout, stage)
-    states = state_bytes(parameters, width, layout.dp * layout.cp, zero)
+    states = state_bytes(parameters, width, layout.dp * layout.cp, zero, gradient_width)
     held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
+    names = {part.name for chunk in held.values() for part in chunk}
+    working = max(
+        peak_working_bytes(parts[name], schedule.programs[name, direction], direction, width)
+        for name in names
+        for direction in Direction
+    )
     return RankMemory(
         stage=stage,
         parameter_bytes=states[0],
         gradient_bytes=states[1],
         optimizer_bytes=states[2],
-        activation_bytes=max(_activations(schedule, stage, held, width), default=0),
-        working_bytes=max(
-            peak_working_bytes(part, schedule.programs[part.name, direction], direction, width)
-            for chunk in held.values()
-            for part in chunk
-            for direction in Direction
-        )
-        * len(schedule.strands),
+        activation_bytes=max(_activations(schedule, stage, held, width, working), default=0),
+        working_bytes=working,
     )
 
 
-def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
+def state_bytes(
+    parameters: int, width: int, shares: int, zero: int, gradient_width: int | None = None
+) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
     main = max(4, width)
     masters = 0 if width == main else parameters * main
     optimizer = masters + 2 * parameters * main
     cut = [shares if zero >= level else 1 for level in (3, 2, 1)]
-    return parameters * width // cut[0], parameters * main // cut[1], optimizer // cut[2]
+    gradients = parameters * (gradient_width or main)
+    return parameters * width // cut[0], gradients // cut[1], optimizer // cut[2]
 
 
 def _chunk_parts(
@@ -140,12 +149,18 @@ def _chunk_parts(
     return first + layers + last
 
 
-def _activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]], width: int) -> list[int]:
-    """Bytes of saved values and messages when most are held during each instruction of a stage, in order."""
+def _activations(
+    schedule: Schedule, stage: int, held: Mapping[int, list[Part]], width: int, working: int = 0
+) -> list[int]:
+    """Bytes of saved values and messages when most are held during each instruction of a stage, in order.
+
+    Of a paired block also what it needs beyond the ``working`` bytes that are counted anyway.
+    """
     saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in held.items()}
     layer = next(part for parts in held.values() for part in parts if part.name == "layer")
     message = layer.values[layer.output].bytes(width)
-    late = _late_bytes(schedule, layer, width)
+    pair = schedule.pairs.get(("layer", "layer"))
+    extra = max(0, pair_extra_bytes(layer, pair, width) - working) if pair else 0
     received: set[Block] = set()
     now = 0
     during = []
@@ -170,24 +185,67 @@ def _activations(schedule: Schedule, stage: int, held: Mapping[int, list[Part]],
             case Block():
                 now += run(instruction)
             case Pair(forward, backward):
-                # Layer by layer one of them takes while the other gives: at most one layer's worth on top.
-                most += layer.saved_bytes(width) + late
+                # Layer by layer one of them takes while the other gives.
+                most += extra
                 now += run(forward) + run(backward)
         during.append(max(most, now))
     return during
 
 
-def _late_bytes(schedule: Schedule, layer: Part, width: int) -> int:
-    """What weight gradients that are put off to the next layer of a paired block keep until then."""
-    names = {
-        name
-        for program in schedule.pairs.values()
-        for action in program
-        if isinstance(action, Compute) and action.late
-        for name in layer.backward.named(action.operator).reads
-    }
-    owners = {layer.values[name].alias_of or name for name in names}
-    return sum(layer.values[name].bytes(width) for name in owners)
+def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
+    """Most bytes that a paired layer holds beyond what its backward layer had saved when it began.
+
+    Values of the forward side live from their writing on, saved ones to the end; saved values of the backward
+    side live to their last reader; what late weight gradients read lives from the begin (those of the layer
+    before) and to the end (those of this one).
+    """
+    actions = [action for action in program if not isinstance(action, Barrier)]
+    saved = {layer.values[name].alias_of or name for name in layer.saved()} - set(layer.constants)
+    end = len(actions)
+    change = [0] * (end + 1)
+
+    def live(name: str, first: int, last: int) -> None:
+        size = layer.values[name].bytes(width)
+        change[first] += size
+        if last < end:
+            change[last + 1] -= size
+
+    def side(direction: Direction) -> list[Action]:
+        return [a for a in actions if a.side is direction and not (isinstance(a, Compute) and a.late)]
+
+    at = {id(action): position for position, action in enumerate(actions)}
+    late = {a.operator: at[id(a)] for a in actions if isinstance(a, Compute) and a.late}
+    for owner, (first, last) in _spans(layer, layer.forward, side(Direction.FORWARD), at).items():
+        live(owner, 0 if owner in layer.inputs else first, end if owner in saved else last)
+    kept = {layer.values[name].alias_of or name for op in late for name in layer.backward.named(op).reads}
+    begin = {layer.values[f"d.{layer.output}"].alias_of or f"d.{layer.output}"}
+    for owner, (first, last) in _spans(layer, layer.backward, side(Direction.BACKWARD), at).items():
+        live(owner, 0 if owner in saved | begin else first, end if owner in kept else last)
+    for operator, position in late.items():
+        for name in layer.backward.named(operator).reads:
+            live(layer.values[name].alias_of or name, 0, position)
+    peak = now = 0
+    for delta in change[:-1]:
+        now += delta
+        peak = max(peak, now)
+    return max(0, peak - layer.saved_bytes(width))
+
+
+def _spans(
+    part: Part, graph: Graph, actions: Sequence[Action], at: Mapping[int, int]
+) -> dict[str, tuple[int, int]]:
+    """First and last position (by ``at``) at which the memory of a value is touched by some actions."""
+    spans: dict[str, tuple[int, int]] = {}
+    for action in actions:
+        operator = graph.named(action.operator)
+        position = at[id(action)]
+        for name in (*operator.reads, *operator.writes):
+            owner = part.values[name].alias_of or name
+            first, _ = spans.get(owner, (position, position))
+            spans[owner] = first, position
+    for name in set(part.constants) & set(spans):
+        del spans[name]
+    return spans
 
 
 def peak_position(

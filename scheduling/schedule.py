@@ -321,25 +321,30 @@ class Schedule:
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
-    """A line per block, after what is received for it and before what is sent of it; other kinds in runs."""
+    """A line per block, after what is waited for before it and before what is sent of it; others in runs."""
     lines: list[str] = []
     previous: Instruction | None = None
+    behind = False
     for instruction in stage:
         token = str(instruction)
-        if _same_line(previous, instruction) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
+        if _same_line(previous, instruction, behind) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
             lines[-1] += f" {token}"
         else:
             lines.append(f"  {token}")
+            behind = False
+        behind = behind or isinstance(instruction, Block | Pair)
         previous = instruction
     return lines
 
 
-_PLACES: Final = {Receive: 0, WaitReceive: 0, WaitSend: 1, Block: 2, Pair: 2, Send: 3}
-"""Order of the instructions on a block's line."""
-
-
-def _same_line(previous: Instruction | None, instruction: Instruction) -> bool:
-    before, here = type(previous), type(instruction)
-    if before in _PLACES and here in _PLACES:
-        return _PLACES[before] <= _PLACES[here] and not _PLACES[before] == _PLACES[here] == 2
-    return before is here
+def _same_line(before: Instruction | None, here: Instruction, behind: bool) -> bool:
+    """Whether an instruction continues the line; ``behind``: the line has its block already."""
+    match here:
+        case Receive() | WaitReceive() | Block() | Pair():
+            return isinstance(before, Receive | WaitReceive | WaitSend) and not behind
+        case WaitSend():
+            return isinstance(before, Receive | WaitReceive | WaitSend | Block | Pair)
+        case Send():
+            return isinstance(before, Block | Pair | WaitSend | Send)
+        case _:
+            return type(before) is type(here)

@@ -140,6 +140,8 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     placement: Placement = Placement.LINEAR
+    head_layers: int = 0
+    """Layers that the head counts for when layers are shared out between chunks."""
 
     def __post_init__(self) -> None:
         _require_positive("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -192,12 +194,20 @@ class ParallelLayout:
     def layers_of(self, chunk: int, layers: int) -> range:
         """The layers of a model of ``layers`` layers that a chunk holds.
 
-        Where they do not divide evenly, the last chunks hold one less: the head stands there too.
+        The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
+        chunks in the middle hold one more: the ends of the model hold the embedding and the head.
         """
         place, size = chunk % self.chunks_per_copy, self.chunks_per_copy
-        each, more = divmod(layers, size)
-        first = place * each + min(place, more)
-        return range(first, first + each + (place < more))
+        each, more = divmod(layers + self.head_layers, size)
+        inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), c))[:more]
+        counts = [each + (c in inner) for c in range(size)]
+        counts[-1] -= self.head_layers
+        if counts[-1] < 1:
+            raise ValueError(
+                f"parallel.head_layers={self.head_layers} leaves the last of {size} chunks of {layers} "
+                f"layers without a layer; lower it"
+            )
+        return range(sum(counts[:place]), sum(counts[: place + 1]))
 
     def is_first(self, chunk: int) -> bool:
         """Whether a chunk begins the model (and holds the embedding)."""
@@ -223,7 +233,11 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """The layout in one line, such as ``dp 2 x tp 2 (folded)``."""
-        axes = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "placement"]
+        axes = [
+            f"{f.name} {getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name not in ("placement", "head_layers")
+        ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
         linear = self.placement is Placement.LINEAR
         return " x ".join(busy) + ("" if linear else f" ({self.placement})")
@@ -246,6 +260,7 @@ class Workload:
 
 def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
     """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
+    assert not layout.head_layers, "no configuration sets it"
     if shape.family not in RUNNABLE_FAMILIES:
         raise ValueError(
             f"model.family={shape.family!r} can be planned and simulated, but not trained in this version; "

@@ -212,17 +212,17 @@ class _StageCheck:
         return None
 
     def _blocks_here(self, block: Block) -> str:
-        chunks = " and ".join(str(chunk) for chunk in self._layout.chunks_of(self._stage))
+        block, here = block.whole, self._layout.chunks_of(self._stage)
+        chunks = " and ".join(map(str, here))
         last = max((b.micro_batch for b in self._expected), default=0)
         facts = [f"it has chunk {chunks}", f"micro-batches 0 to {last}"]
         if not self._trains:
             facts.append("no backward passes")
         for twin in self._expected:
-            if twin == replace(block.whole, strand=twin.strand):
+            if twin == replace(block, strand=twin.strand):
                 facts.append(f"micro-batch {block.micro_batch} on strand {twin.strand}")
-            elif block.chunk in self._layout.chunks_of(self._stage) and self._layout.copies > 1:
-                if twin == replace(block.whole, chunk=twin.chunk):
-                    facts.append(f"micro-batch {block.micro_batch} on chunk {twin.chunk} of the other copy")
+            elif block.chunk in here and self._layout.copies > 1 and twin == replace(block, chunk=twin.chunk):
+                facts.append(f"micro-batch {block.micro_batch} on chunk {twin.chunk} of the other copy")
         return ", ".join(facts)
 
     def _gather(self, chunk: int) -> str | None:

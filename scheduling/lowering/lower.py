@@ -52,7 +52,7 @@ def _neighbour(block: Block, layout: ParallelLayout, distance: int) -> Block | N
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Instruction, ...], ...]:
-    """Receive before a block, send after it; wait for a send when its answer is back, or at the end."""
+    """Receive before a block, send after it; wait for a send when its answer is back or two more went."""
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
@@ -76,10 +76,21 @@ def _stage_transfers(
         for block in travelling:
             after = successor(block, layout)
             if after is not None and layout.stage_of(after.chunk) != stage:
+                if block.direction is Direction.BACKWARD:
+                    # Nothing comes back for a gradient: keep no more than two of a channel under way.
+                    channel = [s for s in sent if _same_channel(s, after, layout)]
+                    for old in channel[:-1]:
+                        sent.remove(old)
+                        yield WaitSend(old)
                 yield Send(after, layout.stage_of(after.chunk))
                 sent.append(after)
     for block in sent:
         yield WaitSend(block)
+
+
+def _same_channel(first: Block, second: Block, layout: ParallelLayout) -> bool:
+    same_stage = layout.stage_of(first.chunk) == layout.stage_of(second.chunk)
+    return same_stage and first.direction is second.direction
 
 
 def with_update(

@@ -171,21 +171,22 @@ def _alone(bench: Bench, *, backward: bool) -> tuple[str, ...]:
     return tuple(problem.backward.names[op] for op in found.operators)
 
 
-def lower(bench: Bench, choices: Choices) -> Schedule:
-    """The validated schedule of a setting and its decisions."""
+def lower(bench: Bench, choices: Choices, *, check: bool = True) -> Schedule:
+    """The schedule of a setting and its decisions, validated unless the caller does that later."""
     setting = bench.setting
     schedule = training_schedule(
         setting.schedule, setting.layout, setting.micro_batches, bench.parts, choices
     )
-    validate(schedule, setting.layout, bench.parts)
+    if check:
+        validate(schedule, setting.layout, bench.parts)
     return schedule
 
 
-def run(bench: Bench, choices: Choices) -> Simulation:
+def run(bench: Bench, choices: Choices, *, check: bool = True) -> Simulation:
     """Lower and simulate."""
     setting = bench.setting
     return simulate(
-        lower(bench, choices),
+        lower(bench, choices, check=check),
         setting.layout,
         setting.model,
         bench.parts,
@@ -206,14 +207,19 @@ class Outcome:
     numbers: Numbers
 
 
-def evaluate(setting: Setting, cluster: ClusterSpec, profile: Profile | None = None) -> Outcome:
-    """Decide and simulate a setting; ``intra_batch`` takes its best number of chunks."""
+def evaluate(
+    setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, *, check: bool = True
+) -> Outcome:
+    """Decide and simulate a setting; ``intra_batch`` takes its best number of chunks.
+
+    A search over many settings leaves the validation of schedules (``check``) to the one it takes.
+    """
     if SCHEDULES[setting.schedule].splits_collectives and setting.split == 1:
-        tried = [evaluate(replace(setting, split=split), cluster, profile) for split in SPLITS]
+        tried = [evaluate(replace(setting, split=split), cluster, profile, check=check) for split in SPLITS]
         return min(tried, key=lambda outcome: outcome.numbers.step_seconds)
     bench = prepare(setting, cluster, profile)
     choices, note = decide(bench)
-    return _outcome(bench, choices, note, cluster)
+    return _outcome(bench, choices, note, cluster, check=check)
 
 
 def replay(
@@ -223,8 +229,10 @@ def replay(
     return _outcome(prepare(setting, cluster, profile), choices, None, cluster)
 
 
-def _outcome(bench: Bench, choices: Choices, note: PairingNote | None, cluster: ClusterSpec) -> Outcome:
-    simulation = run(bench, choices)
+def _outcome(
+    bench: Bench, choices: Choices, note: PairingNote | None, cluster: ClusterSpec, *, check: bool = True
+) -> Outcome:
+    simulation = run(bench, choices, check=check)
     numbers = simulation.numbers(bench.setting.workload.micro_batch, cluster.gpu.peak_flops_per_s)
     return Outcome(bench, choices, note, simulation, numbers)
 
