@@ -109,7 +109,9 @@ def rank_memory(
     """
     width = DTYPE_BYTES[dtype]
     parameters = stage_parameters(shape, layout, stage)
-    states = state_bytes(parameters, width, layout.dp * layout.cp, zero, gradient_width)
+    # The copies of a bidirectional pipeline are replicas: ZeRO cuts states over them too.
+    shares = layout.dp * layout.cp * layout.copies
+    states = state_bytes(parameters, width, shares, zero, gradient_width)
     held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
     names = {part.name for chunk in held.values() for part in chunk}
     working = max(
@@ -219,7 +221,10 @@ def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
         live(owner, 0 if owner in layer.inputs else first, end if owner in saved else last)
     kept = {layer.values[name].alias_of or name for op in late for name in layer.backward.named(op).reads}
     begin = {layer.values[f"d.{layer.output}"].alias_of or f"d.{layer.output}"}
-    for owner, (first, last) in _spans(layer, layer.backward, side(Direction.BACKWARD), at).items():
+    backward = _spans(layer, layer.backward, side(Direction.BACKWARD), at)
+    # What only late weight gradients read is touched by nothing here and there all the time.
+    backward |= {owner: (0, end) for owner in kept - set(backward)}
+    for owner, (first, last) in backward.items():
         live(owner, 0 if owner in saved | begin else first, end if owner in kept else last)
     for operator, position in late.items():
         for name in layer.backward.named(operator).reads:

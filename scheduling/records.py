@@ -80,9 +80,13 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if kind in (int, float) and isinstance(value, str):
         value = _number(value)
     if kind is float and isinstance(value, int | float):
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise ValueError(f"{where}={value!r} must be a finite number")
-        return float(value)
+        return number
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, kind):

@@ -93,7 +93,7 @@ def _with_nodes(spec: ClusterSpec, nodes: int) -> ClusterSpec:
 
 
 def _known(key: str, name: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "`braid presets` lists them"
         raise ValueError(f"{key} {name!r} is no preset; {hint}")

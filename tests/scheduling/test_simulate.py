@@ -1,0 +1,222 @@
+"""Laws of the simulator: sums and maxima, bubbles, bandwidth, spans, exactness of remembered blocks."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.operators import Stream
+from braid.scheduling.planner.compose import Bench, decide, evaluate, layer_pair, lower, prepare
+from braid.scheduling.planner.list_schedule import issue_ns, turns_order
+from braid.scheduling.schedule import Direction
+from braid.scheduling.simulate import Simulation, simulate
+from braid.scheduling.trace import Span, communication, merge
+from tests.scheduling.plans import cluster, free_ends, setting
+
+PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs is not None]
+
+
+def simulated(bench: Bench, **more: object) -> Simulation:
+    """The simulated step of a bench under its own decisions."""
+    choices, _ = decide(bench)
+    s = bench.setting
+    schedule = lower(bench, choices)
+    return simulate(schedule, s.layout, s.model, bench.parts, bench.profile, zero=s.zero)
+
+
+def layer_ns(bench: Bench, direction: Direction) -> int:
+    """Solo times of a layer's pass added up."""
+    graph = bench.layer.forward if direction is Direction.FORWARD else bench.layer.backward
+    return sum(bench.profile.operator_ns("layer", op) for op in graph.operators)
+
+
+def with_free_ends(bench: Bench) -> Bench:
+    return Bench(bench.setting, bench.parts, free_ends(bench.profile, dict(bench.parts)))
+
+
+@given(tp=st.sampled_from([1, 2, 4]), m=st.integers(1, 6), recompute=st.sampled_from(["none", "full"]))
+@settings(max_examples=20, deadline=None)
+def test_without_overlap_a_step_is_the_sum_of_its_operators(tp: int, m: int, recompute: str) -> None:
+    spec = cluster(gpus=tp)
+    bench = prepare(setting(tp=tp, micro_batches=m, recompute=recompute), spec)
+    result = simulated(bench)
+    total = 0
+    for name, part in bench.parts.items():
+        count = bench.setting.model.layers if name == "layer" else 1
+        graphs = (part.forward, part.backward)
+        total += count * m * sum(bench.profile.operator_ns(name, op) for g in graphs for op in g.operators)
+    update = next(e for e in result.ranks[0].executed if e.task.operator == "optimizer")
+    assert result.step_ns == pytest.approx(total + update.end - update.start, rel=1e-9)
+    numbers = result.numbers(1)
+    assert numbers.exposed_seconds == pytest.approx(numbers.communication_seconds)
+    assert numbers.bubble_fraction == pytest.approx(0.0, abs=1e-9)
+
+
+@given(compute=st.integers(1, 10**6), moved=st.integers(1, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_perfect_overlap_is_the_maximum_and_none_the_sum(compute: int, moved: int) -> None:
+    """One compute operator beside one collective, OEF 1 and OEF 0."""
+    for oef, expected in ((1.0, max(compute, moved)), (0.0, compute + moved)):
+        bench = with_free_ends(
+            prepare(setting("intra_batch", tp=2, micro_batches=1, split=1), cluster(gpus=2, oef=oef))
+        )
+        gather, gemm = "layer/mlp_gather.grad", "layer/mlp_in.wgrad"
+        solo = dict.fromkeys(bench.profile.solo_ns, 0) | {gather: moved, gemm: compute}
+        alone = Bench(bench.setting, bench.parts, replace(bench.profile, solo_ns=solo))
+        order = [op.name for op in bench.layer.backward.operators]
+        order.remove("mlp_in.wgrad")
+        order.insert(order.index("mlp_gather.grad") + 1, "mlp_in.wgrad")
+        choices, _ = decide(alone)
+        choices = replace(choices, backward_order=tuple(order))
+        s = alone.setting
+        result = simulate(lower(alone, choices), s.layout, s.model, alone.parts, alone.profile)
+        assert result.step_ns == pytest.approx(s.model.layers * expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [4, 5, 9])
+def test_bubble_of_1f1b_is_the_formula(p: int, m: int) -> None:
+    """(p - 1)(f + b), where a stage's forward and backward passes take f and b (Narayanan et al. 2021)."""
+    model = replace(setting().model, layers=4 * 3)
+    bench = with_free_ends(prepare(setting(pp=p, micro_batches=m, model=model), cluster(gpus=p)))
+    numbers = simulated(bench).numbers(1)
+    per_stage = model.layers // p
+    both = per_stage * (layer_ns(bench, Direction.FORWARD) + layer_ns(bench, Direction.BACKWARD))
+    assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [4, 6, 11])
+def test_bubble_of_the_w_pipeline_is_that_of_1f1b(p: int, m: int) -> None:
+    """With paired blocks that take as long as both passes, the W pipeline idles as 1F1B does (DHelix 4.1)."""
+    if m <= p:
+        pytest.skip("no block is paired")
+    model = replace(setting().model, layers=2 * 3 * p)
+    bench = with_free_ends(prepare(setting("dhelix", pp=p, micro_batches=m, model=model), cluster(gpus=p)))
+    numbers = simulated(bench).numbers(1)
+    both = 6 * (layer_ns(bench, Direction.FORWARD) + layer_ns(bench, Direction.BACKWARD))
+    assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
+
+
+@given(
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    rate=st.floats(1e9, 1e11),
+    faster=st.floats(1.0, 50.0),
+    m=st.integers(4, 6),
+)
+@settings(max_examples=40, deadline=None)
+def test_more_bandwidth_is_never_slower(schedule: str, rate: float, faster: float, m: int) -> None:
+    """The same decisions on faster links; without contention, as then orders are monotone."""
+    m = 2 * (m // 2)
+    slow_cluster = cluster(nodes=2, gpus=2, oef=1.0, intra=rate, inter=rate / 3)
+    fast_cluster = cluster(nodes=2, gpus=2, oef=1.0, intra=rate * faster, inter=rate * faster / 3)
+    one = setting(schedule, tp=2, pp=2, micro_batches=m)
+    slow, fast = prepare(one, slow_cluster), prepare(one, fast_cluster)
+    choices, _ = decide(slow)
+    s = slow.setting
+    steps = [simulate(lower(b, choices), s.layout, s.model, b.parts, b.profile).step_ns for b in (slow, fast)]
+    assert steps[1] <= steps[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", PAIRED)
+def test_a_paired_layer_takes_what_the_search_says(schedule: str) -> None:
+    """Time per layer pair in the middle of a step is that of the decided order (or segments)."""
+    bench = prepare(setting(schedule, tp=4, micro_batches=6), cluster(gpus=4))
+    _, note = decide(bench)
+    assert note is not None
+    result = simulated(bench)
+    runs = [r for r in result.ranks[0].blocks if r.forward and r.backward]
+    ends = {"embedding", "head"}
+    whole = [r for r in runs if not any(e.task.key.split("/")[0] in ends for e in r.course.executed)]
+    layers = len(bench.setting.layout.layers_of(0, bench.setting.model.layers))
+    if not whole:  # with one stage every chunk has an end of the model
+        run = runs[0]
+        inside = [e for e in run.course.executed if e.task.key.startswith("layer/")]
+        duration = max(e.end for e in inside) - min(e.start for e in inside)
+    else:
+        duration = whole[0].course.duration
+    # Weight gradients that are put off run after the last layer: no more than the layers' times and these.
+    assert duration <= layers * note.serial_ns
+    if note.method.value == "order" and not any(step.startswith("P:") for step in _steps(bench)):
+        assert duration == pytest.approx(layers * note.ns, rel=1e-6)
+
+
+def _steps(bench: Bench) -> tuple[str, ...]:
+    choices, _ = decide(bench)
+    assert choices.pairing is not None
+    return choices.pairing.steps
+
+
+def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
+    """`issue_ns` and the engine are two programs for one rule."""
+    for oef in (1.0, 0.8, 0.3):
+        bench = with_free_ends(prepare(setting("wavelet", tp=4, micro_batches=2), cluster(gpus=4, oef=oef)))
+        problem = layer_pair(bench)
+        expected = issue_ns(problem, turns_order(problem))
+        runs = [r for r in simulated(bench).ranks[0].blocks if r.forward and r.backward]
+        layers = bench.setting.model.layers // bench.setting.layout.chunks
+        assert runs[0].course.duration == pytest.approx(layers * expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str) -> None:
+    spec = cluster(nodes=2, gpus=2)
+    outcome = evaluate(setting(schedule, tp=2, pp=2, micro_batches=4, dp=1), spec)
+    bench, spans = outcome.bench, list(outcome.simulation.spans())
+    model = bench.setting.model
+    for stage, rank in enumerate((0, 2)):
+        own = [span for span in spans if span.rank == rank]
+        layers = [s for s in own if 0 <= s.layer < model.layers]
+        count = len(bench.layer.forward.operators) + len(bench.layer.backward.operators)
+        held = sum(
+            len(bench.setting.layout.layers_of(c, model.layers))
+            for c in bench.setting.layout.chunks_of(stage)
+        )
+        passes = 4 * held // bench.setting.layout.copies
+        assert len(layers) == passes * count
+        assert len({(s.micro_batch, s.chunk, s.layer, s.operator) for s in layers}) == len(layers)
+        compute = merge((s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE)
+        ordered = sorted((s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE)
+        assert all(a[1] <= b[0] + 1 for a, b in pairwise(ordered)), "one at a time"
+        assert compute[-1][1] <= outcome.simulation.step_ns + 1
+    totals = [communication(*_intervals(spans, rank)) for rank in (0, 2)]
+    exposed = sum(t.exposed_ns for t in totals) / 2e9
+    assert outcome.numbers.exposed_seconds == pytest.approx(exposed, rel=1e-4, abs=1e-6)
+    moved = sum(t.communication_ns for t in totals) / 2e9
+    assert outcome.numbers.communication_seconds == pytest.approx(moved, rel=1e-4, abs=1e-6)
+
+
+def _intervals(spans: list[Span], rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    own = [s for s in spans if s.rank == rank]
+    compute = [(s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE]
+    moved = [(s.start_ns, s.end_ns) for s in own if s.stream is not Stream.COMPUTE]
+    return compute, moved
+
+
+def test_simulation_is_deterministic() -> None:
+    spec = cluster(nodes=2, gpus=2)
+    one = setting("braid", tp=2, pp=2, micro_batches=6)
+    first, second = evaluate(one, spec), evaluate(one, spec)
+    assert list(first.simulation.spans()) == list(second.simulation.spans())
+
+
+def test_two_transfers_on_one_link_share_it() -> None:
+    """Gradients reduced beside messages between stages take longer than either alone."""
+    spec = cluster(nodes=4, gpus=1)
+    outcome = evaluate(setting("braid", pp=2, dp=2, micro_batches=4, zero=1), spec)
+    moved = [e for rank in outcome.simulation.ranks for e in rank.executed if e.task.lane in ("data", "send")]
+    assert any(e.end - e.start > e.task.solo_ns * 1.01 for e in moved)
+    assert all(e.end - e.start >= e.task.solo_ns * (1 - 1e-9) for e in moved)
+
+
+def test_a_missing_cost_is_an_error() -> None:
+    bench = prepare(setting(tp=2), cluster(gpus=2))
+    solo = dict(bench.profile.solo_ns)
+    del solo["layer/qkv"]
+    choices, _ = decide(bench)
+    s = bench.setting
+    with pytest.raises(ValueError, match="no cost of operator 'layer/qkv'"):
+        simulate(lower(bench, choices), s.layout, s.model, bench.parts, replace(bench.profile, solo_ns=solo))
