@@ -59,32 +59,33 @@ def paired_run(simulation: Simulation) -> BlockRun | None:
     return None
 
 
-def pair_bars(run: BlockRun, layers: int = 1) -> list[Bar]:
-    """Operators of the first ``layers`` layers of a paired block; rows are streams."""
-    tasks = [e for e in run.course.executed if e.place is not None]
-    # Only layers are paired: what the ends of the model execute has other names.
-    first = {
-        side: min(
-            (e.place.position for e in tasks if e.place and e.place.forward is side and _in_layer(e)),
-            default=0,
-        )
-        for side in (True, False)
-    }
-    chosen = [
-        e for e in tasks if e.place and _in_layer(e) and e.place.position - first[e.place.forward] < layers
-    ]
-    begin = min(e.start for e in chosen)
-    end = max(e.end for e in chosen)
+def pair_bars(run: BlockRun) -> list[Bar]:
+    """What a paired block executes from the begin of one pair of layers to the next; rows are streams.
+
+    It is the second pair where there is one: there the weight gradients that the first one put off show.
+    """
+    tasks = [e for e in run.course.executed if e.place is not None and _in_layer(e)]
+    starts: dict[int, float] = {}
+    for forward in (True, False):
+        own = [e for e in tasks if e.place and e.place.forward is forward]
+        positions = sorted({e.place.position for e in own if e.place})
+        for n, position in enumerate(positions):
+            first = min(e.start for e in own if e.place and e.place.position == position)
+            starts[n] = min(first, starts.get(n, first))
+    chosen = 1 if len(starts) > 1 else 0
+    begin = starts[chosen]
+    end = starts.get(chosen + 1, max(e.end for e in tasks))
     streams = list(Stream)
     return [
         Bar(
             streams.index(e.task.stream),
-            (e.start - begin) / (end - begin),
-            (e.end - begin) / (end - begin),
+            (max(e.start, begin) - begin) / (end - begin),
+            (min(e.end, end) - begin) / (end - begin),
             e.task.operator,
-            "F" if e.place is not None and e.place.forward else "B",
+            "F" if e.place and e.place.forward else "B",
         )
-        for e in chosen
+        for e in tasks
+        if e.start < end and e.end > begin
     ]
 
 

@@ -323,27 +323,29 @@ class Schedule:
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
     """A line per block, after what is waited for before it and before what is sent of it; others in runs."""
     lines: list[str] = []
-    previous: Instruction | None = None
     behind = False
-    for instruction in stage:
+    for position, instruction in enumerate(stage):
         token = str(instruction)
-        if _same_line(previous, instruction, behind) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
+        if _same_line(stage, position, behind) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
             lines[-1] += f" {token}"
         else:
             lines.append(f"  {token}")
             behind = False
         behind = behind or isinstance(instruction, Block | Pair)
-        previous = instruction
     return lines
 
 
-def _same_line(before: Instruction | None, here: Instruction, behind: bool) -> bool:
+def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
     """Whether an instruction continues the line; ``behind``: the line has its block already."""
+    here, before = stage[position], stage[position - 1] if position else None
     match here:
         case Receive() | WaitReceive() | Block() | Pair():
             return isinstance(before, Receive | WaitReceive | WaitSend) and not behind
+        case WaitSend() if isinstance(before, Block | Pair):
+            after = next((i for i in stage[position:] if not isinstance(i, WaitSend)), None)
+            return isinstance(after, Send)
         case WaitSend():
-            return isinstance(before, Receive | WaitReceive | WaitSend | Block | Pair)
+            return isinstance(before, Receive | WaitReceive | WaitSend)
         case Send():
             return isinstance(before, Block | Pair | WaitSend | Send)
         case _:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -98,7 +98,7 @@ class PlainSide:
     def __init__(self, plan: RunPlan, initial: Mapping[str, torch.Tensor] | None) -> None:
         train = plan.config.train
         torch.set_num_threads(plan.config.cluster.threads_per_rank)
-        model = PlainModel(PlainSizes(**asdict(plan.shape)), DTYPES[train.dtype])
+        model = PlainModel(PlainSizes.of(plan.shape), DTYPES[train.dtype])
         if initial is not None:
             load_named(model, initial)
         names = PlainSettings.__dataclass_fields__

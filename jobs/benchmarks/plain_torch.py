@@ -10,7 +10,7 @@ vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ class PlainSizes:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+
+    @classmethod
+    def of(cls, shape: object) -> "PlainSizes":
+        """The sizes that a record with the same names holds."""
+        return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
 
     @property
     def is_gpt(self) -> bool:

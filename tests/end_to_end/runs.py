@@ -9,7 +9,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def windows(data: Path, split: str, sequence: int) -> Tensor:
 def run_plain(config: Config, data: Path) -> PlainRun:
     """Do what ``config`` says in this process, one rank, with the plain loop."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
-    model = PlainModel(PlainSizes(**asdict(shape)), DTYPES[train.dtype])
+    model = PlainModel(PlainSizes.of(shape), DTYPES[train.dtype])
     load_named(model, initial_parameters(shape, train.seed))
     names = PlainSettings.__dataclass_fields__
     trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))

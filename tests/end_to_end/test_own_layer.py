@@ -47,7 +47,7 @@ def plain_losses(
     shape: ModelShape, settings: PlainSettings, data: Path, batches: list[list[int]]
 ) -> list[float]:
     """The losses of the plain model from the example's initial values."""
-    sizes = PlainSizes(**vars(shape))
+    sizes = PlainSizes.of(shape)
     model = PlainModel(sizes)
     model.layers = nn.ModuleList(PlainParallelLayer(sizes) for _ in range(sizes.layers))
     model.to(torch.float64)
