@@ -9,17 +9,43 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "ModelShape": "braid.scheduling.spec",
-    "ParallelLayout": "braid.scheduling.spec",
-    "Schedule": "braid.scheduling.schedule",
-    "load_config": "braid.actors.config",
-    "train": "braid.jobs.train",
+    "ClusterSpec": "braid.scheduling.cluster:ClusterSpec",
+    "ModelShape": "braid.scheduling.spec:ModelShape",
+    "ParallelLayout": "braid.scheduling.spec:ParallelLayout",
+    "Plan": "braid.scheduling.plan:Plan",
+    "Schedule": "braid.scheduling.schedule:Schedule",
+    "Search": "braid.scheduling.planner.cluster:Search",
+    "Setting": "braid.scheduling.plan:Setting",
+    "evaluate": "braid.scheduling.planner.compose:evaluate",
+    "load_cluster": "braid.scheduling.presets.library:load_cluster",
+    "load_config": "braid.actors.config:load_config",
+    "model_preset": "braid.scheduling.presets.library:model_preset",
+    "plan": "braid.scheduling.planner.cluster:plan_layout",
+    "simulate": "braid.scheduling.simulate:simulate",
+    "train": "braid.jobs.train:train",
 }
 
-__all__ = ["ModelShape", "ParallelLayout", "Schedule", "__version__", "load_config", "train"]
+__all__ = [
+    "ClusterSpec",
+    "ModelShape",
+    "ParallelLayout",
+    "Plan",
+    "Schedule",
+    "Search",
+    "Setting",
+    "__version__",
+    "evaluate",
+    "load_cluster",
+    "load_config",
+    "model_preset",
+    "plan",
+    "simulate",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'braid' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    module, _, attribute = _PUBLIC[name].partition(":")
+    return getattr(import_module(module), attribute)
