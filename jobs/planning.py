@@ -77,6 +77,13 @@ def make_plan(job: Request) -> Plan:
     config = job.config
     if not config.parallel.auto:
         outcome = evaluate(fixed_setting(job), job.cluster, job.profile)
+        if outcome.missing_bytes:
+            missing, usable = outcome.missing_bytes / 2**30, outcome.usable_bytes / 2**30
+            raise ConfigError(
+                f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
+                f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
+                f"parallel.tp or parallel.pp, set parallel.zero to 1 or train.recompute to fine or full"
+            )
         return plan_of(outcome, job.cluster)
     if job.profile is not None:
         raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")

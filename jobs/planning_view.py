@@ -44,6 +44,8 @@ def simulation_json(outcome: Outcome) -> dict[str, Any]:
         "schedule": setting.schedule,
         "layout": setting.layout.describe(),
         "profile": outcome.bench.profile.source,
+        "usable_bytes": outcome.usable_bytes,
+        "fits": not outcome.missing_bytes,
     }
 
 
@@ -190,6 +192,12 @@ def show_simulation(console: Console, outcome: Outcome) -> None:
     table = Table(show_header=False, title=title, title_justify="left")
     _add_rows(table, [outcome.numbers])
     console.print(table)
+    if outcome.missing_bytes:
+        console.print(
+            f"does not fit: needs {outcome.missing_bytes / GIB:.1f} GiB more than the "
+            f"{outcome.usable_bytes / GIB:.1f} GiB that a GPU can use",
+            style="bold red",
+        )
     _show_pipeline(console, outcome)
     _show_pair(console, outcome)
 

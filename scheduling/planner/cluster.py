@@ -109,11 +109,11 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
     outcomes, refused = [], []
     for candidate in chosen:
         outcome = evaluate(candidate.setting, cluster, check=False)
-        if outcome.numbers.peak_bytes <= cluster.usable_bytes:
+        if not outcome.missing_bytes:
             outcomes.append(outcome)
             continue
-        over = outcome.numbers.peak_bytes - cluster.usable_bytes
-        refused.append(_described(outcome, f"needs {over / 2**30:.1f} GiB more than a GPU has"))
+        over = outcome.missing_bytes / 2**30
+        refused.append(_described(outcome, f"needs {over:.1f} GiB more than a GPU has"))
     return outcomes, refused
 
 
@@ -138,7 +138,7 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
             outcome = evaluate(with_schedule(best.bench.setting, name), cluster, check=False)
         except ValueError:
             continue  # a schedule that wants another number of micro-batches or layers
-        if outcome.numbers.peak_bytes <= cluster.usable_bytes:
+        if not outcome.missing_bytes:
             outcomes.append(outcome)
     return outcomes
 
@@ -324,6 +324,8 @@ def _estimate(
     step += _gradients_ns(cluster, layout, parameters)
     states = sum(state_bytes(parameters, width, layout.dp * layout.cp, zero))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
+    if pairs:
+        alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
     return Candidate(setting, step, states + alive + layer.working_bytes)
 
 

@@ -205,6 +205,13 @@ class Outcome:
     note: PairingNote | None
     simulation: Simulation
     numbers: Numbers
+    usable_bytes: int
+    """Of a GPU's memory."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more memory than a GPU has it would take; 0 if it fits."""
+        return max(0, self.numbers.peak_bytes - self.usable_bytes)
 
 
 def evaluate(
@@ -234,7 +241,7 @@ def _outcome(
 ) -> Outcome:
     simulation = run(bench, choices, check=check)
     numbers = simulation.numbers(bench.setting.workload.micro_batch, cluster.gpu.peak_flops_per_s)
-    return Outcome(bench, choices, note, simulation, numbers)
+    return Outcome(bench, choices, note, simulation, numbers, cluster.usable_bytes)
 
 
 def with_schedule(setting: Setting, schedule: str) -> Setting:

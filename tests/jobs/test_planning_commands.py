@@ -187,6 +187,10 @@ def test_a_wrong_cluster_file_is_one_message(folder: Path, old: str, new: str, m
             ["simulate", "small.yaml", "--schedule", "magic", "--set", "parallel=auto"],
             "--schedule 'magic' is not known",
         ),
+        (
+            ["plan", "llama-3.1-8b", "--cluster", "mine.yaml", "--set", "parallel={dp: 8}"],
+            "the layout dp 8 needs",
+        ),
         (["simulate", "plan.yaml"], "plan.yaml"),
         (["explain", "small.yaml"], "small.yaml is no plan: the key braid_plan is missing"),
         (
