@@ -56,6 +56,10 @@ class Gpu:
         require_positive(self, ("memory_bytes", "peak_flops_per_s", "memory_bytes_per_s"))
         require_positive(self, ("launch_ns", "barrier_ns", "reserved_bytes"), zero=True)
         require_fraction(self, ("memory_efficiency",))
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from braid.scheduling.operators import Graph, Part
+from braid.scheduling.operators import Graph, Part, Pass
 from braid.scheduling.schedule import (
     Action,
     Barrier,
@@ -168,11 +168,18 @@ def _activations(
     during = []
 
     def run(block: Block) -> int:
-        """What a block adds; weight gradients that come later keep what they need."""
+        """What a block adds; of a split backward pass the first half keeps what the second needs."""
         change = -message if block.travels and block.whole in received else 0
         if block.direction is Direction.FORWARD:
             return change + saved[block.chunk]
-        return change - (saved[block.chunk] if block.gradients is not Gradients.INPUT else 0)
+        owed = sum(_owed_bytes(part, width) for part in held[block.chunk])
+        match block.gradients:
+            case Gradients.INPUT:
+                return change - saved[block.chunk] + owed
+            case Gradients.WEIGHT:
+                return change - owed
+            case Gradients.BOTH:
+                return change - saved[block.chunk]
 
     for instruction in schedule.stages[stage]:
         most = now
@@ -192,6 +199,13 @@ def _activations(
                 now += run(forward) + run(backward)
         during.append(max(most, now))
     return during
+
+
+def _owed_bytes(part: Part, width: int) -> int:
+    """What a part's weight gradients read: kept between a split backward pass's two halves."""
+    names = {n for op in part.backward.operators if op.phase is Pass.WEIGHT_GRADIENT for n in op.reads}
+    owners = {part.values[name].alias_of or name for name in names} - set(part.constants)
+    return sum(part.values[name].bytes(width) for name in owners)
 
 
 def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
@@ -223,7 +237,7 @@ def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
     begin = {layer.values[f"d.{layer.output}"].alias_of or f"d.{layer.output}"}
     backward = _spans(layer, layer.backward, side(Direction.BACKWARD), at)
     # What only late weight gradients read is touched by nothing here and there all the time.
-    backward |= {owner: (0, end) for owner in kept - set(backward)}
+    backward |= dict.fromkeys(kept - set(backward), (0, end))
     for owner, (first, last) in backward.items():
         live(owner, 0 if owner in saved | begin else first, end if owner in kept else last)
     for operator, position in late.items():

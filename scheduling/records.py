@@ -78,15 +78,15 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, bool) is not (kind is bool):
         raise ValueError(f"{where}={value!r} must be {_expected(kind)}")
     if kind in (int, float) and isinstance(value, str):
-        value = _number(value)
+        value = number(value)
     if kind is float and isinstance(value, int | float):
         try:
-            number = float(value)
+            wide = float(value)
         except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
+            wide = math.inf
+        if not math.isfinite(wide):
             raise ValueError(f"{where}={value!r} must be a finite number")
-        return number
+        return wide
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, kind):
@@ -94,8 +94,10 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _number(text: str) -> Any:
-    """The number that a text is, as YAML 1.1 leaves 32e9 one; other texts as they are."""
+def number(text: Any) -> Any:
+    """The number that a text is, as YAML 1.1 leaves 32e9 one; anything else as it is."""
+    if not isinstance(text, str):
+        return text
     try:
         return float(text.replace("_", ""))
     except ValueError:

@@ -226,7 +226,7 @@ def _rank_numbers(rank: RankRun) -> _RankNumbers:
 
 
 def _events(executed: Sequence[Executed], block: float | None) -> tuple[FloatArray, FloatArray]:
-    """When tasks (and the block around them) begin and end, (events,), and which: (events, kinds), 1 or -1."""
+    """When tasks and the block around them begin and end (events,), and which (events, kinds): 1 or -1."""
     rows = [(_KINDS.index(e.task.stream), e.start, e.end) for e in executed if e.end > e.start]
     if block is not None:
         rows.append((_KINDS.index("block"), 0.0, block))

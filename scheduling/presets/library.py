@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.records import from_mapping
+from braid.scheduling.records import from_mapping, number
 from braid.scheduling.spec import ModelShape
 
 _FOLDER = Path(__file__).parent
@@ -120,7 +120,7 @@ def _network(network: Any, gpus: Any, common: Mapping[str, Any], where: str) -> 
     """A GPU's share of what is printed for a node."""
     if not isinstance(network, Mapping) or "gbps_per_node" not in network:
         raise ValueError(f"{where}.network.gbps_per_node is missing; give the node's bandwidth in Gbit/s")
-    gbps = network["gbps_per_node"]
+    gbps = number(network["gbps_per_node"])
     if isinstance(gbps, bool) or not isinstance(gbps, int | float) or not 0 < gbps < float("inf"):
         raise ValueError(f"{where}.network.gbps_per_node={gbps!r} must be a number greater than zero")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:

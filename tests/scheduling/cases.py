@@ -72,7 +72,7 @@ def in_turn(layer: Part, method: PairMethod) -> PairingDecision:
     """A pairing that needs no profile: operator after operator, forward and backward taking turns."""
     forward = [op.name for op in layer.forward.operators]
     backward = [op.name for op in layer.backward.operators]
-    if method is PairMethod.SWITCH:
+    if method is PairMethod.TURNS:
         return PairingDecision(method=method)
     if method is PairMethod.BARRIERS:
         width = max(len(forward), len(backward))

@@ -1,11 +1,12 @@
-"""Ways to break a schedule, for `test_validate`.
+"""Ways to break the lists of a schedule, for `test_validate`: blocks, messages, the update.
 
 A damage is a function that breaks a valid schedule at a place that hypothesis chooses. It is written so that
-the result is never valid; where a schedule offers no place for it, hypothesis tries another schedule.
+the result is never valid; where a schedule offers no place for it, hypothesis tries another schedule. Those
+of paired blocks, split backward passes and gathered parameters stand in `damages_of_overlap`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import predecessor, successor
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Block,
     Direction,
     Instruction,
+    Pair,
     Receive,
     Reduce,
     Schedule,
@@ -26,6 +29,7 @@ from braid.scheduling.schedule import (
     WaitReceive,
     WaitReduce,
     WaitSend,
+    blocks_in,
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError, validate
@@ -66,6 +70,24 @@ class Place:
         """The position of an instruction that must be there."""
         return self.list.index(instruction)
 
+    def running(self, block: Block | None) -> int:
+        """The position of the instruction that runs a pass (of a split one, its input gradients)."""
+        assert block is not None
+        return next(
+            n for n, i in enumerate(self.list) for b in blocks_in(i) if b.travels and b.whole == block.whole
+        )
+
+    def last_of(self, chunk: int) -> int:
+        """The position of the last instruction that runs a block of a chunk."""
+        found = [n for n, i in enumerate(self.list) for b in blocks_in(i) if b.chunk == chunk]
+        assume(found)
+        return found[-1]
+
+    def foreign_chunk(self) -> int:
+        """A chunk that another stage holds, or none."""
+        chunks = [c for c in range(self.layout.chunks + 2) if c not in self.layout.chunks_of(self.stage)]
+        return chunks[self.number(0, len(chunks) - 1)]
+
     def about(self, kind: type[Any], block: Block) -> int:
         """The position of the instruction of a kind that moves a block's input."""
         return next(n for n, i in enumerate(self.list) if type(i) is kind and i.block == block)
@@ -75,21 +97,37 @@ class Place:
         return (stage + self.number(1, self.layout.pp)) % (self.layout.pp + 1)
 
 
-Damage = Callable[[Place], None]
-DAMAGES: dict[str, tuple[Damage, str]] = {}
+@dataclass(frozen=True)
+class Damage:
+    """A way to break one stage's list, and the cause (a pattern) that the message must give."""
+
+    breaks: Callable[[Place], None]
+    cause: str
+    names: tuple[str, ...]
+    """Schedules that offer a place for it."""
 
 
-def damage(cause: str) -> Callable[[Damage], Damage]:
-    """Register a damage of one stage's list with the cause (a pattern) that the message must give."""
+DAMAGES: dict[str, Damage] = {}
 
-    def register(function: Damage) -> Damage:
-        DAMAGES[function.__name__] = function, cause
+
+def damage(
+    cause: str, names: tuple[str, ...] = tuple(SCHEDULES)
+) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
+    """Register a damage."""
+
+    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+        DAMAGES[function.__name__] = Damage(function, cause, names)
         return function
 
     return register
 
 
-NOT_HERE = "has not run|has not arrived|never runs?|takes nothing|no send of|is under way"
+def other_strand(block: Block) -> Block:
+    """The block on the strand that it is not on."""
+    return replace(block, strand=Strand.BETA if block.strand is Strand.ALPHA else Strand.ALPHA)
+
+
+NOT_HERE = "has not run|has not arrived|never run|takes nothing|no send of|is under way"
 
 
 # -- blocks ------------------------------------------------------------------------------------------------
@@ -100,15 +138,16 @@ def drop_a_block(at: Place) -> None:
     del at.list[at.find(Block)]
 
 
-@damage("the block runs twice")
+@damage("runs twice")
 def run_a_block_twice(at: Place) -> None:
-    n = at.find(Block)
+    n = at.find(Block, Pair)
     at.list.insert(n + 1, at.list[n])
 
 
 @damage("its forward F.* has not run|its input .* has not|has not run yet, its output")
 def swap_a_forward_with_its_backward(at: Place) -> None:
-    n = at.find(Block, where=lambda i: i.direction is Direction.FORWARD)
+    n = at.find(Block, where=lambda i: replace(i, direction=Direction.BACKWARD) in at.list)
+    assume(at.list[n].direction is Direction.FORWARD)
     m = at.position(replace(at.list[n], direction=Direction.BACKWARD))
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
@@ -116,11 +155,11 @@ def swap_a_forward_with_its_backward(at: Place) -> None:
 @damage("its input from stage . has not arrived|its forward F.* has not run")
 def swap_blocks_of_two_micro_batches(at: Place) -> None:
     received = {i.block for i in at.list if isinstance(i, Receive)}
-    n = at.find(Block, where=lambda i: i in received)
+    n = at.find(Block, where=lambda i: i.travels and i.whole in received)
     one = at.list[n]
     m = at.find(
         Block,
-        where=lambda i: (i.direction, i.chunk) == (one.direction, one.chunk) and i != one,
+        where=lambda i: i.travels and (i.direction, i.chunk) == (one.direction, one.chunk) and i != one,
     )
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
@@ -128,8 +167,14 @@ def swap_blocks_of_two_micro_batches(at: Place) -> None:
 @damage("does not run on this stage: it has chunk")
 def run_a_block_of_another_chunk(at: Place) -> None:
     n = at.find(Block)
-    chunks = [c for c in range(at.layout.chunks + 2) if c not in at.layout.chunks_of(at.stage)]
-    at.list[n] = replace(at.list[n], chunk=chunks[at.number(0, len(chunks) - 1)])
+    at.list[n] = replace(at.list[n], chunk=at.foreign_chunk())
+
+
+@damage("does not run on this stage: .* of the other copy|still has blocks to run", ("bidirectional",))
+def run_a_block_of_the_other_copy(at: Place) -> None:
+    n = at.find(Block)
+    chunks = [c for c in at.layout.chunks_of(at.stage) if c != at.list[n].chunk]
+    at.list[n] = replace(at.list[n], chunk=chunks[0])
 
 
 @damage("does not run on this stage: .*micro-batches 0 to")
@@ -141,16 +186,16 @@ def run_a_micro_batch_that_does_not_exist(at: Place) -> None:
 @damage("does not run on this stage: .* on strand (alpha|beta)")
 def run_a_block_on_the_other_strand(at: Place) -> None:
     n = at.find(Block)
-    other = {Strand.ALPHA: Strand.BETA, Strand.BETA: Strand.ALPHA}
-    at.list[n] = replace(at.list[n], strand=other[at.list[n].strand])
+    at.list[n] = other_strand(at.list[n])
 
 
 @damage("still has blocks to run")
 def run_a_block_after_the_step(at: Place) -> None:
     last = max(n for n, i in enumerate(at.list) if isinstance(i, Block))
     block = at.list.pop(last)
-    about = successor(block, at.layout)
-    at.list = [i for i in at.list if not (isinstance(i, Send | WaitSend) and i.block == about)]
+    if block.travels:
+        about = successor(block, at.layout)
+        at.list = [i for i in at.list if not (isinstance(i, Send | WaitSend) and i.block == about)]
     at.list.append(block)
 
 
@@ -184,7 +229,7 @@ def send_to_the_wrong_stage(at: Place) -> None:
 def send_before_the_block(at: Place) -> None:
     n = at.find(Send)
     send = at.list.pop(n)
-    at.list.insert(at.number(0, at.position(predecessor(send.block, at.layout))), send)
+    at.list.insert(at.number(0, at.running(predecessor(send.block, at.layout))), send)
 
 
 @damage("takes nothing from this stage|has not run yet")
@@ -193,7 +238,8 @@ def send_for_another_block(at: Place) -> None:
     block = at.list[n].block
     shifted = replace(block, chunk=block.chunk + at.number(1, 3))
     at.list[n] = replace(at.list[n], block=shifted)
-    assume(predecessor(shifted, at.layout) not in at.list[:n])
+    ran = {b.whole for i in at.list[:n] for b in blocks_in(i)}
+    assume(predecessor(shifted, at.layout) not in ran)
 
 
 @damage("no receive of .* is under way")
@@ -216,9 +262,7 @@ def receive_from_the_wrong_stage(at: Place) -> None:
 @damage("does not run on this stage")
 def receive_for_another_stage(at: Place) -> None:
     n = at.find(Receive)
-    block = at.list[n].block
-    chunks = [c for c in range(at.layout.chunks + 1) if c not in at.layout.chunks_of(at.stage)]
-    at.list[n] = replace(at.list[n], block=replace(block, chunk=chunks[at.number(0, len(chunks) - 1)]))
+    at.list[n] = replace(at.list[n], block=replace(at.list[n].block, chunk=at.foreign_chunk()))
 
 
 @damage("the next message that stage . sends is for|no receive of .* is under way")
@@ -267,7 +311,7 @@ def wait_before_the_receive(at: Place) -> None:
 def wait_for_a_receive_after_its_block(at: Place) -> None:
     n = at.find(WaitReceive)
     wait = at.list.pop(n)
-    at.list.insert(at.number(at.position(wait.block) + 1, len(at.list)), wait)
+    at.list.insert(at.number(at.running(wait.block) + 1, len(at.list)), wait)
 
 
 @damage("the send of .* is never waited for")
@@ -318,8 +362,7 @@ def wait_in_a_circle(at: Place) -> None:
 @damage("still has blocks to run")
 def reduce_before_the_last_block(at: Place) -> None:
     reduce = at.list.pop(at.find(Reduce))
-    last = max(n for n, i in enumerate(at.list) if isinstance(i, Block) and i.chunk == reduce.chunk)
-    at.list.insert(at.number(0, last), reduce)
+    at.list.insert(at.number(0, at.last_of(reduce.chunk)), reduce)
 
 
 @damage("no reduction of chunk . is under way")
@@ -335,9 +378,7 @@ def reduce_twice(at: Place) -> None:
 
 @damage("is not on this stage")
 def reduce_a_foreign_chunk(at: Place) -> None:
-    n = at.find(Reduce)
-    chunks = [c for c in range(at.layout.chunks + 1) if c not in at.layout.chunks_of(at.stage)]
-    at.list[n] = Reduce(chunks[at.number(0, len(chunks) - 1)])
+    at.list[at.find(Reduce)] = Reduce(at.foreign_chunk())
 
 
 @damage("chunks .* are not reduced")

@@ -4,6 +4,7 @@ Tensor-parallel ranks have torch's ``fake`` process groups here: collectives ret
 the right shape and any content, which is all that memory depends on.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,16 +27,19 @@ from braid.actors.stage.streams import HostStreams, Mark, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.operators.autograd import Graph
 from braid.scheduling.layers import part_sizes
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import (
     DTYPE_BYTES,
     model_flops,
+    peak_position,
     peak_working_bytes,
     rank_memory,
     stage_parameters,
 )
-from braid.scheduling.schedule import Block, Direction, Schedule
+from braid.scheduling.schedule import Block, Direction, Reduce, Schedule, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
+from braid.scheduling.validate import ScheduleError, validate_memory
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, TOKENS, layout_for, model_parts, named_schedule
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -284,6 +288,40 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
         memory.working_bytes,
     )
     assert memory.total_bytes == sum(parts)
+
+
+# -- the limit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("zero", [0, 3])
+def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
+    """A byte less than the fullest rank needs; the message names stage, instruction and what is missing."""
+    layout, schedule, parts = layout_for(name, 2, 2), named_schedule(name, 2, 6, 2), model_parts(tp=2)
+    needed = [
+        rank_memory(schedule, layout, LLAMA, parts, "bf16", stage, zero).total_bytes for stage in range(2)
+    ]
+    most = max(needed)
+    validate_memory(schedule, layout, LLAMA, parts, "bf16", most, zero)
+    with pytest.raises(ScheduleError) as error:
+        validate_memory(schedule, layout, LLAMA, parts, "bf16", most - 1, zero)
+    message = str(error.value)
+    found = re.match(rf"schedule {name}, stage (\d), at (.+?): memory: a rank of this stage needs ", message)
+    assert found, message
+    stage = int(found[1])
+    assert needed[stage] == most
+    assert f"{most / 2**30:.2f} GiB here" in message
+    assert f"* stage {stage}" in message
+    position = peak_position(schedule, layout, LLAMA, parts, "bf16", stage)
+    assert found[2] == str(schedule.stages[stage][position])
+    assert not isinstance(schedule.stages[stage][position], Step | Reduce)
+
+
+def test_how_much_memory_is_missing_is_named() -> None:
+    layout, schedule, parts = layout_for("megatron", 1), named_schedule("megatron", 1, 1), model_parts()
+    needed = rank_memory(schedule, layout, LLAMA, parts, "bf16", 0).total_bytes
+    with pytest.raises(ScheduleError, match=rf"{needed / 2**30:.2f} GiB over the limit of 0.00 GiB"):
+        validate_memory(schedule, layout, LLAMA, parts, "bf16", 0)
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""The order of blocks: every block once, the bubble, what is in flight, deadlock-free and valid."""
+"""The order of blocks: every block once, the bubble, what is in flight, deadlock-free and valid.
+
+Formulas count slots of `unit_timeline`: a forward takes f, a backward b, input gradients half of it (rounded
+up), weight gradients the rest. Where a stage holds two chunks, a block is half of one of 1F1B's, so that
+1F1B on the same layers takes 2f and 2b.
+"""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,40 +12,112 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import predecessor, successor, training_schedule, validation_schedule
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.pipelines import folded_w, one_forward_one_backward
-from braid.scheduling.schedule import Block, Direction, Schedule, Strand
+from braid.scheduling.lowering.lower import (
+    Choices,
+    predecessor,
+    successor,
+    training_schedule,
+    validation_schedule,
+)
+from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
+from braid.scheduling.lowering.pipelines import (
+    bidirectional,
+    folded_w,
+    interleaved,
+    one_forward_one_backward,
+    paired_w,
+)
+from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
+from braid.scheduling.schedule import COLUMNS, Block, Direction, Gradients, Pair, Schedule, Strand, blocks_in
+from braid.scheduling.schedule_parser import parse
 from braid.scheduling.spec import ParallelLayout, Placement
-from braid.scheduling.timeline import in_flight, unit_timeline
+from braid.scheduling.timeline import Timeline, in_flight, unit_timeline
 from braid.scheduling.validate import validate
-from tests.scheduling.cases import layout_for, model_parts, named_schedule, valid_schedules
+from tests.scheduling.cases import (
+    PAIRED,
+    SPLIT,
+    exists,
+    layout_for,
+    model_parts,
+    named_schedule,
+    valid_schedules,
+)
 
 NAMES = pytest.mark.parametrize("name", sorted(SCHEDULES))
 STAGES = pytest.mark.parametrize("p", range(1, 7))
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
+DURATIONS = pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 4), (3, 5)])
+PAIRED_W = ("wavelet", "dhelix", "braid")
+
+
+def sizes_of(name: str, stages: int, up_to: int = 12) -> list[int]:
+    """Numbers of micro-batches that a schedule is defined for."""
+    return [m for m in range(1, up_to + 1) if exists(name, stages, m)]
+
+
+def idle(timeline: Timeline) -> int:
+    """Slots that every stage idles; the same on all."""
+    slots = {timeline.idle(stage) for stage in range(len(timeline.stages))}
+    assert len(slots) == 1
+    return slots.pop()
 
 
 def assert_complete(schedule: Schedule, layout: ParallelLayout, directions: list[Direction]) -> None:
-    """Every stage runs each block of its chunks once."""
+    """Every pass runs once on the stage of its chunk: in one go, or input and then weight gradients.
+
+    Of two copies of the model, a micro-batch goes through one.
+    """
+    chunks_of: dict[tuple[Direction, int], list[int]] = {
+        (direction, m): [] for direction in directions for m in range(schedule.micro_batches)
+    }
     for stage in range(layout.pp):
-        assert Counter(schedule.blocks(stage)) == {
-            Block(direction, m, chunk): 1
-            for direction in directions
-            for m in range(schedule.micro_batches)
-            for chunk in layout.chunks_of(stage)
-        }
+        order = schedule.blocks(stage)
+        inputs = [block.whole for block in order if block.gradients is Gradients.INPUT]
+        weights = [block.whole for block in order if block.gradients is Gradients.WEIGHT]
+        assert Counter(inputs) == Counter(weights)
+        for block in order:
+            assert layout.stage_of(block.chunk) == stage
+            if block.gradients is not Gradients.WEIGHT:
+                chunks_of[block.direction, block.micro_batch].append(block.chunk)
+    size = layout.chunks_per_copy
+    for m in range(schedule.micro_batches):
+        first = min(chunks_of[Direction.FORWARD, m]) // size * size
+        for direction in directions:
+            assert sorted(chunks_of[direction, m]) == list(range(first, first + size))
+
+
+# -- all schedules -----------------------------------------------------------------------------------------
 
 
 @NAMES
 @STAGES
 def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
-    for m in range(1, 13):
-        layout = layout_for(name, p)
-        schedule = named_schedule(name, p, m)
+    for m in sizes_of(name, p):
+        layout, schedule = layout_for(name, p), named_schedule(name, p, m)
         assert schedule.trains
         assert_complete(schedule, layout, list(Direction))
         validate(schedule, layout, model_parts())
+        assert not unit_timeline(schedule).stuck
+
+
+@NAMES
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int) -> None:
+    for m in sizes_of(name, p, 2 * p):
+        schedule = named_schedule(name, p, m, 1, "none", True, True)
+        validate(schedule, layout_for(name, p), model_parts())
+        plain = named_schedule(name, p, m)
+        assert [schedule.blocks(stage) for stage in range(p)] == [plain.blocks(stage) for stage in range(p)]
+        assert parse(schedule.to_text()) == schedule
+
+
+@NAMES
+@pytest.mark.parametrize("p", [1, 3, 6])
+def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
+    schedule = named_schedule(name, p, 12, 2)
+    text = schedule.to_text()
+    assert parse(text) == schedule
+    assert max(map(len, text.splitlines())) <= COLUMNS
 
 
 @NAMES
@@ -53,42 +130,184 @@ def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> Non
         assert_complete(schedule, layout, [Direction.FORWARD])
         validate(schedule, layout, model_parts())
         # A micro-batch passes p stages, or p stages twice; then one more follows in every turn.
-        turns = 2 if layout.folded else 1
+        turns = layout.chunks_per_copy // p
         assert unit_timeline(schedule).length >= turns * m + p - 1
+        if layout.placement is Placement.LINEAR:
+            assert unit_timeline(schedule).length == m + p - 1
+
+
+@given(valid_schedules())
+@settings(max_examples=60, deadline=None)
+def test_random_variants_are_valid(case: tuple[Schedule, ParallelLayout]) -> None:
+    """What the other tests damage is whole."""
+    validate(*case, model_parts(tp=2))
+
+
+@given(valid_schedules(min_stages=2))
+@settings(max_examples=60, deadline=None)
+def test_time_respects_data(case: tuple[Schedule, ParallelLayout]) -> None:
+    schedule, layout = case
+    timeline = unit_timeline(schedule)
+    starts: dict[Block, int] = {}
+    ends: dict[Block, int] = {}
+    for stage in timeline.stages:
+        for timed in stage:
+            for block in blocks_in(timed.block):
+                if block.travels:
+                    starts[block.whole], ends[block.whole] = timed.start, timed.end
+    for block in ends:
+        before = predecessor(block, layout)
+        if before is not None:
+            assert starts[block] >= ends[before]
+    for stage in timeline.stages:
+        assert all(a.end <= b.start for a, b in pairwise(stage))
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@STAGES
+def test_paired_blocks_are_of_different_strands_and_directions(name: str, p: int) -> None:
+    for m in sizes_of(name, p):
+        for stage in named_schedule(name, p, m).stages:
+            for pair in (i for i in stage if isinstance(i, Pair)):
+                assert pair.forward.strand is not pair.backward.strand
+                assert pair.forward.direction is Direction.FORWARD
+                assert pair.backward.direction is Direction.BACKWARD
+                assert pair.backward.gradients is Gradients.BOTH
+
+
+@NAMES
+def test_only_schedules_for_it_pair_or_split(name: str) -> None:
+    schedule = named_schedule(name, 3, 12)
+    instructions = [i for stage in schedule.stages for i in stage]
+    assert any(isinstance(i, Pair) for i in instructions) == (name in PAIRED)
+    split = {b.gradients for stage in range(3) for b in schedule.blocks(stage)} != {Gradients.BOTH}
+    assert split == (name in SPLIT)
+    assert schedule.strands == ((Strand.ALPHA, Strand.BETA) if name in PAIRED else (Strand.ALPHA,))
+    assert bool(schedule.pairs) == (name in PAIRED)
+    assert bool(schedule.splits) == (name in SPLIT)
+
+
+# -- bubbles -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 4), (3, 5)])
+@DURATIONS
 def test_bubble_of_1f1b(p: int, m: int, forward: int, backward: int) -> None:
+    """(p-1)(f+b), whatever m."""
     timeline = unit_timeline(named_schedule("megatron", p, m), forward, backward)
     assert timeline.length == (m + p - 1) * (forward + backward)
-    assert {timeline.idle(stage) for stage in range(p)} == {(p - 1) * (forward + backward)}
+    assert idle(timeline) == (p - 1) * (forward + backward)
+    assert unit_timeline(named_schedule("intra_batch", p, m), forward, backward).length == timeline.length
+
+
+@STAGES
+@DURATIONS
+def test_bubble_of_interleaved_1f1b_is_half(p: int, forward: int, backward: int) -> None:
+    for m in sizes_of("interleaved", p):
+        timeline = unit_timeline(named_schedule("interleaved", p, m), forward, backward)
+        whole = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
+        assert 2 * idle(timeline) == idle(whole)
+
+
+@STAGES
+@DURATIONS
+@pytest.mark.parametrize("name", PAIRED_W)
+def test_bubble_of_the_paired_w_is_that_of_1f1b(name: str, p: int, forward: int, backward: int) -> None:
+    """2(p-1)(f+b) where blocks are paired (m > p); without, its warm-up and cool-down meet."""
+    for m in sizes_of(name, p, 14):
+        slots = idle(unit_timeline(named_schedule(name, p, m), forward, backward))
+        if m > p:
+            assert slots == 2 * (p - 1) * (forward + backward)
+            whole = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
+            assert slots == idle(whole)
+        else:
+            assert slots == 2 * (p - 1) * (forward + backward) - 2 * forward * (m - 1)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_1f1b_holds_at_most_what_is_ahead(p: int, m: int) -> None:
-    schedule = named_schedule("megatron", p, m)
-    assert [in_flight(schedule, stage) for stage in range(p)] == [min(p - stage, m) for stage in range(p)]
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_the_folded_pipeline_holds_at_most_2p_half_stages(p: int, m: int) -> None:
-    """As much as the first stage of 1F1B, where blocks are twice as large; there on every stage."""
-    schedule = named_schedule("folded", p, m)
-    assert [in_flight(schedule, i) for i in range(p)] == [min(2 * p, m + 1 + i, 2 * m) for i in range(p)]
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int) -> None:
-    """On the same work per stage: a chunk of the folded model is half of an unfolded one."""
-    folded = unit_timeline(named_schedule("folded", p, m), 1, 2)
-    unfolded = unit_timeline(named_schedule("megatron", p, m), 2, 4)
-    saved = 2 * (min(p, m) - 1)
+@DURATIONS
+def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int, forward: int, backward: int) -> None:
+    """By the forwards that move up beside those of others: 2f(min(p, m) - 1)."""
+    folded = unit_timeline(named_schedule("folded", p, m), forward, backward)
+    unfolded = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
+    saved = 2 * forward * (min(p, m) - 1)
     assert unfolded.length - folded.length == saved
     for stage in range(p):
         work = sum(timed.end - timed.start for timed in folded.stages[stage])
         assert work == sum(timed.end - timed.start for timed in unfolded.stages[stage])
         assert unfolded.idle(stage) - folded.idle(stage) == saved
+
+
+@STAGES
+@DURATIONS
+@pytest.mark.parametrize("name", ["dualpipev", "braid_v"])
+def test_bubble_of_dual_pipe_v(name: str, p: int, forward: int, backward: int) -> None:
+    """(p-1)(f + 2b - 3w), the published (PP-1)(F&B + B - 3W) with F&B = f + b; less than 1F1B's."""
+    weights = backward - (backward + 1) // 2
+    for m in sizes_of(name, p, 14):
+        slots = idle(unit_timeline(named_schedule(name, p, m), forward, backward))
+        assert slots == (p - 1) * (forward + 2 * backward - 3 * weights)
+        assert slots < 2 * (p - 1) * (forward + backward) or p == 1
+
+
+@STAGES
+def test_bubble_of_zero_bubble_v(p: int) -> None:
+    """On slots of equal length p-1 where full waves of p micro-batches run, always less than 1F1B's."""
+    for m in sizes_of("zbv", p, 18):
+        slots = idle(unit_timeline(named_schedule("zbv", p, m), 1, 2))
+        assert slots < 6 * (p - 1) or p == 1
+        if m % p == 0:
+            assert slots == p - 1
+
+
+@STAGES
+@DURATIONS
+def test_bubble_of_the_bidirectional_pipeline(p: int, forward: int, backward: int) -> None:
+    """1F1B's for one wave of micro-batches; more waves meet others' and wait, at most as long again."""
+    for m in sizes_of("bidirectional", p):
+        slots = idle(unit_timeline(named_schedule("bidirectional", p, m), forward, backward))
+        least = (p - 1) * (forward + backward)
+        assert slots == least if m <= p else least <= slots <= 2 * least
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_1f1b_holds_at_most_what_is_ahead(p: int, m: int) -> None:
+    for name in ("megatron", "intra_batch"):
+        schedule = named_schedule(name, p, m)
+        assert [in_flight(schedule, stage) for stage in range(p)] == [min(p - stage, m) for stage in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("name", ["folded", *PAIRED_W])
+def test_the_w_pipeline_holds_at_most_2p_half_stages(name: str, p: int, m: int) -> None:
+    """As much as the first stage of 1F1B, where blocks are twice as large; there on every stage."""
+    schedule = named_schedule(name, p, m)
+    assert [in_flight(schedule, i) for i in range(p)] == [min(2 * p, m + 1 + i, 2 * m) for i in range(p)]
+
+
+@STAGES
+def test_memory_of_the_other_pipelines(p: int) -> None:
+    """Half-stages of activations; stages for the bidirectional pipeline, which holds a second copy instead.
+
+    Interleaved 1F1B holds on its first stage what it runs ahead, 3p-2 half-stages, and the one it begins.
+    """
+    limits = {
+        "zbv": 2 * p,
+        "dualpipev": 2 * p + 1,
+        "braid_v": 2 * p + 1,
+        "interleaved": 3 * p - 1,
+        "bidirectional": p,
+    }
+    for name, limit in limits.items():
+        peaks = [
+            in_flight(named_schedule(name, p, m), stage) for m in sizes_of(name, p, 18) for stage in range(p)
+        ]
+        assert max(peaks) <= limit, name
+    steady = named_schedule("interleaved", p, 4 * p)
+    assert [in_flight(steady, stage) for stage in range(p)] == [3 * p - 1 - 2 * stage for stage in range(p)]
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -105,61 +324,106 @@ def test_journeys_carry_a_forward_and_a_backward_the_same_way(p: int, m: int) ->
     """DHelix section 4.1: micro-batch k goes forward together with the backward pass of k-p."""
     for blocks in folded_w(ParallelLayout(pp=p, placement=Placement.FOLDED), m):
         for place, block in enumerate(blocks):
+            assert isinstance(block, Block)
             if block.direction is Direction.FORWARD and block.micro_batch >= p:
                 partner = Block(Direction.BACKWARD, block.micro_batch - p, 2 * p - 1 - block.chunk)
                 assert blocks[place - 1] == partner
+    for stage in named_schedule("dhelix", p, m).stages:
+        for pair in (i for i in stage if isinstance(i, Pair)):
+            assert pair.backward.micro_batch == pair.forward.micro_batch - p
+            assert pair.backward.chunk == 2 * p - 1 - pair.forward.chunk
 
 
-@given(valid_schedules())
-@settings(max_examples=50, deadline=None)
-def test_random_variants_are_valid(case: tuple[Schedule, ParallelLayout]) -> None:
-    """What the other tests damage is whole."""
-    validate(*case, model_parts(tp=2))
-
-
-@given(valid_schedules(min_stages=2))
-@settings(max_examples=50, deadline=None)
-def test_time_respects_data(case: tuple[Schedule, ParallelLayout]) -> None:
-    schedule, layout = case
-    timeline = unit_timeline(schedule)
-    ends = {timed.block: timed.end for stage in timeline.stages for timed in stage}
-    starts = {timed.block: timed.start for stage in timeline.stages for timed in stage}
-    for block in ends:
-        before = predecessor(block, layout)
-        if before is not None:
-            assert starts[block] >= ends[before]
-    for stage in timeline.stages:
-        assert all(a.end <= b.start for a, b in pairwise(stage))
+# -- neighbours and refusals -------------------------------------------------------------------------------
 
 
 @given(
-    st.integers(1, 6), st.booleans(), st.sampled_from(Direction), st.integers(0, 9), st.sampled_from(Strand)
+    st.integers(1, 6),
+    st.sampled_from(Placement),
+    st.sampled_from(Direction),
+    st.integers(0, 9),
+    st.sampled_from(Strand),
 )
 def test_successor_and_predecessor_are_inverse(
-    p: int, folded: bool, direction: Direction, micro_batch: int, strand: Strand
+    p: int, placement: Placement, direction: Direction, micro_batch: int, strand: Strand
 ) -> None:
-    layout = ParallelLayout(pp=p, placement=Placement.FOLDED if folded else Placement.LINEAR)
-    chain = [
-        Block(direction, micro_batch, 0 if direction is Direction.FORWARD else layout.chunks - 1, strand)
-    ]
-    while (after := successor(chain[-1], layout)) is not None:
-        assert predecessor(after, layout) == chain[-1]
-        chain.append(after)
-    assert predecessor(chain[0], layout) is None
-    assert len(chain) == layout.chunks
-    assert {(b.direction, b.micro_batch, b.strand) for b in chain} == {(direction, micro_batch, strand)}
+    layout = ParallelLayout(pp=p, placement=placement)
+    for copy in range(layout.copies):
+        chunks = range(copy * layout.chunks_per_copy, (copy + 1) * layout.chunks_per_copy)
+        first = chunks[0] if direction is Direction.FORWARD else chunks[-1]
+        chain = [Block(direction, micro_batch, first, strand)]
+        while (after := successor(chain[-1], layout)) is not None:
+            assert predecessor(after, layout) == chain[-1]
+            chain.append(after)
+        assert predecessor(chain[0], layout) is None
+        assert {block.chunk for block in chain} == set(chunks)
+        assert len(chain) == len(chunks)
+        assert {(b.direction, b.micro_batch, b.strand) for b in chain} == {(direction, micro_batch, strand)}
+
+
+def refused(name: str, stages: int, micro_batches: int, choices: Choices | None = None) -> str:
+    """The message with which a schedule is refused."""
+    with pytest.raises(ValueError) as error:
+        training_schedule(name, layout_for(name, stages), micro_batches, model_parts(), choices)
+    return str(error.value)
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"overlap.schedule='gpipe' is not known; use one of folded, megatron"
-    ):
+    with pytest.raises(ValueError) as error:
         training_schedule("gpipe", ParallelLayout(), 1, model_parts())
+    known = ", ".join(sorted(SCHEDULES))
+    assert str(error.value) == f"overlap.schedule='gpipe' is not known; use one of {known}"
+
+
+def test_what_a_schedule_cannot_run_is_refused_with_key_value_and_remedy() -> None:
+    assert refused("interleaved", 4, 6) == (
+        "overlap.schedule=interleaved needs a multiple of parallel.pp=4 micro-batches a replica, "
+        "train.global_batch and train.micro_batch give 6; make them give 8, or use overlap.schedule=megatron"
+    )
+    for name in ("dualpipev", "braid_v"):
+        assert refused(name, 4, 7) == (
+            "overlap.schedule=dualpipev and braid_v need 2 micro-batches a replica for each of parallel.pp=4 "
+            "stages, train.global_batch and train.micro_batch give 7; make them give 8 or more, "
+            "or use overlap.schedule=braid"
+        )
+    for p in range(1, 7):
+        for m in range(1, 13):
+            for name in ("interleaved", "dualpipev"):
+                if not exists(name, p, m):
+                    assert f"give {m}; make them give " in refused(name, p, m)
+
+
+@pytest.mark.parametrize("name", ["dhelix", "braid", "braid_v", "bidirectional"])
+def test_paired_blocks_need_a_decision(name: str) -> None:
+    assert refused(name, 2, 8) == (
+        f"overlap.schedule={name} needs a pairing: plan with a profile (braid plan)"
+    )
+
+
+@pytest.mark.parametrize("name", ["dhelix", "braid", "bidirectional"])
+def test_without_paired_blocks_no_decision_is_needed(name: str) -> None:
+    """So few micro-batches that no two ever meet."""
+    assert not training_schedule(name, layout_for(name, 3), 2, model_parts()).pairs
 
 
 def test_generators_want_their_layout() -> None:
-    assert [name for name in SCHEDULES if SCHEDULES[name].placement is Placement.FOLDED] == ["folded"]
-    with pytest.raises(AssertionError):
-        one_forward_one_backward(ParallelLayout(pp=2, placement=Placement.FOLDED), 1)
-    with pytest.raises(AssertionError):
-        folded_w(ParallelLayout(pp=2), 1)
+    generators = {
+        one_forward_one_backward: Placement.LINEAR,
+        folded_w: Placement.FOLDED,
+        paired_w: Placement.FOLDED,
+        dual_pipe_v: Placement.FOLDED,
+        zero_bubble_v: Placement.FOLDED,
+        interleaved: Placement.INTERLEAVED,
+        bidirectional: Placement.BIDIRECTIONAL,
+    }
+    assert {kind.generator: kind.placement for kind in SCHEDULES.values()} == generators
+    for generator, wanted in generators.items():
+        for placement in Placement:
+            if placement is not wanted:
+                with pytest.raises(AssertionError):
+                    generator(ParallelLayout(pp=2, placement=placement), 4)
+
+
+def test_what_the_runtime_executes_needs_no_second_strand() -> None:
+    assert set(EXECUTABLE) == {"megatron", "folded"}
+    assert not set(EXECUTABLE) & {*PAIRED, *SPLIT}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.lowering.named import SCHEDULES as NAMED
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import (
     COLUMNS,
@@ -34,7 +35,7 @@ from braid.scheduling.schedule import (
     WaitSend,
 )
 from braid.scheduling.schedule_parser import parse, parse_action, parse_instruction
-from tests.scheduling.cases import named_schedule, valid_schedules
+from tests.scheduling.cases import PAIRED, named_schedule, valid_schedules
 
 NUMBERS = st.integers(0, 10_000)
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
@@ -67,6 +68,7 @@ ACTIONS: st.SearchStrategy[Action] = st.one_of(
 SIDES = st.sampled_from(Direction)
 PAIR_ACTIONS: st.SearchStrategy[PairAction] = st.one_of(
     st.builds(Compute, WORDS, SIDES),
+    st.builds(Compute, WORDS, st.just(Direction.BACKWARD), st.just(True)),
     st.builds(Start, WORDS, st.sampled_from(Stream), SIDES),
     st.builds(Wait, WORDS, SIDES),
     st.builds(Barrier),
@@ -185,21 +187,28 @@ def test_the_text_reads_like_this() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["megatron", "folded"])
+@pytest.mark.parametrize("name", sorted(NAMED))
 def test_one_line_per_block_and_no_long_lines(name: str) -> None:
+    """Where a line would be too long, what is sent of a block stands in one more."""
     schedule = named_schedule(name, 4, 24)
     assert max(map(len, schedule.to_text().splitlines())) <= COLUMNS
     for stage in range(4):
         lines = stage_lines(schedule, stage)
-        blocks = [str(block) for block in schedule.blocks(stage)]
-        assert [line for line in lines if set(line.split()) & set(blocks)] == lines[: len(blocks)]
+        blocks = [str(i) for i in schedule.stages[stage] if isinstance(i, Block | Pair)]
+        with_block = [line for line in lines if set(line.split()) & set(blocks)]
+        assert len(with_block) == len(blocks)
+        chunks = sorted({b.chunk for b in schedule.blocks(stage)})
         assert lines[-3:] == [
-            "  " + " ".join(f"REDUCE({chunk})" for chunk in {b.chunk for b in schedule.blocks(stage)}),
-            "  " + " ".join(f"WAIT(REDUCE {chunk})" for chunk in {b.chunk for b in schedule.blocks(stage)}),
+            "  " + " ".join(f"REDUCE({chunk})" for chunk in chunks),
+            "  " + " ".join(f"WAIT(REDUCE {chunk})" for chunk in chunks),
             "  STEP",
         ]
-        sends = [line.split("WAIT")[1:] for line in lines[len(blocks) : -3]]
-        assert all(len(line) >= 5 for line in sends[:-1]), "several to a line"
+        last = lines.index(with_block[-1])
+        others = [line for line in lines[:last] if line not in with_block]
+        if name not in PAIRED:
+            assert not others
+        assert all(re.fullmatch(r" ( (WAIT\(SEND \S+|SEND\(\S+\)))+", line) for line in others)
+        assert len(lines) - 4 - last <= 1, "the last sends are waited for in one line"
 
 
 @given(st.lists(INSTRUCTIONS, max_size=40))
@@ -302,6 +311,8 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("program layer B", "program layer F", "line 24: program layer F stands twice"),
         ("program layer B", "program layer X", "line 24: expected 'program PART' and F, B, I or W"),
         ("program layer B", "program layer", "line 24: expected 'program PART' and F, B, I or W"),
+        ("program layer F", "program layer|layer", "line 20: 'norm': operators of a paired program are"),
+        ("compute norm\n", "barrier\n", "line 20: 'barrier' is not an action"),
         ("program layer B", "stage 2", "line 24: 'stage 2' after a program; stages come first"),
         ("on intra", "on network", "line 21: 'network' is not a stream; use one of compute, intra, inter"),
         (" on intra", "", "line 21: 'start gather' is not an action"),
@@ -313,6 +324,31 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
 )
 def test_what_is_wrong_is_named_with_its_line(old: str, new: str, message: str) -> None:
     assert refused(SMALL.replace(old, new, 1)).startswith(f"schedule, {message}")
+
+
+@pytest.mark.parametrize("head", ["layer|F|X", "layer|", "|layer", "layer|layer F", "layer F|B"])
+def test_heads_that_are_no_pair(head: str) -> None:
+    text = SMALL[: SMALL.index("program layer F")] + f"program {head}\n"
+    assert refused(text).startswith(
+        "schedule, line 19: expected 'program PART' and F, B, I or W, or 'program PART|PART', found 'program"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "cause"),
+    [
+        (["compute F:norm", "compute norm"], 21, "'norm': operators of a paired program are written F:NAME"),
+        (["start X:gather on intra"], 20, "'X:gather': operators of a paired program are written F:NAME"),
+        (["wait B:"], 20, "'B:': operators of a paired program are written F:NAME or B:NAME"),
+        (["compute P:"], 20, "'P:': operators of a paired program are written F:NAME or B:NAME"),
+        (["start P:qkv.wgrad on intra"], 20, "'P:qkv.wgrad': operators of a paired program are written"),
+        (["barrier now"], 20, "'barrier now' is not an action"),
+        (["", "program layer|layer"], 21, "program layer|layer stands twice"),
+    ],
+)
+def test_what_is_wrong_in_a_paired_program(lines: list[str], number: int, cause: str) -> None:
+    text = SMALL[: SMALL.index("program layer F")] + "\n".join(["program layer|layer", *lines]) + "\n"
+    assert refused(text).startswith(f"schedule, line {number}: {cause}")
 
 
 @pytest.mark.parametrize(

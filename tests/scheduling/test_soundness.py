@@ -1,31 +1,47 @@
 """What `validate` accepts runs, and what it refuses does not: compared with a model of the executor.
 
 The model follows `braid.actors.stage.executor` on names alone: inputs are handed from block to block, slots
-are opened and closed, the n-th message sent on a channel meets the n-th that is asked for.
+are opened and closed, the n-th message sent on a channel meets the n-th that is asked for. What that executor
+does not run yet follows the rules of `braid.scheduling.schedule`: both blocks of a pair are there at once, a
+split backward pass hands its output on and closes its slot later, gathered parameters are absent before.
 """
 
 from collections import defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Block,
     Direction,
+    Gather,
+    Gradients,
     Instruction,
+    Pair,
     Receive,
     Reduce,
     Schedule,
     Send,
     Step,
+    Strand,
+    WaitGather,
     WaitReceive,
     WaitReduce,
     WaitSend,
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError, validate
-from tests.scheduling.cases import model_parts, valid_schedules, with_stage
+from tests.scheduling.cases import (
+    exists,
+    layout_for,
+    model_parts,
+    named_schedule,
+    valid_schedules,
+    with_stage,
+)
 
 Channel = tuple[int, int, Direction]
 
@@ -46,10 +62,14 @@ class Rank:
     def __init__(self, stage: int, layout: ParallelLayout, schedule: Schedule, network: "Network") -> None:
         self.stage, self.layout, self.network = stage, layout, network
         self.instructions = schedule.stages[stage]
-        self.last = schedule.chunks - 1
         self.cursor = 0
         self.inputs: set[Block] = set()
         self.slots: set[Block] = set()
+        self.owed: set[Block] = set()
+        whole = not any(isinstance(i, Gather) for stage in schedule.stages for i in stage)
+        self.ungathered = set() if whole else set(layout.chunks_of(stage))
+        self.gathering: set[int] = set()
+        self.absent = set(self.ungathered)
         self.ran: list[Block] = []
         self.sending: dict[Block, tuple[Channel, int]] = {}
         self.receiving: dict[Block, tuple[Channel, int]] = {}
@@ -69,6 +89,20 @@ class Rank:
         match instruction:
             case Block():
                 self.block(instruction)
+            case Pair(forward, backward):
+                demand(forward.direction is Direction.FORWARD, "not a forward pass")
+                demand(backward.direction is Direction.BACKWARD and backward.travels, "not a backward pass")
+                demand(forward.strand is not backward.strand, "both on one strand")
+                self.block(backward)
+                self.block(forward)
+            case Gather(chunk):
+                demand(chunk in self.ungathered, "nothing to gather")
+                self.ungathered.remove(chunk)
+                self.gathering.add(chunk)
+            case WaitGather(chunk):
+                demand(chunk in self.gathering, "no such gather")
+                self.gathering.remove(chunk)
+                self.absent.remove(chunk)
             case Send(block, target):
                 demand(block in self.inputs, "nothing to send")
                 self.inputs.remove(block)
@@ -104,25 +138,32 @@ class Rank:
     def block(self, block: Block) -> None:
         """Run a block and hand on what it makes."""
         demand(block.chunk in self.gradients, "not here, or its gradients are on their way")
+        demand(block.chunk not in self.absent, "no parameters")
+        if block.gradients is Gradients.WEIGHT:
+            demand(block.whole in self.owed, "no such input gradients")
+            self.owed.remove(block.whole)
+            return
         forward = block.direction is Direction.FORWARD
-        slot = replace(block, direction=Direction.FORWARD)
+        slot = replace(block.whole, direction=Direction.FORWARD)
         demand(forward != (slot in self.slots), "slot")
         self.slots ^= {slot}
-        first, step = (0, 1) if forward else (self.last, -1)
-        if block.chunk != first:
-            demand(block in self.inputs, "no input")
-            self.inputs.remove(block)
-        if block.chunk != self.last - first:
-            self.inputs.add(replace(block, chunk=block.chunk + step))
-        self.ran.append(block)
+        if block.gradients is Gradients.INPUT:
+            self.owed.add(block.whole)
+        size = self.layout.chunks_per_copy
+        place, step = (block.chunk % size, 1) if forward else (size - 1 - block.chunk % size, -1)
+        if place > 0:
+            demand(block.whole in self.inputs, "no input")
+            self.inputs.remove(block.whole)
+        if place < size - 1:
+            self.inputs.add(replace(block.whole, chunk=block.chunk + step))
+        self.ran.append(block.whole)
 
-    def finish(self, expected: set[tuple[Direction, int, int]]) -> None:
+    def finish(self) -> None:
         """Check that everything ran and nothing is left."""
         demand(self.cursor == len(self.instructions), "deadlock")
         demand(not (self.inputs or self.slots or self.sending or self.receiving), "left over")
+        demand(not (self.owed or self.gathering), "weight gradients or parameters left over")
         demand(self.steps == 1, "no step")
-        ran = [(block.direction, block.micro_batch, block.chunk) for block in self.ran]
-        demand(len(ran) == len(expected) and set(ran) == expected, "other blocks")
 
 
 class Network:
@@ -159,12 +200,21 @@ def runs(schedule: Schedule, layout: ParallelLayout) -> str | None:
         while any(rank.advance() for rank in ranks):
             pass
         for rank in ranks:
-            micro_batches = range(schedule.micro_batches)
-            chunks = layout.chunks_of(rank.stage)
-            rank.finish({(d, m, c) for d in Direction for m in micro_batches for c in chunks})
+            rank.finish()
+        demand_all_passes([block for rank in ranks for block in rank.ran], schedule, layout)
     except CannotRunError as failure:
         return str(failure)
     return None
+
+
+def demand_all_passes(ran: list[Block], schedule: Schedule, layout: ParallelLayout) -> None:
+    """Every micro-batch goes forward and backward through all chunks of one copy of the model, once."""
+    size = layout.chunks_per_copy
+    demand(len(set(ran)) == len(ran) == 2 * size * schedule.micro_batches, "too few blocks, or too many")
+    for m in range(schedule.micro_batches):
+        here = [block for block in ran if block.micro_batch == m]
+        demand(len(here) == 2 * size, "too few blocks of a micro-batch")
+        demand(len({(block.strand, block.chunk // size) for block in here}) == 1, "on two strands or copies")
 
 
 def refusal(schedule: Schedule, layout: ParallelLayout) -> str | None:
@@ -176,13 +226,38 @@ def refusal(schedule: Schedule, layout: ParallelLayout) -> str | None:
     return None
 
 
+def changed(instruction: Instruction, data: st.DataObject) -> list[Instruction]:
+    """Other instructions in the place of one: pairs taken apart or mixed up, gradients split otherwise."""
+    match instruction:
+        case Pair(forward, backward):
+            other = {Strand.ALPHA: Strand.BETA, Strand.BETA: Strand.ALPHA}
+            options: list[list[Instruction]] = [
+                [forward, backward],
+                [backward, forward],
+                [Pair(backward, forward)],
+                [Pair(replace(forward, strand=other[forward.strand]), backward)],
+                [forward],
+                [backward],
+            ]
+            return data.draw(st.sampled_from(options))
+        case Block():
+            letters = list(Gradients)
+            split = [
+                replace(instruction, gradients=letter)
+                for letter in data.draw(st.lists(st.sampled_from(letters), min_size=1, max_size=2))
+            ]
+            return [instruction, instruction] if instruction.direction is Direction.FORWARD else [*split]
+        case _:
+            return [instruction]
+
+
 def edited(schedule: Schedule, data: st.DataObject) -> Schedule:
     """The schedule after a random change of one stage's list."""
     stage = data.draw(st.integers(0, len(schedule.stages) - 1))
     instructions = [*schedule.stages[stage]]
     place = st.integers(0, len(instructions) - 1)
     n, m = data.draw(place), data.draw(place)
-    match data.draw(st.sampled_from(["move", "move near", "swap", "delete", "repeat"])):
+    match data.draw(st.sampled_from(["move", "move near", "swap", "delete", "repeat", "change", "join"])):
         case "move":
             instructions.insert(m, instructions.pop(n))
         case "move near":
@@ -191,17 +266,52 @@ def edited(schedule: Schedule, data: st.DataObject) -> Schedule:
             instructions[n], instructions[m] = instructions[m], instructions[n]
         case "delete":
             del instructions[n]
-        case _:
+        case "repeat":
             instructions.insert(m, instructions[n])
+        case "change":
+            instructions[n : n + 1] = changed(instructions[n], data)
+        case _:
+            blocks = [k for k, i in enumerate(instructions[:-1]) if isinstance(i, Block)]
+            k = data.draw(st.sampled_from(blocks)) if blocks else len(instructions)
+            pair = instructions[k : k + 2]
+            match pair:
+                case [Block() as one, Block() as two]:
+                    instructions[k : k + 2] = [Pair(one, two) if data.draw(st.booleans()) else Pair(two, one)]
     return with_stage(schedule, stage, instructions)
 
 
-@given(valid_schedules(), st.data())
-@settings(max_examples=300, deadline=None)
+@given(valid_schedules(max_stages=3), st.data())
+@settings(max_examples=400, deadline=None)
 def test_accepted_is_what_runs(case: tuple[Schedule, ParallelLayout], data: st.DataObject) -> None:
     schedule, layout = case
     for _ in range(data.draw(st.integers(0, 3))):
         schedule = edited(schedule, data)
+    schedule = with_needed_programs(schedule)
     refused, cause = refusal(schedule, layout), runs(schedule, layout)
     event("refused" if refused else "accepted")
     assert bool(refused) == bool(cause), f"validate: {refused}\nthe model: {cause}\n{schedule.to_text()}"
+
+
+def with_needed_programs(schedule: Schedule) -> Schedule:
+    """The schedule with programs of pairs and split passes where its blocks need them, and only there."""
+    instructions = [i for stage in schedule.stages for i in stage]
+    split = any(
+        b.gradients is not Gradients.BOTH for s in range(len(schedule.stages)) for b in schedule.blocks(s)
+    )
+    paired = any(isinstance(i, Pair) for i in instructions)
+    all_programs = named_schedule("dualpipev", 1, 2, 2)
+    return replace(
+        schedule,
+        splits=all_programs.splits if split else {},
+        pairs=all_programs.pairs if paired else {},
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_every_named_schedule_runs(name: str, gathers: bool) -> None:
+    for p in range(1, 5):
+        for m in range(1, 2 * p + 3):
+            if exists(name, p, m):
+                schedule = named_schedule(name, p, m, 2, early_reduction=True, gathers=gathers)
+                assert runs(schedule, layout_for(name, p, 2)) is None

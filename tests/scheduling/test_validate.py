@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import validation_schedule
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Block,
     Direction,
@@ -16,27 +17,43 @@ from braid.scheduling.schedule import (
 from braid.scheduling.schedule_parser import parse, parse_instruction
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
+from tests.scheduling import damages_of_overlap
 from tests.scheduling.cases import layout_for, named_schedule, valid_schedules, with_stage
 from tests.scheduling.damages import DAMAGES, PARTS, Place, message_of
+
+assert damages_of_overlap.__doc__, "imported to register its damages"
 
 # -- damages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-@given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_damaged_list_is_refused(name: str, data: st.DataObject) -> None:
-    function, cause = DAMAGES[name]
-    schedule, layout = data.draw(valid_schedules(min_stages=data.draw(st.sampled_from([1, 2]))))
-    at = Place(data.draw, schedule, layout)
-    function(at)
-    message = message_of(with_stage(schedule, at.stage, at.list), layout)
-    found = re.match(r"schedule (\w+), stage (\d+), at (.+?): (.+)\n", message)
-    assert found, message
-    assert re.search(cause, found[4]), message
-    # A fault in a message shows on the stage that sends it or on the one that misses it, others at home.
-    if "next message" not in cause and "deadlock" not in cause:
-        assert int(found[2]) == at.stage, message
+def test_a_damaged_list_is_refused(name: str) -> None:
+    kind, tried = DAMAGES[name], set()
+
+    @given(data=st.data())
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+    def find(data: st.DataObject) -> None:
+        least = data.draw(st.sampled_from([1, 2]))
+        schedule, layout = data.draw(valid_schedules(min_stages=least, max_stages=3, names=kind.names))
+        at = Place(data.draw, schedule, layout)
+        kind.breaks(at)
+        message = message_of(with_stage(schedule, at.stage, at.list), layout)
+        found = re.match(r"schedule (\w+), stage (\d+), at (.+?): (.+)\n", message)
+        assert found, message
+        assert found[1] == schedule.name
+        assert re.search(kind.cause, found[4]), message
+        # A fault in a message shows on the stage that sends it or on the one that misses it, others at home.
+        if "next message" not in kind.cause and "deadlock" not in kind.cause:
+            assert int(found[2]) == at.stage, message
+        tried.add(message)
+
+    find()
+    assert tried
+
+
+def test_there_are_many_damages() -> None:
+    assert len(DAMAGES) >= 60
+    assert {name for damage in DAMAGES.values() for name in damage.names} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(

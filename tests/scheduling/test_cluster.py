@@ -1,0 +1,321 @@
+"""Clusters and cluster files: limits of their figures, groups of ranks, and every wrong input by name."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Group, Level, Link, group_of
+from braid.scheduling.presets.library import cluster_preset, load_cluster, parse_cluster
+from braid.scheduling.records import to_mapping
+
+WHOLE = to_mapping(cluster_preset("a800"))
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The file of a whole cluster with one value changed; `...` removes it."""
+    content = deepcopy(WHOLE)
+    *above, key = path.split(".")
+    place = content
+    for name in above:
+        place = place[name]
+    if value is ...:
+        del place[key]
+    else:
+        place[key] = value
+    return content
+
+
+def refused(content: Any) -> str:
+    """The message with which a cluster file is refused; one line that names the file."""
+    with pytest.raises(ValueError) as error:
+        parse_cluster(content, "mine.yaml")
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith("mine.yaml")
+    return message
+
+
+# -- wrong input -------------------------------------------------------------------------------------------
+
+
+def numbers(kind: Any, at: str = "") -> list[str]:
+    """The paths of all numbers of a cluster file."""
+    found = []
+    for key, value in kind.items():
+        path = f"{at}.{key}" if at else key
+        if isinstance(value, dict):
+            found += numbers(value, path)
+        elif isinstance(value, int | float):
+            found.append(path)
+    return found
+
+
+NUMBERS = numbers(WHOLE)
+MUST_BE_POSITIVE = [
+    path
+    for path in NUMBERS
+    if path.split(".")[-1]
+    in ("nodes", "gpus_per_node", "bytes_per_s", "memory_bytes", "peak_flops_per_s", "memory_bytes_per_s")
+]
+
+
+def test_the_file_has_these_numbers() -> None:
+    assert {"inter.bytes_per_s", "intra.latency_ns", "gpu.gemm.ceiling", "contention.gemm_intra"} <= {
+        *NUMBERS
+    }
+    assert len(NUMBERS) > 25
+    assert parse_cluster(WHOLE, "mine.yaml") == cluster_preset("a800")
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "fast", None, True, [1.0], {}])
+def test_what_is_no_finite_number_is_refused_everywhere(path: str, value: Any) -> None:
+    message = refused(changed(path, value))
+    assert message.startswith(f"mine.yaml.{path}={value!r} must be a ")
+
+
+@pytest.mark.parametrize("path", MUST_BE_POSITIVE)
+@pytest.mark.parametrize("value", [0, -1])
+def test_zero_and_negative_are_refused(path: str, value: int) -> None:
+    key = path.split(".")[-1]
+    assert f"{key}={value}" in refused(changed(path, value))
+    assert refused(changed(path, value)).endswith("must be greater than zero")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in NUMBERS if path not in MUST_BE_POSITIVE and not path.startswith("contention")]
+)
+def test_nothing_is_negative(path: str) -> None:
+    key = path.split(".")[-1]
+    assert f": {key}=-1" in refused(changed(path, -1))
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("intra.bytes_per_s", "a number"),
+        ("inter.bytes_per_s", "a number"),
+        ("intra.latency_ns", "a whole number"),
+        ("gpu.memory_bytes", "a whole number"),
+        ("gpu.gemm.ceiling", "a number"),
+        ("contention.intra_inter", "a number"),
+        ("nodes", "a whole number"),
+    ],
+)
+def test_what_is_missing_is_named(path: str, what: str) -> None:
+    assert refused(changed(path, ...)) == f"mine.yaml.{path} is missing; give it {what}"
+
+
+@pytest.mark.parametrize("path", ["gpu", "intra", "contention"])
+def test_a_missing_part_is_named(path: str) -> None:
+    assert refused(changed(path, ...)).startswith(f"mine.yaml.{path} is missing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            changed("intra.bandwidth", 1e9),
+            "mine.yaml.intra: unknown key 'bandwidth'; known here: kind, bytes_per_s",
+        ),
+        (
+            changed("intra.bytes_per_sec", 1e9),
+            "mine.yaml.intra: unknown key 'bytes_per_sec'; did you mean 'bytes_per_s'?",
+        ),
+        (changed("nodez", 1), "mine.yaml: unknown key 'nodez'; did you mean 'nodes'?"),
+        (changed("gpu.memory", 1), "mine.yaml.gpu: unknown key 'memory'; did you mean 'memory_bytes'?"),
+        (changed("nodes", 1.5), "mine.yaml.nodes=1.5 must be a whole number"),
+        (changed("gpu.name", 5), "mine.yaml.gpu.name=5 must be text"),
+        (changed("intra.efficiency", 0), "mine.yaml.intra: efficiency=0.0 must be above 0 and at most 1"),
+        (changed("intra.efficiency", 70), "mine.yaml.intra: efficiency=70.0 must be above 0 and at most 1"),
+        (
+            changed("contention.gemm_intra", 1.2),
+            "mine.yaml.contention: gemm_intra=1.2 must be between -1 and 1",
+        ),
+        (changed("inter", None), "mine.yaml: inter is missing, but nodes=8: give the bandwidth and latency"),
+        (changed("inter", ...), "mine.yaml: inter is missing, but nodes=8: give the bandwidth and latency"),
+        (None, "mine.yaml must hold keys and values, found None"),
+        ([], "mine.yaml must hold keys and values, found []"),
+    ],
+)
+def test_other_wrong_input(content: Any, message: str) -> None:
+    assert refused(content).startswith(message)
+
+
+# -- presets as bases --------------------------------------------------------------------------------------
+
+
+def test_a_file_may_name_a_base_and_what_differs() -> None:
+    made = parse_cluster({"base": "a800", "nodes": 2, "network": {"gbps_per_node": 400}}, "mine.yaml")
+    base = cluster_preset("a800")
+    assert made.inter is not None
+    assert base.inter is not None
+    assert (made.name, made.nodes, made.gpu, made.intra) == ("mine.yaml", 2, base.gpu, base.intra)
+    assert made.inter.bytes_per_s == 400e9 / 8 / 8 == base.inter.bytes_per_s / 2
+    assert parse_cluster({"base": "a800", "name": "ours"}, "mine.yaml").name == "ours"
+
+
+def test_parts_may_be_presets() -> None:
+    content = {
+        "nodes": 1,
+        "gpus_per_node": 4,
+        "gpu": "H100",
+        "intra": "nvlink-900",
+        "contention": "nvlink",
+    }
+    made, h100 = parse_cluster(content, "mine.yaml"), cluster_preset("h100")
+    assert (made.gpu, made.intra, made.contention, made.inter) == (
+        h100.gpu,
+        h100.intra,
+        h100.contention,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"base": "a80"}, "mine.yaml.base 'a80' is no preset; did you mean 'a800'?"),
+        ({"base": 5}, "mine.yaml.base 5 is no preset; `braid presets` lists them"),
+        ({"base": ["a800"]}, "mine.yaml.base ['a800'] is no preset; did you mean 'a800'?"),
+        ({"base": "a800", "nods": 2}, "mine.yaml: unknown key 'nods'; did you mean 'nodes'?"),
+        ({"base": "a800", "network": 100}, "mine.yaml.network.gbps_per_node is missing; give the node's"),
+        (
+            {"base": "a800", "network": {"gbps": 100}},
+            "mine.yaml.network.gbps_per_node is missing; give the node's bandwidth in Gbit/s",
+        ),
+        (
+            {"base": "a800", "network": {"gbps_per_node": 100, "latncy_ns": 5}},
+            "mine.yaml.inter: unknown key 'latncy_ns'; did you mean 'latency_ns'?",
+        ),
+        ({"base": "a800", "gpus_per_node": 0}, "mine.yaml.gpus_per_node=0 must be a whole number greater"),
+        ({"base": "a800", "gpus_per_node": 2.5}, "mine.yaml.gpus_per_node=2.5 must be a whole number"),
+    ],
+)
+def test_wrong_bases(content: dict[str, Any], message: str) -> None:
+    assert refused(content).startswith(message)
+
+
+@pytest.mark.parametrize("part", ["gpu", "intra", "contention"])
+def test_unknown_parts_are_answered_with_the_nearest(part: str) -> None:
+    near = {"gpu": ("A801", "A800"), "intra": ("pcie5", "pcie4"), "contention": ("nvlnk", "nvlink")}[part]
+    with pytest.raises(ValueError) as error:
+        parse_cluster({"base": "a800", part: near[0]}, "mine.yaml")
+    assert str(error.value) == f"{part} {near[0]!r} is no preset; did you mean {near[1]!r}?"
+
+
+@pytest.mark.parametrize("gbps", [0, -5, math.nan, math.inf, "100 Gbit", None, True, [1]])
+def test_wrong_bandwidths_of_a_node(gbps: Any) -> None:
+    assert refused({"base": "a800", "network": {"gbps_per_node": gbps}}) == (
+        f"mine.yaml.network.gbps_per_node={gbps!r} must be a number greater than zero"
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: a40\nnodes: 2\nnetwork: {gbps_per_node: 200}\n", encoding="utf-8")
+    assert load_cluster(str(path)).nodes == 2
+    assert load_cluster(str(path), nodes=4).nodes == 4
+    path.write_text(yaml.safe_dump(WHOLE), encoding="utf-8")
+    assert load_cluster(str(path)) == cluster_preset("a800")
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda path: None, "cannot be read: No such file or directory"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read: it is not text"),
+        (lambda path: path.write_text("a: [1"), "is not valid YAML: "),
+        (lambda path: path.write_text(""), "must hold keys and values, found None"),
+        (lambda path: path.write_text("!!python/object:os.system {}"), "is not valid YAML: "),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, make: Callable[[Path], Any], cause: str) -> None:
+    path = tmp_path / "mine.yaml"
+    make(path)
+    with pytest.raises(ValueError) as error:
+        load_cluster(str(path))
+    assert str(path) in str(error.value)
+    assert cause in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def test_efficiency_rises_with_size_to_its_ceiling() -> None:
+    curve = Efficiency(ceiling=0.8, half_flops=1e9)
+    assert curve.at(1e9) == pytest.approx(0.4)
+    assert curve.at(1e15) == pytest.approx(0.8, rel=1e-5)
+    assert [curve.at(10.0**n) for n in range(6, 13)] == sorted(curve.at(10.0**n) for n in range(6, 13))
+    assert Efficiency(ceiling=0.5, half_flops=0).at(1) == 0.5
+
+
+def test_a_link_takes_latency_and_bandwidth() -> None:
+    link = Link(kind="test", bytes_per_s=1e9, latency_ns=1000, efficiency=0.5)
+    assert link.transfer_ns(1e6, 1) == 1000 + 2e6
+    assert link.transfer_ns(1e6, 3) == 3000 + 2e6
+    assert link.transfer_ns(0, 3) == link.transfer_ns(1e6, 0) == 0
+    half = Link(kind="test", bytes_per_s=1e9, latency_ns=0, efficiency=1.0, half_bytes=1e6)
+    assert half.transfer_ns(1e6, 1) == 2e6, "a message of this size reaches half the rate"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.01, -1.01])
+def test_contention_has_limits(value: float) -> None:
+    good = to_mapping(cluster_preset("a800").contention)
+    with pytest.raises(ValueError, match=r"^memory_inter=.* must be between -1 and 1$"):
+        Contention(**{**good, "memory_inter": value})
+
+
+def test_a_single_node_has_no_network() -> None:
+    single = cluster_preset("a100x8")
+    assert single.link(Level.INTRA) == single.intra
+    with pytest.raises(ValueError, match="cluster a100x8 has one node and no network between nodes"):
+        single.link(Level.INTER)
+    assert single.usable_bytes == single.gpu.memory_bytes - single.gpu.reserved_bytes > 0
+
+
+# -- groups ------------------------------------------------------------------------------------------------
+
+POWERS = st.sampled_from([1, 2, 4, 8, 16, 32])
+
+
+@given(stride=POWERS, size=POWERS, gpus_per_node=st.sampled_from([1, 2, 4, 8, 16]))
+def test_groups_are_what_lies_on_the_nodes(stride: int, size: int, gpus_per_node: int) -> None:
+    """Counted rank by rank, for every group of an axis that begins on a node."""
+    group = group_of(stride, size, gpus_per_node)
+    on_nodes = Counter(stride * place // gpus_per_node for place in range(size))
+    assert set(on_nodes.values()) == {group.per_node}
+    assert group.nodes == len(on_nodes)
+    assert group.level is (Level.INTRA if len(on_nodes) == 1 else Level.INTER)
+    assert group.size == size
+
+
+@given(stride=st.integers(1, 40), size=st.integers(1, 40), gpus_per_node=st.integers(1, 16))
+def test_groups_fill_their_nodes_evenly(stride: int, size: int, gpus_per_node: int) -> None:
+    group = group_of(stride, size, gpus_per_node)
+    assert group.per_node * group.nodes == size
+    assert group.per_node <= max(1, gpus_per_node)
+
+
+def test_uneven_groups_do_not_exist() -> None:
+    with pytest.raises(AssertionError):
+        Group(size=6, per_node=4)
+
+
+def test_clusters_count_their_gpus() -> None:
+    spec: ClusterSpec = cluster_preset("a800")
+    assert spec.gpus == 64
+    assert cluster_preset("a800", nodes=3).gpus == 24

@@ -1,0 +1,285 @@
+"""Layers with experts and with context parallelism: operators, FLOPs, bytes, what is saved, data flow.
+
+In the formulas: T tokens of a micro-batch on a rank of context parallelism, s the sequence, h hidden, Q and K
+the widths of query and of key (or value) heads, f the width of an expert.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.graph_builder import AxisPlacement
+from braid.scheduling.layers import PartSizes, built_in_parts, part_sizes
+from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.memory import chunk_parameters
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
+from braid.scheduling.validate import validate
+from tests.scheduling.cases import GPT, LLAMA, in_turn
+
+MOE = replace(LLAMA, family="moe", ffn=96, experts=8, top_k=2)
+B = 2
+"""Samples of a micro-batch."""
+
+FORWARD = """
+attention_norm attention_gather qkv kv_gather attention projection attention_scatter attention_residual
+mlp_norm router permute dispatch expert_gather expert_in activation expert_out expert_scatter combine
+unpermute mlp_residual
+"""
+BACKWARD = """
+mlp_residual.grad unpermute.grad combine.grad expert_scatter.grad expert_out.dgrad expert_out.wgrad
+activation.grad expert_in.dgrad expert_in.wgrad expert_gather.grad dispatch.grad permute.grad
+router.dgrad router.mlp_norm.out.add router.wgrad mlp_norm.grad attention_residual.grad
+attention_scatter.grad projection.dgrad projection.wgrad attention.grad kv_gather.grad
+kv_gather.qkv.out.add qkv.dgrad qkv.wgrad attention_gather.grad attention_norm.grad
+"""
+RING = """
+attention_norm attention_gather qkv kv_shift_1 attention_0 kv_shift_2 attention_1 kv_shift_3 attention_2
+attention projection attention_scatter attention_residual mlp_norm mlp_gather mlp_in activation mlp_out
+mlp_scatter mlp_residual
+"""
+CASES = pytest.mark.parametrize(
+    ("shape", "tp", "cp", "ep", "context"),
+    [
+        (MOE, 1, 1, 1, "all_gather"),
+        (MOE, 2, 1, 1, "all_gather"),
+        (MOE, 1, 1, 4, "all_gather"),
+        (MOE, 2, 2, 2, "all_gather"),
+        (MOE, 2, 4, 8, "ring"),
+        (LLAMA, 2, 2, 1, "all_gather"),
+        (LLAMA, 1, 4, 1, "all_gather"),
+        (LLAMA, 2, 4, 1, "ring"),
+        (LLAMA, 4, 2, 1, "ring"),
+        (GPT, 2, 2, 1, "ring"),
+    ],
+)
+
+
+def parts_of(
+    shape: ModelShape, tp: int, cp: int, ep: int, context: str = "all_gather", recompute: str = "none"
+) -> dict[str, Part]:
+    """Parts whose experts and context are parallel between nodes."""
+    axes = {
+        "tp": AxisPlacement(degree=tp),
+        "cp": AxisPlacement(degree=cp, stream=Stream.INTER),
+        "ep": AxisPlacement(degree=ep, stream=Stream.INTER),
+    }
+    layout = ParallelLayout(dp=ep, tp=tp, cp=cp, ep=ep)
+    return built_in_parts(part_sizes(shape, layout, B, axes, context), recompute)
+
+
+def layer_of(
+    shape: ModelShape, tp: int, cp: int, ep: int, context: str = "all_gather", recompute: str = "none"
+) -> Part:
+    """The layer of those."""
+    return parts_of(shape, tp, cp, ep, context, recompute)["layer"]
+
+
+def names(graph: Graph) -> list[str]:
+    """Operator names in the graph's order."""
+    return [op.name for op in graph.operators]
+
+
+def both(layer: Part) -> tuple[Operator, ...]:
+    """The operators of both passes."""
+    return (*layer.forward.operators, *layer.backward.operators)
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+def test_operators_of_experts_and_gathered_context() -> None:
+    layer = layer_of(MOE, 2, 2, 2)
+    assert names(layer.forward) == FORWARD.split()
+    assert names(layer.backward) == BACKWARD.split()
+
+
+def test_operators_of_a_ring() -> None:
+    """Attention over what is there while the next keys and values come: the last step needs no shift."""
+    layer = layer_of(LLAMA, 2, 4, 1, "ring")
+    assert names(layer.forward) == RING.split()
+    for step in (1, 2):
+        assert f"kv_shift_{step}.out" in layer.forward.named(f"kv_shift_{step + 1}").reads
+        assert f"kv_shift_{step}.out" in layer.forward.named(f"attention_{step}").reads
+        assert f"attention_{step - 1}.out" in layer.forward.named(f"attention_{step}").reads
+    shifts = [op for op in both(layer) if op.kind is Kind.SEND_RECEIVE]
+    assert len(shifts) == 6
+    assert {op.axis for op in shifts} == {"cp"}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_collectives_of_degree_one_vanish(degree: int) -> None:
+    for tp, cp, ep in ((degree, 1, 1), (1, degree, 1), (1, 1, degree)):
+        axes = {op.axis for op in both(layer_of(MOE, tp, cp, ep)) if op.kind.communicates}
+        assert axes == {axis for axis, size in (("tp", tp), ("cp", cp), ("ep", ep)) if size > 1}
+
+
+def test_axes_decide_the_stream() -> None:
+    for op in both(layer_of(MOE, 2, 2, 2)):
+        wanted = {"tp": Stream.INTRA, "cp": Stream.INTER, "ep": Stream.INTER, None: Stream.COMPUTE}
+        assert op.stream is wanted[op.axis]
+
+
+def test_weight_gradients_of_experts_and_router_are_operators() -> None:
+    layer = layer_of(MOE, 2, 2, 2)
+    weights = {op.name for op in layer.backward.operators if op.phase is Pass.WEIGHT_GRADIENT}
+    assert weights == {f"{gemm}.wgrad" for gemm in ("qkv", "projection", "router", "expert_in", "expert_out")}
+    assert all(not layer.backward.named(name).writes for name in weights)
+
+
+# -- FLOPs and bytes ---------------------------------------------------------------------------------------
+
+
+def forward_flops(shape: ModelShape) -> int:
+    """A layer's forward pass of a micro-batch on all ranks together."""
+    tokens = B * shape.sequence
+    qkv = shape.query_width + 2 * shape.kv_width
+    flops = 2 * tokens * shape.hidden * (qkv + shape.query_width)
+    flops += 2 * tokens * shape.sequence * shape.query_width
+    matrices = 3 if shape.gated else 2
+    visits = tokens * max(1, shape.top_k)
+    flops += 2 * visits * matrices * shape.hidden * shape.ffn
+    return flops + 2 * tokens * shape.hidden * shape.experts
+
+
+@CASES
+def test_flops(shape: ModelShape, tp: int, cp: int, ep: int, context: str) -> None:
+    layer = layer_of(shape, tp, cp, ep, context)
+    assert layer.forward.flops * tp * cp == forward_flops(shape)
+    assert layer.backward.flops == 2 * layer.forward.flops
+    for op in layer.forward.operators:
+        backward = sum(b.flops for b in layer.backward.operators if b.module == op.name)
+        assert backward == 2 * op.flops, op.name
+
+
+@CASES
+def test_bytes_of_collectives(shape: ModelShape, tp: int, cp: int, ep: int, context: str) -> None:
+    """Two bytes an element; as much in the backward pass as in the forward pass."""
+    layer = layer_of(shape, tp, cp, ep, context)
+    tokens = B * shape.sequence // cp
+    dense = 2 * tokens * shape.hidden * (tp - 1) // tp
+    visits = max(1, shape.top_k)
+    kv = 2 * (2 * tokens * shape.kv_width // tp)
+    expected = {
+        "tp": 2 * dense + 2 * dense * visits,
+        "cp": kv * (cp - 1),
+        "ep": 2 * (2 * tokens // tp * visits * shape.hidden * (ep - 1) // ep) if shape.experts else 0,
+    }
+    for graph in (layer.forward, layer.backward):
+        assert {
+            axis: sum(op.bytes for op in graph.operators if op.axis == axis) for axis in expected
+        } == expected
+        assert all((op.bytes > 0) == op.kind.communicates for op in graph.operators)
+
+
+def test_dropped_tokens_are_not_worked_on() -> None:
+    """A capacity below the average drops tokens; one above changes nothing, as the average is the work."""
+    full, half = layer_of(MOE, 2, 1, 2), layer_of(replace(MOE, capacity_factor=0.5), 2, 1, 2)
+    for name in ("expert_in", "expert_out"):
+        assert 2 * half.forward.named(name).flops == full.forward.named(name).flops
+    assert 2 * half.forward.named("dispatch").bytes == full.forward.named("dispatch").bytes
+    assert layer_of(replace(MOE, capacity_factor=6.0), 2, 1, 2) == full
+
+
+# -- data flow and what is saved ---------------------------------------------------------------------------
+
+
+@given(
+    shape=st.sampled_from([MOE, LLAMA, GPT]),
+    degrees=st.tuples(*(st.sampled_from([1, 2, 4]) for _ in range(3))),
+    context=st.sampled_from(["all_gather", "ring"]),
+    recompute=st.sampled_from(RECOMPUTE_POLICIES),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_read_is_there(
+    shape: ModelShape, degrees: tuple[int, int, int], context: str, recompute: str
+) -> None:
+    tp, cp, ep = degrees
+    layer = layer_of(shape, tp, cp, ep if shape.experts else 1, context, recompute)
+    written: set[str] = {"x"}
+    for op in layer.forward.operators:
+        assert set(op.reads) <= written, op.name
+        assert not set(op.writes) & written, op.name
+        written |= set(op.writes)
+    there = {*layer.saved(), f"d.{layer.output}"}
+    assert set(layer.saved()) <= written, "what is saved was never there"
+    for op in layer.backward.operators:
+        assert set(op.reads) <= there, op.name
+        assert not set(op.writes) & there, op.name
+        there |= set(op.writes)
+    assert "d.x" in there
+    read = {name for op in layer.backward.operators for name in op.reads}
+    assert set(layer.saved()) <= read, "saved for nothing"
+
+
+def test_gradients_of_the_same_value_are_added() -> None:
+    """The norm feeds router and experts, qkv attention and the exchange of keys and values."""
+    layer = layer_of(MOE, 2, 2, 2)
+    additions = {op.writes[0] for op in layer.backward.operators if op.kind is Kind.ADD}
+    assert additions == {"d.mlp_norm.out", "d.qkv.out"}
+    assert all(op.flops == 0 for op in layer.backward.operators if op.kind is Kind.ADD)
+
+
+def test_choices_have_no_gradient() -> None:
+    layer = layer_of(MOE, 1, 1, 1)
+    indices = [name for name, value in layer.values.items() if value.precision is Precision.INDEX]
+    assert indices == ["router.choice"]
+    assert "d.router.choice" not in layer.values
+    assert "d.router.out" in layer.backward.named("unpermute.grad").writes
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ring"])
+@pytest.mark.parametrize("shape", [LLAMA, MOE], ids=["llama", "moe"])
+@pytest.mark.parametrize("width", [2, 4])
+def test_saved_bytes_go_down_with_context_parallelism(shape: ModelShape, context: str, width: int) -> None:
+    """All but the keys and values, of which a rank sees the whole sequence's: these go down not at all."""
+    degrees = [1, 2, 4, 8]
+    saved = [layer_of(shape, 1, cp, 1, context).saved_bytes(width) for cp in degrees]
+    whole_kv = 2 * B * shape.sequence * shape.kv_width * width
+    for (cp, one), (more, other) in pairwise(zip(degrees, saved, strict=True)):
+        assert more == 2 * cp
+        # What scales is exactly halved, but for a ring's log-sum-exp of each of its steps.
+        steps = B * shape.sequence // more * shape.heads * 4 * (more - 1) if context == "ring" else 0
+        before = B * shape.sequence // cp * shape.heads * 4 * (cp - 1) if context == "ring" else 0
+        assert 2 * (other - steps - whole_kv) == one - before - whole_kv
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_expert_parallelism_shares_out_parameters_not_activations() -> None:
+    """Every rank works on as many tokens as it sends."""
+    saved = {layer_of(MOE, 2, 1, ep).saved_bytes(2) for ep in (1, 2, 4, 8)}
+    assert len(saved) == 1
+    held = [chunk_parameters(MOE, ParallelLayout(dp=8, tp=2, ep=ep), 0) for ep in (1, 2, 4, 8)]
+    each = MOE.layers * 3 * MOE.hidden * MOE.ffn // 2
+    assert [parameters.experts for parameters in held] == [each * 8, each * 4, each * 2, each]
+    assert len({parameters.dense for parameters in held}) == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_saved_bytes_go_down_with_tensor_parallelism(tp: int) -> None:
+    wider = layer_of(MOE, tp, 2, 2).saved_bytes(2)
+    assert layer_of(MOE, 2 * tp, 2, 2).saved_bytes(2) < wider
+
+
+def test_tokens_of_a_rank() -> None:
+    sizes = PartSizes(shape=LLAMA, tp=2, micro_batch=B, cp=4)
+    assert (sizes.tokens, sizes.local_tokens) == (8, 4)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["megatron", "braid", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("shape", "ep", "context"), [(MOE, 4, "all_gather"), (LLAMA, 1, "ring")])
+def test_schedules_of_these_layers_are_valid(name: str, shape: ModelShape, ep: int, context: str) -> None:
+    parts = parts_of(shape, 2, 4, ep, context)
+    placement = Placement.LINEAR if name == "megatron" else Placement.FOLDED
+    layout = ParallelLayout(dp=4, tp=2, cp=4, pp=2, ep=ep, placement=placement)
+    method = SCHEDULES[name].pairs
+    pairing = in_turn(parts["layer"], method) if method else None
+    validate(training_schedule(name, layout, 4, parts, Choices(pairing=pairing)), layout, parts)

@@ -1,0 +1,142 @@
+"""Presets: all load, have a source, and have the size that their makers publish."""
+
+import pytest
+
+from braid.scheduling.presets.library import (
+    cluster_names,
+    cluster_preset,
+    load_cluster,
+    model_names,
+    model_preset,
+    model_source,
+)
+
+PUBLISHED = {
+    "llama-3.1-8b": 8.03e9,
+    "llama-3.1-70b": 70.6e9,
+    "llama-3.1-405b": 405.9e9,
+    "mixtral-8x7b": 46.7e9,
+    "mixtral-8x22b": 140.6e9,
+    "qwen3-0.6b": 0.6e9,
+    "qwen3-4b": 4.0e9,
+    "qwen3-8b": 8.2e9,
+    "qwen3-14b": 14.8e9,
+    "qwen3-32b": 32.8e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "qwen3-235b-a22b": 235e9,
+    "phi-3.5-moe": 41.9e9,
+}
+"""Model cards: total parameters."""
+
+WITHOUT_EMBEDDING = {
+    "qwen3-0.6b": 0.44e9,
+    "qwen3-1.7b": 1.4e9,
+    "qwen3-8b": 6.95e9,
+    "qwen3-14b": 13.2e9,
+    "qwen3-32b": 31.2e9,
+    "qwen3-30b-a3b": 29.9e9,
+    "qwen3-235b-a22b": 234e9,
+}
+"""Model cards: parameters without the tables."""
+
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "mixtral-8x22b": 39e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    "phi-3.5-moe": 6.6e9,
+}
+"""Model cards: parameters that a token visits."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    assert model_preset(name).parameters() == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", WITHOUT_EMBEDDING)
+def test_parameters_without_tables_are_those_published(name: str) -> None:
+    shape = model_preset(name)
+    tables = shape.vocabulary * shape.hidden * (1 if shape.tied_head else 2)
+    assert shape.parameters() - tables == pytest.approx(WITHOUT_EMBEDDING[name], rel=0.015)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_those_published(name: str) -> None:
+    shape = model_preset(name)
+    idle = shape.layers * (shape.experts - shape.top_k) * 3 * shape.hidden * shape.ffn
+    assert shape.parameters() - idle == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_loads_and_has_a_source(name: str) -> None:
+    shape = model_preset(name)
+    assert shape.parameters() > 0
+    assert len(model_source(name)) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "promised"),
+    [
+        ("llama-25b", 25e9),
+        ("llama-39b", 39e9),
+        ("llama-66b", 66e9),
+        ("gpt-6.7b", 6.7e9),
+        ("gpt-18b", 18e9),
+        ("gpt-30b", 30e9),
+        ("phi-16b", 16e9),
+        ("phi-31b", 31e9),
+        ("phi-42b", 42e9),
+        ("bert-1.3b", 1.3e9),
+    ],
+)
+def test_models_of_the_papers_have_the_size_of_their_name(name: str, promised: float) -> None:
+    """With the tables or without: the papers count in both ways."""
+    shape = model_preset(name)
+    tables = shape.vocabulary * shape.hidden * 2
+    assert pytest.approx(promised, rel=0.06) in (shape.parameters(), shape.parameters() - tables)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_cluster_loads_and_has_sources(name: str) -> None:
+    spec = cluster_preset(name)
+    links = [spec.intra] + ([spec.inter] if spec.inter else [])
+    assert all([spec.source, spec.gpu.source, spec.contention.source, *(link.source for link in links)])
+    assert spec.name == name
+    assert load_cluster(name) == spec
+    assert (spec.inter is None) == (spec.nodes == 1)
+    assert spec.usable_bytes > 0
+    if spec.inter is not None:
+        assert spec.inter.bytes_per_s < spec.intra.bytes_per_s, "a network slower than the node's own links"
+        assert cluster_preset(name, nodes=2).nodes == 2
+
+
+def test_a_gpus_share_of_the_network() -> None:
+    """800 Gbit/s a node and 8 GPUs: 12.5 GB/s each."""
+    inter = cluster_preset("a800").inter
+    assert inter is not None
+    assert inter.bytes_per_s == 12.5e9
+
+
+@pytest.mark.parametrize(("name", "near"), [("llama-3.1-8B", "llama-3.1-8b"), ("phi3.5", "phi-")])
+def test_an_unknown_model_is_answered_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model.preset '{name}' is no preset; did you mean '{near}"):
+        model_preset(name)
+
+
+def test_unknown_names_without_a_near_one() -> None:
+    with pytest.raises(ValueError, match=r"^model.preset 'zzz' is no preset; `braid presets` lists them$"):
+        model_preset("zzz")
+    with pytest.raises(ValueError, match=r"^--cluster 'a80' is no preset; did you mean 'a800'\?$"):
+        cluster_preset("a80")
+
+
+@pytest.mark.parametrize("nodes", [0, -1])
+def test_clusters_have_nodes(nodes: int) -> None:
+    with pytest.raises(ValueError, match=rf"^--nodes {nodes} must be at least 1$"):
+        cluster_preset("a800", nodes=nodes)
+
+
+def test_a_single_node_cannot_be_made_two() -> None:
+    with pytest.raises(ValueError, match="inter is missing, but nodes=2: give the bandwidth and latency"):
+        cluster_preset("a100x8", nodes=2)

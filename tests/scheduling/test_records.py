@@ -1,0 +1,297 @@
+"""Records from and to mappings: they round-trip, and what is wrong is one message with key, value, remedy."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
+from braid.scheduling.operators import Stream
+from braid.scheduling.profile import Profile, TransferFit, parse_profile
+from braid.scheduling.records import from_mapping, require_fraction, require_positive, to_mapping
+
+
+class Colour(StrEnum):
+    """An enumeration of texts."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A record inside another."""
+
+    radius: float
+    spokes: int = 8
+
+    def __post_init__(self) -> None:
+        require_positive(self, ("radius",))
+        require_positive(self, ("spokes",), zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cart:
+    """A record with a field of every kind."""
+
+    name: str
+    wheel: Wheel
+    weight: float
+    count: int
+    painted: bool = False
+    colour: Colour = Colour.RED
+    spare: Wheel | None = None
+    sizes: tuple[int, ...] = ()
+    box: tuple[float, float] = (1.0, 1.0)
+    loads: Mapping[str, float] = field(default_factory=dict)
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_fraction(self, ("share",))
+
+
+GOOD: dict[str, Any] = {"name": "cart", "wheel": {"radius": 0.5}, "weight": 10, "count": 2}
+
+
+def cart(**changes: Any) -> Cart:
+    """A cart from a mapping."""
+    return from_mapping(Cart, {**GOOD, **changes}, "cart.yaml")
+
+
+def refused(content: Any) -> str:
+    """The message with which a mapping is refused; one line."""
+    with pytest.raises(ValueError) as error:
+        from_mapping(Cart, content, "cart.yaml")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- what is read ------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_conversions() -> None:
+    assert cart() == Cart(name="cart", wheel=Wheel(radius=0.5), weight=10.0, count=2)
+    assert isinstance(cart().weight, float)
+    full = cart(
+        painted=True,
+        colour="blue",
+        spare={"radius": 1, "spokes": 0},
+        sizes=[1, 2],
+        box=[3, 4.5],
+        loads={"sand": 2},
+        count=3.0,
+    )
+    assert (full.painted, full.colour, full.sizes, full.box) == (True, Colour.BLUE, (1, 2), (3.0, 4.5))
+    assert full.spare == Wheel(radius=1.0, spokes=0)
+    assert full.loads == {"sand": 2.0}
+    assert isinstance(full.count, int)
+    assert cart(spare=None).spare is None
+
+
+@pytest.mark.parametrize("text", ["32e9", "1_000", "4e+5", "1.5"])
+def test_numbers_that_yaml_leaves_as_text(text: str) -> None:
+    """YAML 1.1 takes 32e9 for a text."""
+    loaded = yaml.safe_load(f"weight: {text}")["weight"]
+    assert cart(weight=loaded).weight == float(text.replace("_", ""))
+    if float(text.replace("_", "")).is_integer():
+        assert cart(count=loaded).count == int(float(text.replace("_", "")))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": math.nan}, "cart.yaml.weight=nan must be a finite number"),
+        ({"weight": math.inf}, "cart.yaml.weight=inf must be a finite number"),
+        ({"weight": -math.inf}, "cart.yaml.weight=-inf must be a finite number"),
+        ({"weight": "heavy"}, "cart.yaml.weight='heavy' must be a number"),
+        ({"weight": "nan"}, "cart.yaml.weight=nan must be a finite number"),
+        ({"weight": "1e999"}, "cart.yaml.weight=inf must be a finite number"),
+        ({"weight": True}, "cart.yaml.weight=True must be a number"),
+        ({"weight": None}, "cart.yaml.weight=None must be a number"),
+        ({"weight": [1]}, "cart.yaml.weight=[1] must be a number"),
+        ({"weight": {}}, "cart.yaml.weight={} must be a number"),
+        ({"count": 1.5}, "cart.yaml.count=1.5 must be a whole number"),
+        ({"count": math.nan}, "cart.yaml.count=nan must be a whole number"),
+        ({"count": math.inf}, "cart.yaml.count=inf must be a whole number"),
+        ({"count": "two"}, "cart.yaml.count='two' must be a whole number"),
+        ({"count": False}, "cart.yaml.count=False must be a whole number"),
+        ({"name": 7}, "cart.yaml.name=7 must be text"),
+        ({"name": None}, "cart.yaml.name=None must be text"),
+        ({"painted": "yes"}, "cart.yaml.painted='yes' must be true or false"),
+        ({"painted": 1}, "cart.yaml.painted=1 must be true or false"),
+        ({"colour": "green"}, "cart.yaml.colour='green' must be one of red, blue"),
+        ({"colour": ["red"]}, "cart.yaml.colour=['red'] must be one of red, blue"),
+        ({"sizes": 3}, "cart.yaml.sizes=3 must be a list"),
+        ({"sizes": "12"}, "cart.yaml.sizes='12' must be a list"),
+        ({"sizes": [1, "x"]}, "cart.yaml.sizes[1]='x' must be a whole number"),
+        ({"box": [1.0]}, "cart.yaml.box=[1.0] must have 2 entries"),
+        ({"loads": [1]}, "cart.yaml.loads=[1] must hold keys and values"),
+        ({"loads": {"sand": "much"}}, "cart.yaml.loads.sand='much' must be a number"),
+        ({"loads": {1: 2.0}}, "cart.yaml.loads=1 must be text"),
+        ({"wheel": None}, "cart.yaml.wheel must hold keys and values, found None"),
+        ({"wheel": 3}, "cart.yaml.wheel must hold keys and values, found 3"),
+        ({"wheel": {}}, "cart.yaml.wheel.radius is missing; give it a number"),
+        ({"wheel": {"radius": 0}}, "cart.yaml.wheel: radius=0.0 must be greater than zero"),
+        ({"wheel": {"radius": -1}}, "cart.yaml.wheel: radius=-1.0 must be greater than zero"),
+        ({"spare": {"radius": 1, "spokes": -1}}, "cart.yaml.spare: spokes=-1 must be zero or more"),
+        (
+            {"wheel": {"radius": 1, "spoke": 3}},
+            "cart.yaml.wheel: unknown key 'spoke'; did you mean 'spokes'?",
+        ),
+        ({"weigth": 3}, "cart.yaml: unknown key 'weigth'; did you mean 'weight'?"),
+        ({"share": 0}, "cart.yaml: share=0.0 must be above 0 and at most 1"),
+        ({"share": 1.01}, "cart.yaml: share=1.01 must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_values(changes: dict[str, Any], message: str) -> None:
+    assert refused({**GOOD, **changes}) == message
+
+
+@pytest.mark.parametrize("missing", ["name", "wheel", "weight", "count"])
+def test_missing_keys(missing: str) -> None:
+    content = {key: value for key, value in GOOD.items() if key != missing}
+    assert refused(content).startswith(f"cart.yaml.{missing} is missing; give it ")
+
+
+@pytest.mark.parametrize("content", [None, 3, "text", [GOOD]])
+def test_what_is_no_mapping(content: Any) -> None:
+    assert refused(content) == f"cart.yaml must hold keys and values, found {content!r}"
+
+
+def test_unlike_keys_are_answered_with_all_that_are_known() -> None:
+    assert refused({**GOOD, "zzz": 1}).startswith("cart.yaml: unknown key 'zzz'; known here: name, wheel, ")
+    assert refused({**GOOD, 5: 1}).startswith("cart.yaml: unknown key 5; known here: ")
+
+
+def test_numbers_beyond_what_a_float_holds() -> None:
+    assert refused({**GOOD, "weight": 10**400}).endswith("must be a finite number")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*GOOD, "spare", "sizes", "box", "loads", "colour", "x"]), JSON))
+def test_nothing_but_value_errors(changes: dict[str, Any]) -> None:
+    try:
+        made = from_mapping(Cart, {**GOOD, **changes}, "cart.yaml")
+    except ValueError:
+        assert refused({**GOOD, **changes}).startswith("cart.yaml")
+    else:
+        assert from_mapping(Cart, to_mapping(made), "again") == made
+
+
+# -- round trips -------------------------------------------------------------------------------------------
+
+POSITIVE = st.floats(1e-3, 1e18)
+SHARE = st.floats(0.001, 1.0)
+WHOLE = st.integers(0, 10**15)
+TEXT = st.text(max_size=12)
+EFFICIENCY = st.builds(Efficiency, ceiling=SHARE, half_flops=POSITIVE)
+GPU = st.builds(
+    Gpu,
+    name=TEXT,
+    memory_bytes=st.integers(1, 10**13),
+    peak_flops_per_s=POSITIVE,
+    memory_bytes_per_s=POSITIVE,
+    gemm=EFFICIENCY,
+    attention=EFFICIENCY,
+    memory_efficiency=SHARE,
+    launch_ns=WHOLE,
+    barrier_ns=WHOLE,
+    reserved_bytes=WHOLE,
+    source=TEXT,
+)
+LINK = st.builds(
+    Link,
+    kind=TEXT,
+    bytes_per_s=POSITIVE,
+    latency_ns=WHOLE,
+    efficiency=SHARE,
+    half_bytes=POSITIVE,
+    source=TEXT,
+)
+OEF = st.floats(-1, 1)
+CONTENTION = st.builds(
+    Contention,
+    gemm_intra=OEF,
+    gemm_inter=OEF,
+    attention_intra=OEF,
+    attention_inter=OEF,
+    memory_intra=OEF,
+    memory_inter=OEF,
+    intra_inter=OEF,
+    source=TEXT,
+)
+CLUSTERS = st.builds(
+    ClusterSpec,
+    name=TEXT,
+    nodes=st.just(1),
+    gpus_per_node=st.integers(1, 16),
+    gpu=GPU,
+    intra=LINK,
+    contention=CONTENTION,
+    inter=st.none() | LINK,
+    source=TEXT,
+) | st.builds(
+    ClusterSpec,
+    name=TEXT,
+    nodes=st.integers(1, 4096),
+    gpus_per_node=st.integers(1, 16),
+    gpu=GPU,
+    intra=LINK,
+    contention=CONTENTION,
+    inter=LINK,
+)
+FITS = st.builds(
+    TransferFit, latency_ns=st.floats(0, 1e9), ns_per_byte=st.floats(0, 1e3), stream=st.sampled_from(Stream)
+)
+PROFILES = st.builds(
+    Profile,
+    source=TEXT,
+    solo_ns=st.dictionaries(TEXT, WHOLE, max_size=4),
+    classes=st.dictionaries(TEXT, TEXT, max_size=4),
+    oef=st.dictionaries(TEXT, st.floats(-10, 1.5), max_size=4),
+    transfers=st.dictionaries(TEXT, FITS, max_size=3),
+    barrier_ns=WHOLE,
+    optimizer_ns_per_parameter=st.floats(0, 1e3),
+    spread_ns=st.dictionaries(TEXT, WHOLE, max_size=4),
+)
+
+
+@given(CLUSTERS)
+def test_clusters_round_trip(cluster: ClusterSpec) -> None:
+    content = to_mapping(cluster)
+    assert from_mapping(ClusterSpec, content, "cluster.json") == cluster
+    assert from_mapping(ClusterSpec, json.loads(json.dumps(content)), "cluster.json") == cluster
+
+
+@given(CLUSTERS)
+def test_clusters_round_trip_as_yaml(cluster: ClusterSpec) -> None:
+    text = yaml.safe_dump(to_mapping(cluster))
+    assert from_mapping(ClusterSpec, yaml.safe_load(text), "cluster.yaml") == cluster
+
+
+@given(PROFILES)
+def test_profiles_round_trip(profile: Profile) -> None:
+    assert parse_profile(profile.to_json(), "profile.json") == profile
+
+
+def test_mappings_are_plain() -> None:
+    plain = to_mapping(cart(sizes=[1], loads={"sand": 1.0}, colour="blue"))
+    assert plain["sizes"] == [1]
+    assert type(plain["colour"]) is str
+    assert json.loads(json.dumps(plain)) == plain
