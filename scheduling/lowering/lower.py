@@ -7,6 +7,7 @@ from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
 from braid.scheduling.lowering.programs import (
     PairingDecision,
+    chunked_program,
     ordered_program,
     pair_program,
     serial_program,
@@ -199,9 +200,12 @@ def _with_programs(
     """The schedule with all programs that its blocks need."""
     layer = parts["layer"]
     programs = dict(schedule.programs)
-    if choices.forward_order or kind.splits_collectives:
+    if kind.splits_collectives:
+        programs["layer", Direction.FORWARD] = chunked_program(layer.forward)
+        programs["layer", Direction.BACKWARD] = chunked_program(layer.backward)
+    if choices.forward_order:
         programs["layer", Direction.FORWARD] = ordered_program(layer.forward, choices.forward_order)
-    if choices.backward_order or kind.splits_collectives:
+    if choices.backward_order:
         programs["layer", Direction.BACKWARD] = ordered_program(layer.backward, choices.backward_order)
     splits: dict[tuple[str, Gradients], Program] = {}
     instructions = [i for stage in schedule.stages for i in stage]

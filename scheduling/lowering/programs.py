@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.lowering.split import is_chunk
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
 from braid.scheduling.schedule import (
     Barrier,
@@ -39,6 +40,12 @@ def serial_program(graph: Graph) -> Program:
     what the field's frameworks do (Megatron-LM's context parallelism).
     """
     lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE}
+    return _plain(_Issuer({None: graph}, lazy).run([(None, op.name) for op in graph.operators]))
+
+
+def chunked_program(graph: Graph) -> Program:
+    """As `serial_program`, but chunks of a collective stay under way until a chunk of the GEMM needs them."""
+    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or is_chunk(op.name)}
     return _plain(_Issuer({None: graph}, lazy).run([(None, op.name) for op in graph.operators]))
 
 

@@ -4,6 +4,7 @@ This is MegaScale's (and Centauri's workload partition of a MatMul along its row
 while chunk i+1 of the all-gather before it, or chunk i-1 of the reduce-scatter behind it, is on the link.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -22,6 +23,17 @@ def split_collectives(part: Part, ways: int, only: Collection[str] | None = None
     forward = _split(part.forward, ways, only, values)
     backward = _split(part.backward, ways, only, values)
     return replace(part, forward=forward, backward=backward, values=values)
+
+
+def is_chunk(operator: str) -> bool:
+    """Whether an operator of that name is one of several chunks."""
+    return re.search(r"\.[0-9]+of[0-9]+$", operator) is not None
+
+
+def gathers_of(part: Part) -> frozenset[str]:
+    """The all-gathers of both passes: what MegaScale splits, as DHelix describes it (section 2.3)."""
+    operators = (*part.forward.operators, *part.backward.operators)
+    return frozenset(op.name for op in operators if op.kind is Kind.ALL_GATHER)
 
 
 def _split(graph: Graph, ways: int, only: Collection[str] | None, values: dict[str, Value]) -> Graph:

@@ -9,7 +9,7 @@ from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.lowering.programs import PairingDecision
-from braid.scheduling.lowering.split import split_collectives
+from braid.scheduling.lowering.split import gathers_of, split_collectives
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.plan import PairingNote, Setting
@@ -63,7 +63,8 @@ def prepare(setting: Setting, cluster: ClusterSpec, profile: Profile | None = No
     sizes = part_sizes(setting.model, setting.layout, setting.workload.micro_batch, axes, setting.context)
     parts = built_in_parts(sizes, setting.recompute)
     if setting.split > 1:
-        parts["layer"] = split_collectives(parts["layer"], setting.split)
+        layer = parts["layer"]
+        parts["layer"] = split_collectives(layer, setting.split, gathers_of(layer))
     costs = profile or analytic_profile(cluster, setting.layout, parts, DTYPE_BYTES[setting.dtype])
     return Bench(setting, parts, costs)
 

@@ -204,7 +204,7 @@ EFFICIENCY = st.builds(Efficiency, ceiling=SHARE, half_flops=POSITIVE)
 GPU = st.builds(
     Gpu,
     name=TEXT,
-    memory_bytes=st.integers(1, 10**13),
+    memory_bytes=st.integers(10**12, 10**13),
     peak_flops_per_s=POSITIVE,
     memory_bytes_per_s=POSITIVE,
     gemm=EFFICIENCY,
@@ -212,7 +212,7 @@ GPU = st.builds(
     memory_efficiency=SHARE,
     launch_ns=WHOLE,
     barrier_ns=WHOLE,
-    reserved_bytes=WHOLE,
+    reserved_bytes=st.integers(0, 10**11),
     source=TEXT,
 )
 LINK = st.builds(

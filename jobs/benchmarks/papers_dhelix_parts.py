@@ -1,0 +1,303 @@
+"""DHelix's other figures: table 1 (volumes), section 6.5 (memory), figure 15 (parts of the gain).
+
+Table 1 is a formula over a layer's operators; memory is counted on the lowered schedules; the breakdown
+restricts what the pairing may use.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from braid.jobs.benchmarks.papers_dhelix import BATCH_TOKENS, PAPER
+from braid.jobs.benchmarks.papers_row import (
+    FORMULA_TOLERANCE,
+    RATE_TOLERANCE,
+    Row,
+    claim,
+    number,
+    percentages,
+)
+from braid.jobs.benchmarks.papers_steps import chosen_setting
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.collectives import sent_bytes
+from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.lowering.programs import PairingDecision
+from braid.scheduling.memory import DTYPE_BYTES, stage_parameters
+from braid.scheduling.operators import Graph, Kind, Pass
+from braid.scheduling.plan import Setting
+from braid.scheduling.planner.compose import (
+    Bench,
+    decide,
+    evaluate,
+    layer_pair,
+    prepare,
+    replay,
+    segment_steps,
+    with_schedule,
+)
+from braid.scheduling.planner.pairing import pair
+from braid.scheduling.planner.strands import PairProblem, StrandGraph
+from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+
+STEP_TOKENS: Final = 16 * 2**20
+"""Tokens of a step of Llama-3.1-405B (table 1)."""
+
+
+def part_rows(progress: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of table 1, section 6.5 and figure 15."""
+    progress("DHelix: volumes of Llama-3.1-405B")
+    yield from _volume_rows(cluster_preset("h100"))
+    progress("DHelix: layers that fit")
+    yield from _memory_rows(cluster_preset("a40"))
+    for cp in (2, 4):
+        progress(f"DHelix: parts of the gain, context parallel {cp}")
+        yield from _breakdown_rows(cluster_preset("a40"), cp)
+
+
+# -- table 1 -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Bytes that a GPU sends in one step."""
+
+    local: float
+    """Tensor parallelism, inside the node."""
+    cross: float
+    """Messages between pipeline stages, and gradients in two bytes, between nodes."""
+
+
+def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> Volumes:
+    """Communication of a step; micro-batches of one sample, means over the pipeline's stages.
+
+    Gradients are reduced once, those of a rank that holds its share of the layers and of both tables.
+    """
+    width = DTYPE_BYTES["bf16"]
+    samples = step_tokens // model.sequence // layout.dp
+    layer = built_in_parts(part_sizes(model, layout, 1), "none")["layer"]
+    operators = (*layer.forward.operators, *layer.backward.operators)
+    tensor = sum(op.bytes for op in operators if op.axis == "tp")
+    message = sent_bytes(Kind.SEND_RECEIVE, layer.values[layer.output].bytes(width), layout.pp)
+    messages = 2 * (layout.pp - 1) / layout.pp * message
+    whole = stage_parameters(model, ParallelLayout(tp=layout.tp), 0)
+    tables = 2 * -(-model.vocabulary // layout.tp) * model.hidden
+    held = (whole - tables) / layout.pp + tables
+    return Volumes(
+        local=tensor * model.layers / layout.pp * samples,
+        cross=messages * samples + sent_bytes(Kind.REDUCE_SCATTER, held * width, layout.dp),
+    )
+
+
+def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
+    model = model_preset("llama-405b")
+    assert cluster.inter is not None
+    links = {"local": cluster.intra.bytes_per_s, "cross": cluster.inter.bytes_per_s}
+    published = (
+        (64, {"local": (441.0, 0.98), "cross": (8.6, 0.17)}),
+        (128, {"local": (220.0, 0.30), "cross": (7.7, 0.15)}),
+    )
+    for dp, levels in published:
+        layout = ParallelLayout(dp=dp, tp=8, pp=16)
+        found = volumes(model, layout, STEP_TOKENS)
+        for level, (size, seconds) in levels.items():
+            where = f"{layout.ranks} GPUs, {level}-node communication of a GPU and step"
+            gib = getattr(found, level) / 2**30
+            rate = links[level] / 1e9
+            yield number(
+                PAPER,
+                "table 1",
+                where,
+                unit="GiB",
+                published=size,
+                simulated=gib,
+                tolerance=FORMULA_TOLERANCE,
+                note="printed as GB; it is GiB that agree",
+            )
+            note = f"the printed size over {rate:.0f} GB/s, the data sheet's rate of a GPU and direction"
+            if abs(gib / rate / seconds - 1) > FORMULA_TOLERANCE:
+                note += (
+                    f"; {seconds} s would need {gib / seconds:.0f} GB/s, though half the size at the other "
+                    f"row's rate is {gib / rate:.2f} s"
+                )
+            yield number(
+                PAPER,
+                "table 1",
+                where,
+                unit="s",
+                published=seconds,
+                simulated=gib / rate,
+                tolerance=FORMULA_TOLERANCE,
+                note=note,
+            )
+
+
+# -- section 6.5 ---------------------------------------------------------------------------------------------
+
+
+def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
+    published = {"megatron": 40.0, "dhelix": 39.0, "bidirectional": 32.0}
+    most = {schedule: _most_layers(cluster, schedule) for schedule in published}
+    billions = {s: _layers_of_25b(layers).parameters() / 1e9 for s, layers in most.items()}
+    for schedule, size in published.items():
+        if schedule == "megatron":
+            continue
+        yield percentages(
+            PAPER,
+            "section 6.5",
+            f"largest model that fits, {schedule} of a single strand's",
+            published=100 * size / published["megatron"],
+            simulated=[100 * billions[schedule] / billions["megatron"]],
+            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2"
+            f"{_TWICE if schedule == 'bidirectional' else ''}",
+        )
+    for schedule, size in published.items():
+        yield number(
+            PAPER,
+            "section 6.5",
+            f"largest model that fits, {'single strand' if schedule == 'megatron' else schedule}",
+            unit="B parameters",
+            published=size,
+            simulated=billions[schedule],
+            tolerance=RATE_TOLERANCE,
+            note=f"{most[schedule]} layers; {cluster.usable_bytes / 2**30:.1f} GiB of a GPU are usable",
+        )
+
+
+_TWICE: Final = (
+    "; that 40B and, with model states twice, 32B fill one memory means activations three times as large as "
+    "model states, where with ZeRO 1 and 32-bit gradients both take about the same"
+)
+
+
+def _layers_of_25b(layers: int) -> ModelShape:
+    return replace(model_preset("llama-25b"), layers=layers)
+
+
+def _most_layers(cluster: ClusterSpec, schedule: str) -> int:
+    """The most layers of Llama-25B that fit: bisection, as memory grows with the layers."""
+    fits, does_not = 4, 128
+    while does_not - fits > 1:
+        layers = (fits + does_not) // 2
+        model = _layers_of_25b(layers)
+        setting = Setting(
+            model=model,
+            layout=ParallelLayout(dp=4, tp=8, pp=2),
+            workload=Workload(global_batch=BATCH_TOKENS // model.sequence, micro_batch=1),
+            zero=1,
+        )
+        peak = evaluate(with_schedule(setting, schedule), cluster).numbers.peak_bytes
+        fits, does_not = (layers, does_not) if peak <= cluster.usable_bytes else (fits, layers)
+    return fits
+
+
+# -- figure 15 -----------------------------------------------------------------------------------------------
+
+COMPUTE, LOCAL, CROSS = range(3)
+"""Streams by their number in a `PairProblem`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step of the breakdown: which streams may gain by running together, and what may move."""
+
+    name: str
+    together: frozenset[tuple[int, int]]
+    movable: bool = False
+
+
+_TP = frozenset({(COMPUTE, LOCAL)})
+_CP = _TP | {(COMPUTE, CROSS)}
+_LINKS = _CP | {(LOCAL, CROSS)}
+PARTS: Final = (
+    Part("TP overlap", _TP),
+    Part("CP overlap", _CP),
+    Part("local beside cross-node", _LINKS),
+    Part("movable weight gradients", _LINKS, movable=True),
+)
+
+
+def restricted(problem: PairProblem, backward: Graph, part: Part) -> PairProblem:
+    """The problem with only a part's means.
+
+    Streams that may not overlap gain nothing together (slowdown 1). Where weight gradients may not move,
+    they keep their place among the compute operators.
+    """
+    streams = np.array((*problem.forward.streams, *problem.backward.streams))
+    low, high = np.minimum.outer(streams, streams), np.maximum.outer(streams, streams)
+    allowed = low == high
+    for a, b in part.together:
+        allowed |= (low == a) & (high == b)
+    graph = problem.backward if part.movable else _in_place(problem.backward, backward)
+    return replace(problem, slowdown=np.where(allowed, problem.slowdown, 1.0), backward=graph)
+
+
+def _in_place(graph: StrandGraph, backward: Graph) -> StrandGraph:
+    """With precedence between every weight gradient and the compute operators beside it."""
+    before = list(graph.before)
+    computes = [n for n, stream in enumerate(graph.streams) if stream == COMPUTE]
+    for first, second in pairwise(computes):
+        phases = {backward.operators[n].phase for n in (first, second)}
+        if Pass.WEIGHT_GRADIENT in phases:
+            before[second] |= 1 << first
+    return replace(graph, before=tuple(before))
+
+
+def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
+    """Percent over Megatron-LM after each of `PARTS`; their pairings, simulated with all contention."""
+    base = evaluate(with_schedule(setting, "megatron"), cluster).numbers.step_seconds
+    bench = prepare(with_schedule(setting, "dhelix"), cluster)
+    return tuple(100 * (base / _with_part(bench, part, cluster) - 1) for part in PARTS)
+
+
+def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
+    problem = restricted(layer_pair(bench), bench.layer.backward, part)
+    pairing = PairingDecision(method=PairMethod.BARRIERS, steps=segment_steps(pair(problem)))
+    choices = replace(decide(bench)[0], pairing=pairing)
+    return replay(bench.setting, choices, cluster).numbers.step_seconds
+
+
+def _breakdown_rows(cluster: ClusterSpec, cp: int) -> Iterator[Row]:
+    sequence = 8192 * cp
+    model = replace(model_preset("llama-39b"), sequence=sequence)
+    setting = chosen_setting([model], cluster, global_batch=BATCH_TOKENS // sequence, cp=cp)
+    problem = layer_pair(prepare(setting, cluster))
+    gains = breakdown(setting, cluster)
+    steps = [gains[0], *(b - a for a, b in pairwise(gains))]
+    listed = ", ".join(f"{part.name} {step:+.1f}" for part, step in zip(PARTS, steps, strict=True))
+    figure, where = f"figure 15{'ab'[cp // 4]}", f"Llama-39B, context parallel {cp}"
+    described = f"{setting.layout.describe()}; percent over Megatron-LM: {listed}"
+    yield claim(
+        PAPER,
+        figure,
+        f"{where}: each part adds to those before it (parts that do, of {len(PARTS)})",
+        unit="parts",
+        simulated=float(sum(step > 0 for step in steps)),
+        fits=all(step > 0 for step in steps),
+        note=described,
+    )
+    largest = max(range(len(PARTS)), key=steps.__getitem__)
+    yield claim(
+        PAPER,
+        figure,
+        f"{where}: CP overlap is the largest part (its gain)",
+        unit="%",
+        simulated=steps[1],
+        fits=largest == 1,
+        note=f"largest: {PARTS[largest].name}. Cross-node collectives take "
+        f"{_stream_share(problem, CROSS):.0%} of a layer's serial time, those of the node "
+        f"{_stream_share(problem, LOCAL):.0%}: 8 of 128 heads have keys and values to exchange",
+    )
+
+
+def _stream_share(problem: PairProblem, stream: int) -> float:
+    """Share of the serial time that the operators of a stream take."""
+    both = (problem.forward, problem.backward)
+    return (
+        sum(ns for graph in both for s, ns in zip(graph.streams, graph.solo_ns, strict=True) if s == stream)
+        / problem.serial_ns
+    )

@@ -1,0 +1,109 @@
+"""A published figure beside the simulated one, and when the two fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+Figure = float | tuple[float, float]
+"""A number, or the least and the most of several."""
+
+FORMULA_TOLERANCE: Final = 0.05
+"""Share by which a number that follows from volumes and bandwidths may miss the printed one."""
+
+RATE_TOLERANCE: Final = 0.10
+"""Share by which an absolute throughput or size, modelled from data sheets, may miss a measured one."""
+
+POINTS: Final = 4.0
+"""Percentage points by which a simulated percentage may lie outside the published range."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of a paper."""
+
+    paper: str
+    figure: str
+    """Figure, table or section of the paper."""
+    what: str
+    unit: str
+    published: Figure | None
+    """None where the paper has no figure: the row is a claim of ours, or an order that the text states."""
+    simulated: Figure
+    distance: float
+    """How far outside: a share of a published number; percentage points from a published range."""
+    fits: bool | None
+    """None: for information, as the paper does not say enough to judge."""
+    note: str = ""
+
+
+def number(
+    paper: str,
+    figure: str,
+    what: str,
+    *,
+    unit: str,
+    published: float,
+    simulated: float,
+    tolerance: float,
+    note: str = "",
+) -> Row:
+    """A number that fits within a share ``tolerance`` of the published one."""
+    distance = simulated / published - 1
+    return Row(
+        paper=paper,
+        figure=figure,
+        what=what,
+        unit=unit,
+        published=published,
+        simulated=simulated,
+        distance=distance,
+        fits=abs(distance) <= tolerance,
+        note=note,
+    )
+
+
+def percentages(
+    paper: str,
+    figure: str,
+    what: str,
+    *,
+    published: Figure,
+    simulated: Sequence[float],
+    note: str = "",
+) -> Row:
+    """Percentages that fit where all of them lie in the published range or within `POINTS` of it."""
+    low, high = published if isinstance(published, tuple) else (published, published)
+    distance = max(0.0, low - min(simulated), max(simulated) - high)
+    return Row(
+        paper=paper,
+        figure=figure,
+        what=what,
+        unit="%",
+        published=published,
+        simulated=span(simulated),
+        distance=distance,
+        fits=distance <= POINTS,
+        note=note,
+    )
+
+
+def claim(
+    paper: str, figure: str, what: str, *, unit: str, simulated: Figure, fits: bool | None, note: str = ""
+) -> Row:
+    """What the paper states without a figure, or what we claim beside its figures."""
+    return Row(
+        paper=paper,
+        figure=figure,
+        what=what,
+        unit=unit,
+        published=None,
+        simulated=simulated,
+        distance=0.0,
+        fits=fits,
+        note=note,
+    )
+
+
+def span(values: Sequence[float]) -> Figure:
+    """The least and the most; of a single value itself."""
+    return values[0] if len(values) == 1 else (min(values), max(values))
