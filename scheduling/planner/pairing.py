@@ -1,9 +1,9 @@
 """Pairing by dynamic programming, exact over all orders and all segmentations (DHelix section 4.2).
 
 A segment is a set of operators that can be in flight together: between two barriers nothing waits, so within
-one strand's segment no operator needs another of a different stream (operators of one stream run one after
-the other; independent ones of different streams are DHelix's self-overlapping operators). Paired segments
-start together and end with a barrier.
+one strand's segment nothing needs a collective's result, and no collective needs a result (compute operators
+run one after the other; independent ones of different streams are DHelix's self-overlapping operators).
+Paired segments start together and end with a barrier.
 
 The paper enumerates orders, cuts each pair of orders into segments and runs equation 2 on each. All of them
 together are the paths through the lattice of prefixes (down-sets) of both graphs: a segment leads from one
@@ -71,11 +71,13 @@ def pair(problem: PairProblem) -> Pairing:
 
 def is_segment(graph: StrandGraph, mask: int) -> bool:
     """Whether the operators of a mask can be in flight together."""
-    return all(
-        graph.streams[other] == graph.streams[op]
-        for op in bits(mask)
-        for other in bits(graph.ancestors[op] & mask)
-    )
+    return all(_may_join(graph, op, mask) for op in bits(mask))
+
+
+def _may_join(graph: StrandGraph, op: int, others: int) -> bool:
+    """Whether an operator can be in flight with others: both it and what it needs of them compute."""
+    needed = graph.ancestors[op] & others
+    return not needed or (graph.streams[op] == 0 and all(graph.streams[o] == 0 for o in bits(needed)))
 
 
 def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
@@ -241,8 +243,7 @@ def _segments(graph: StrandGraph) -> _Segments:
             taken = stack.pop()
             for op in graph.ready(done | taken):
                 larger = taken | 1 << op
-                inside = graph.ancestors[op] & taken
-                if larger in seen or any(graph.streams[o] != graph.streams[op] for o in bits(inside)):
+                if larger in seen or not _may_join(graph, op, taken):
                     continue
                 seen.add(larger)
                 stack.append(larger)

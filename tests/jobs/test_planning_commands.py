@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from braid.jobs import planning
+from braid.scheduling.planner.compose import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT.parent / "shared/data/rtx3090_tmp_profile.csv"
@@ -102,6 +106,21 @@ def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
     assert "stage 1" in shown.stdout
     assert "a paired block" in shown.stdout
     assert "F4B2" in shown.stdout
+
+
+def test_costs_from_a_profile_file(folder: Path) -> None:
+    """A profile with the modelled costs gives the modelled step; slower operators a slower one."""
+    job = planning.request(str(folder / "small.yaml"), ["parallel={tp: 8}"], str(folder / "mine.yaml"), None)
+    bench = prepare(planning.fixed_setting(job), job.cluster)
+    slower = {key: 2 * ns for key, ns in bench.profile.solo_ns.items()}
+    for name, profile in (("same", bench.profile), ("slower", replace(bench.profile, solo_ns=slower))):
+        (folder / f"{name}.json").write_text(profile.to_json())
+    arguments = ("simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 8}")
+    modelled = as_json(*arguments, cwd=folder)
+    same = as_json(*arguments, "--profile", "same.json", cwd=folder)
+    slow = as_json(*arguments, "--profile", "slower.json", cwd=folder)
+    assert same["step_seconds"] == pytest.approx(modelled["step_seconds"], rel=1e-12)
+    assert 1.5 * same["step_seconds"] < slow["step_seconds"] <= 2 * same["step_seconds"]
 
 
 def test_presets_name_their_sources(folder: Path) -> None:
