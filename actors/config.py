@@ -199,10 +199,14 @@ class ParallelConfig(_Section):
 
 
 class OverlapConfig(_Section):
-    """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``."""
+    """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
+
+    Schedules with searched pairings (dhelix, braid, braid_v) take them from a plan (``braid plan --output``).
+    """
 
     schedule: Annotated[str, _one_of(SCHEDULES)] = "megatron"
     schedule_file: Path | None = None
+    plan: Path | None = None
 
 
 class ClusterConfig(_Section):

@@ -1,12 +1,15 @@
 """From configuration to schedule: what the run will execute, without starting anything."""
 
+from dataclasses import replace
+
 from braid.actors.config import Config, ConfigError
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.operators import Part
+from braid.scheduling.plan import read_plan
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.validate import validate
 
 
@@ -27,7 +30,11 @@ def build_schedule(config: Config, shape: ModelShape) -> Schedule:
     micro_batches = config.workload().micro_batches(layout)
     file = config.overlap.schedule_file
     if file is None:
-        schedule = training_schedule(config.overlap.schedule, layout, micro_batches, parts)
+        choices = _choices(config, layout)
+        try:
+            schedule = training_schedule(config.overlap.schedule, layout, micro_batches, parts, choices)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     else:
         try:
             schedule = parse(file.read_text(encoding="utf-8"))
@@ -44,3 +51,25 @@ def build_schedule(config: Config, shape: ModelShape) -> Schedule:
             )
     validate(schedule, layout, parts)
     return schedule
+
+
+def _choices(config: Config, layout: ParallelLayout) -> Choices | None:
+    """The decisions of ``overlap.plan``, which has to be for this schedule and layout."""
+    file = config.overlap.plan
+    if file is None:
+        return None
+    plan = read_plan(file)
+    setting = plan.setting
+    if setting.schedule != config.overlap.schedule:
+        raise ConfigError(
+            f"overlap.plan={file} is for overlap.schedule={setting.schedule}, not {config.overlap.schedule}; "
+            f"set overlap.schedule to {setting.schedule}"
+        )
+    planned = replace(setting.layout, head_layers=0)
+    if planned != layout or setting.recompute != config.train.recompute:
+        raise ConfigError(
+            f"overlap.plan={file} is for {setting.layout.describe()} with train.recompute="
+            f"{setting.recompute}; the configuration has {layout.describe()} with "
+            f"{config.train.recompute}: plan anew"
+        )
+    return replace(plan.choices, gathers=False)

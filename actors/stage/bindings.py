@@ -4,7 +4,7 @@ Everything that can be decided before a step is decided here: which method an op
 after which action, which transfers are awaited at once. What cannot be bound fails here, when it is loaded.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from braid.actors.stage.mesh import Mesh
@@ -15,7 +15,17 @@ from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.operators import Kind, Operator, Part, Pass
-from braid.scheduling.schedule import Block, Compute, Direction, Program, Start, Wait
+from braid.scheduling.schedule import (
+    Action,
+    Barrier,
+    Block,
+    Compute,
+    Direction,
+    PairProgram,
+    Program,
+    Start,
+    Wait,
+)
 
 BoundAction = Callable[[Values, Block], None]
 
@@ -39,22 +49,60 @@ class Binder:
         self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
     ) -> tuple[BoundAction, ...]:
         """The actions of one part instance; ``trains``: a backward pass follows the forward pass."""
+        order = list(enumerate(program))
+        return tuple(self._bind(program, order, part, instance, direction, trains).values())
+
+    def bind_split(
+        self, inputs: Program, weights: Program, part: Part, instance: PartInstance
+    ) -> tuple[tuple[BoundAction, ...], tuple[BoundAction, ...]]:
+        """A backward pass in two halves; what the second reads lives until then."""
+        whole = (*inputs, *weights)
+        bound = self._bind(whole, list(enumerate(whole)), part, instance, Direction.BACKWARD, True)
+        actions = tuple(bound.values())
+        return actions[: len(inputs)], actions[len(inputs) :]
+
+    def bind_side(
+        self, program: PairProgram, part: Part, instance: PartInstance, direction: Direction
+    ) -> dict[int, BoundAction]:
+        """The actions of one pass in a paired program, by position.
+
+        Late weight gradients run when the next layer's program comes to their positions: of all that this
+        layer does they are the last.
+        """
+        own = [
+            (position, action)
+            for position, action in enumerate(program)
+            if not isinstance(action, Barrier) and action.side is direction
+        ]
+        own.sort(key=lambda entry: isinstance(entry[1], Compute) and entry[1].late)
+        return self._bind(program, own, part, instance, direction, True)
+
+    def _bind(
+        self,
+        program: PairProgram,
+        own: Sequence[tuple[int, Action]],
+        part: Part,
+        instance: PartInstance,
+        direction: Direction,
+        trains: bool,
+    ) -> dict[int, BoundAction]:
+        """Actions (positions in ``program``) in the order in which they run."""
         graph = part.forward if direction is Direction.FORWARD else part.backward
-        dying = _last_reads(program, part, direction, trains)
-        bound: list[BoundAction] = []
-        for position, action in enumerate(program):
+        dying = _last_reads([action for _, action in own], part, direction, trains)
+        bound: dict[int, BoundAction] = {}
+        for turn, (position, action) in enumerate(own):
             operator = graph.named(action.operator)
-            frees = dying[position]
+            frees = dying[turn]
             match action:
                 case Compute():
-                    bound.append(self._compute(operator, instance, frees))
+                    bound[position] = self._compute(operator, instance, frees)
                 case Start():
                     following = program[position + 1] if position + 1 < len(program) else None
-                    awaited_next = following == Wait(action.operator)
-                    bound.append(self._start(operator, part, instance, awaited_next))
+                    awaited_next = following == Wait(action.operator, action.side)
+                    bound[position] = self._start(operator, part, instance, awaited_next)
                 case Wait():
-                    bound.append(self._wait(operator, frees))
-        return tuple(bound)
+                    bound[position] = self._wait(operator, frees)
+        return bound
 
     def _compute(self, operator: Operator, instance: PartInstance, frees: Iterable[str]) -> BoundAction:
         call = _method(operator, instance)
@@ -148,7 +196,7 @@ def _add(partial: Any, part: Any) -> tuple[Any]:
 
 
 def _last_reads(
-    program: Program, part: Part, direction: Direction, trains: bool
+    program: Sequence[Action], part: Part, direction: Direction, trains: bool
 ) -> Mapping[int, tuple[str, ...]]:
     """For every position of the program, the values that nothing reads after it."""
     graph = part.forward if direction is Direction.FORWARD else part.backward

@@ -5,26 +5,24 @@ slots, hands blocks' inputs from one to the next, and calls bound operators.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.actors.stage.bindings import Binder, BoundAction
+from braid.actors.stage.bindings import Binder
+from braid.actors.stage.blocks import BlockRunner, MicroBatch
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.model import PartInstance, StageModel
-from braid.actors.stage.slots import SlotKey, Slots, Values
+from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.collectives.primitives import receive, send
+from braid.scheduling.lowering.lower import successor
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
     Block,
-    Direction,
     Gather,
-    Gradients,
     Pair,
     Receive,
     Reduce,
@@ -36,14 +34,6 @@ from braid.scheduling.schedule import (
     WaitReduce,
     WaitSend,
 )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Token ids of one micro-batch on the device: inputs and their successors, each T long."""
-
-    tokens: Tensor
-    targets: Tensor
 
 
 class Update(Protocol):
@@ -61,13 +51,11 @@ class Update(Protocol):
 
 def _check_executable(schedule: Schedule) -> None:
     """Raise `ValueError` for what a schedule may hold and this executor does not run."""
-    unknown = (Pair, Gather, WaitGather)
     for instruction in (i for stage in schedule.stages for i in stage):
-        split = isinstance(instruction, Block) and instruction.gradients is not Gradients.BOTH
-        if split or isinstance(instruction, unknown):
+        if isinstance(instruction, Gather | WaitGather):
             raise ValueError(
                 f"schedule {schedule.name} holds {instruction}, which can be planned and simulated, but not "
-                f"executed in this version; set overlap.schedule to megatron or folded"
+                f"executed in this version; set parallel.zero to 0"
             )
 
 
@@ -91,39 +79,20 @@ class Executor:
         self._mesh = mesh
         self._streams = streams
         self._recorder = recorder
-        self._slots = Slots()
         self._instructions = schedule.stages[mesh.position["pp"]]
         self._inputs: dict[Block, Tensor | None] = {}
         self._sending: dict[Block, Transfer] = {}
         self._receiving: dict[Block, Transfer] = {}
-        self._losses: list[Tensor] = []
-        self._bound = self._bind(Binder(mesh, streams, recorder, model.context.dtype.itemsize))
+        self._blocks = BlockRunner(
+            schedule=schedule,
+            parts=parts,
+            model=model,
+            binder=Binder(mesh, streams, recorder, model.context.dtype.itemsize),
+            streams=streams,
+        )
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         self._dtype, self._device = model.context.dtype, model.context.device
-
-    def _bind(
-        self, binder: Binder
-    ) -> dict[tuple[int, Direction], list[tuple[PartInstance, tuple[BoundAction, ...]]]]:
-        trains = self.schedule.trains
-        directions = list(Direction) if trains else [Direction.FORWARD]
-        return {
-            (chunk, direction): [
-                (
-                    instance,
-                    binder.bind(
-                        self.schedule.programs[instance.name, direction],
-                        self._parts[instance.name],
-                        instance,
-                        direction,
-                        trains,
-                    ),
-                )
-                for instance in instances
-            ]
-            for chunk, instances in self._model.chunks.items()
-            for direction in directions
-        }
 
     @torch.no_grad()
     def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Update | None) -> float:
@@ -133,11 +102,13 @@ class Executor:
         ``loss_scale`` multiplies gradients. ``update`` may be None for a schedule without backward passes.
         """
         self._recorder.clear()
-        self._losses.clear()
+        self._blocks.clear()
         for position, instruction in enumerate(self._instructions):
             match instruction:
                 case Block():
-                    self._run_block(instruction, batches[instruction.micro_batch], loss_scale)
+                    self._run_block(instruction, batches, loss_scale)
+                case Pair():
+                    self._run_pair(instruction, batches, loss_scale)
                 case Send(block, stage):
                     self._send(block, stage)
                 case Receive(block, stage):
@@ -160,75 +131,30 @@ class Executor:
                 case Step():
                     assert update is not None
                     update.step()
-        self._slots.assert_empty()
+        self._blocks.assert_empty()
         left = [*self._inputs, *self._sending, *self._receiving]
         assert not left, f"messages were left over: {', '.join(map(str, left))}"
-        return sum(float(loss) for loss in self._losses)
+        return sum(float(loss) for loss in self._blocks.losses)
 
     # -- blocks ------------------------------------------------------------------------------------------
 
-    def _run_block(self, block: Block, batch: MicroBatch | None, loss_scale: float) -> None:
-        bound = self._bound[block.chunk, block.direction]
-        if block.direction is Direction.FORWARD:
-            x = self._inputs.pop(block, None)
-            for place, (instance, actions) in enumerate(bound):
-                values = self._slots.open(self._slot(block, place))
-                self._feed(values, instance, x, batch, loss_scale)
-                x = self._forward(block, place, instance, actions, values)
-            if block.chunk < self.schedule.chunks - 1:
-                self._inputs[Block(block.direction, block.micro_batch, block.chunk + 1, block.strand)] = x
-            return
-        dy = self._inputs.pop(block, None)
-        for place in reversed(range(len(bound))):
-            instance, actions = bound[place]
-            values = self._slots.reopen(self._slot(block, place))
-            part = self._parts[instance.name]
-            if dy is not None:
-                values[f"d.{part.output}"] = dy
-            for action in actions:
-                action(values, block)
-            dy = values.pop("d.x", None)
-            self._slots.close(self._slot(block, place))
-        if block.chunk > 0:
-            self._inputs[Block(block.direction, block.micro_batch, block.chunk - 1, block.strand)] = dy
+    def _run_block(self, block: Block, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
+        received = self._inputs.pop(block.whole, None) if block.travels else None
+        result = self._blocks.run(block, received, batches[block.micro_batch], loss_scale)
+        self._hand_on(block, result)
 
-    def _forward(
-        self,
-        block: Block,
-        place: int,
-        instance: PartInstance,
-        actions: Sequence[BoundAction],
-        values: Values,
-    ) -> Tensor:
-        for action in actions:
-            action(values, block)
-        y = values.pop(self._parts[instance.name].output)
-        if instance.name == "head":
-            self._losses.append(y)
-        if not self.schedule.trains:
-            self._slots.close(self._slot(block, place))
-        return y
+    def _run_pair(self, pair: Pair, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
+        received = self._inputs.pop(pair.forward, None), self._inputs.pop(pair.backward.whole, None)
+        batch = batches[pair.forward.micro_batch]
+        results = self._blocks.run_pair(pair, received, batch, loss_scale)
+        for block, result in zip((pair.forward, pair.backward), results, strict=True):
+            self._hand_on(block, result)
 
-    @staticmethod
-    def _slot(block: Block, place: int) -> SlotKey:
-        return block.strand, block.micro_batch, block.chunk, place
-
-    def _feed(
-        self,
-        values: Values,
-        instance: PartInstance,
-        x: Tensor | None,
-        batch: MicroBatch | None,
-        loss_scale: float,
-    ) -> None:
-        """Put a part's inputs into its slot."""
-        available = {"x": x, "loss_scale": loss_scale}
-        if batch is not None:
-            available |= {"tokens": batch.tokens, "targets": batch.targets}
-        part = self._parts[instance.name]
-        needed = set(part.saved()) if self.schedule.trains else set()
-        needed |= {name for op in part.forward.operators for name in op.reads}
-        values.update((name, available[name]) for name in part.inputs if name in needed)
+    def _hand_on(self, block: Block, result: Tensor | None) -> None:
+        """Keep a block's result as the input of the next one of its pass."""
+        following = successor(block.whole, self._mesh.layout) if block.travels else None
+        if following is not None:
+            self._inputs[following] = result
 
     # -- messages between stages ---------------------------------------------------------------------------
 

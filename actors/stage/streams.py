@@ -60,6 +60,9 @@ class Streams(Protocol):
     def wait(self, transfer: Transfer) -> None:
         """Make the transfer's result available to what follows on the compute stream."""
 
+    def synchronise(self) -> None:
+        """Wait on the host until everything that was issued has finished: a barrier between segments."""
+
     def nanoseconds(self, mark: Mark) -> int:
         """A mark as nanoseconds since some fixed point; waits for the device if need be."""
 
@@ -99,6 +102,9 @@ class HostStreams:
         transfer.done.wait()
         if transfer.error is not None:
             raise transfer.error
+
+    def synchronise(self) -> None:
+        """Compute is done when its call returns, and paired programs wait for transfers before a barrier."""
 
     def nanoseconds(self, mark: Mark) -> int:
         """Marks are nanoseconds already."""
@@ -167,6 +173,10 @@ class CudaStreams:
     def wait(self, transfer: Transfer) -> None:
         """Let the compute stream wait for the transfer."""
         self._compute.wait_event(transfer.end)
+
+    def synchronise(self) -> None:
+        """What the barrier of DHelix is (its section 5)."""
+        torch.cuda.synchronize(self._device)
 
     def nanoseconds(self, mark: Mark) -> int:
         """Nanoseconds since the streams were made; waits for the event."""

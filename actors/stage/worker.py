@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
+from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import load_checkpoint, save_shards
 from braid.actors.stage.data import TokenShards, sample_ids
-from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh

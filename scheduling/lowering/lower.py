@@ -218,7 +218,8 @@ def _with_programs(
         if decision is None:
             if kind.pairs is not PairMethod.TURNS:
                 raise ValueError(
-                    f"overlap.schedule={schedule.name} needs a pairing: plan with a profile (braid plan)"
+                    f"overlap.schedule={schedule.name} needs a pairing: make one with "
+                    f"`braid plan --output plan.yaml` and set overlap.plan"
                 )
             decision = PairingDecision(method=PairMethod.TURNS)
         pairs["layer", "layer"] = pair_program(layer.forward, layer.backward, decision)

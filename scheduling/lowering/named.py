@@ -44,19 +44,29 @@ class PipelineKind:
 SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     "megatron": PipelineKind(generator=one_forward_one_backward, placement=Placement.LINEAR, executable=True),
     "folded": PipelineKind(generator=folded_w, placement=Placement.FOLDED, executable=True),
-    "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED),
+    "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED, executable=True),
     "intra_batch": PipelineKind(
         generator=one_forward_one_backward, placement=Placement.LINEAR, splits_collectives=True
     ),
-    "wavelet": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.TURNS),
+    "wavelet": PipelineKind(
+        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.TURNS, executable=True
+    ),
     "bidirectional": PipelineKind(
         generator=bidirectional, placement=Placement.BIDIRECTIONAL, pairs=PairMethod.BARRIERS
     ),
-    "dhelix": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS),
-    "braid": PipelineKind(generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
-    "braid_v": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER),
-    "dualpipev": PipelineKind(generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.TURNS),
-    "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED),
+    "dhelix": PipelineKind(
+        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS, executable=True
+    ),
+    "braid": PipelineKind(
+        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
+    ),
+    "braid_v": PipelineKind(
+        generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
+    ),
+    "dualpipev": PipelineKind(
+        generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.TURNS, executable=True
+    ),
+    "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED, executable=True),
 }
 """Training schedules by the names that users know."""
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from braid.actors.stage.bindings import Binder
-from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.blocks import MicroBatch
+from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel

@@ -1,0 +1,131 @@
+"""Two strands on every rank: paired and split blocks train exactly as one strand does, and as plain PyTorch.
+
+Pairings come from plans with modelled costs of a made-up cluster: whatever they are, results do not change.
+"""
+
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.jobs.planning import Request, fixed_setting
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.compose import evaluate
+from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
+from tests.scheduling.plans import cluster
+
+STEPS = 8
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama"},
+    "gpt": {"family": "gpt", "kv_heads": 4},
+}
+TWO_STRANDS = [name for name in EXECUTABLE if name not in ("megatron", "folded")]
+CASES = [
+    *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid")),
+    *(("llama", name, {"pp": 2}, "fp64") for name in TWO_STRANDS),
+    ("llama", "braid", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid_v", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid", {"dp": 2, "tp": 2}, "fp64"),
+    ("gpt", "braid", {"tp": 2}, "fp64"),
+    ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid", {"tp": 2}, "fp32"),
+]
+
+
+class Runs:
+    """Runs of this module, each done once."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._path, self._seed = path, seed
+        self._runs: dict[tuple[object, ...], Run] = {}
+
+    @cached_property
+    def data(self) -> Path:
+        """The corpus of all runs."""
+        return prepare_text(self._path, self._seed)
+
+    def of(self, model: str, schedule: str, parallel: Mapping[str, int], dtype: str) -> Run:
+        """Through controller and processes; schedules that need a pairing get a plan."""
+        key = (model, schedule, tuple(parallel.items()), dtype)
+        if key not in self._runs:
+            overrides: dict[str, Mapping[str, Any]] = {
+                "model": MODELS[model],
+                "train": {"dtype": dtype, "seed": self._seed, "steps": STEPS},
+                "parallel": parallel,
+                "overlap": {"schedule": schedule},
+            }
+            if SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
+                overrides["overlap"] = {"schedule": schedule, "plan": str(self._plan(overrides))}
+            self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
+        return self._runs[key]
+
+    def _plan(self, overrides: Mapping[str, Mapping[str, Any]]) -> Path:
+        """A plan for links on which communication is worth hiding."""
+        config = small_config(self._path / "plans", **overrides)
+        ranks = config.layout().ranks
+        spec: ClusterSpec = cluster(gpus=ranks, intra=2e8)
+        job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
+        plan = plan_of(evaluate(fixed_setting(job), spec), spec)
+        file = self._path / f"plan-{len(self._runs)}.yaml"
+        file.write_text(plan.to_yaml(), encoding="utf-8")
+        return file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("strands"), random.SystemRandom().randrange(2**31))
+
+
+def _cases() -> list[Any]:
+    quick = ("braid", {"tp": 2}, "fp64")
+    return [
+        pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2]}, {case[3]}")
+        if case[0] == "llama" and case[1:] == quick
+        else pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2]}, {case[3]}", marks=pytest.mark.slow)
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("model", "schedule", "parallel", "dtype"), _cases())
+def test_two_strands_train_as_one(
+    runs: Runs, model: str, schedule: str, parallel: dict[str, int], dtype: str
+) -> None:
+    run = runs.of(model, schedule, parallel, dtype)
+    one = runs.of(model, "megatron", parallel, dtype)
+    assert len(run.losses) == STEPS
+    assert run.losses == one.losses
+    assert run.gradient_norms == one.gradient_norms
+    ours, theirs = run.parameters(), one.parameters()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    plain = run_plain(run.config, runs.data)
+    tolerance = {"fp64": 1e-9, "fp32": 2e-5}[dtype]
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+
+
+def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
+    """Late weight gradients are part of what is tested."""
+    run = runs.of("llama", "braid", {"tp": 2}, "fp64")
+    text = (run.directory / "schedule.txt").read_text()
+    assert "compute P:" in text
+    assert "[F" in text
+
+
+def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:
+    run = runs.of("llama", "braid", {"tp": 2}, "fp64")
+    plan = str(run.config.overlap.plan)
+    train = {"dtype": "fp64", "steps": 1}
+    for overlap, parallel, message in (
+        ({"schedule": "dhelix", "plan": plan}, {"tp": 2}, "is for overlap.schedule=braid, not dhelix"),
+        ({"schedule": "braid", "plan": plan}, {"pp": 2}, "is for tp 2 .folded. with train.recompute=none"),
+        ({"schedule": "braid"}, {"tp": 2}, "needs a pairing: make one with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_layout(
+                runs.data.parent / "refused", runs.data, overlap=overlap, parallel=parallel, train=train
+            )
