@@ -174,7 +174,7 @@ class PeakRecorder(Recorder):
     def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
         """An operator ran."""
         held = self.executor
-        now = held_bytes(held._slots._open, held._inputs, held._sending, held._receiving, self.tokens)
+        now = held_bytes(held._blocks._slots._open, held._inputs, held._sending, held._receiving, self.tokens)
         self.peak_bytes = max(self.peak_bytes, now - self.tokens.nbytes)
 
 
