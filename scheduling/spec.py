@@ -5,6 +5,7 @@ All checks raise `ValueError` with the configuration keys, their values and what
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache, cached_property
 from typing import Final
 
 FAMILIES: Final = ("llama", "gpt", "moe")
@@ -156,17 +157,17 @@ class ParallelLayout:
         """Whether a micro-batch visits every stage on its way down and again on its way back up."""
         return self.placement is Placement.FOLDED
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Number of chunks on all stages together; of a bidirectional pipeline, those of both copies."""
         return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """Copies of the model in one pipeline."""
         return 2 if self.placement is Placement.BIDIRECTIONAL else 1
 
-    @property
+    @cached_property
     def chunks_per_copy(self) -> int:
         """Number of chunks the layers are cut into."""
         return self.chunks // self.copies
@@ -197,16 +198,8 @@ class ParallelLayout:
         The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
         chunks in the middle hold one more: the ends of the model hold the embedding and the head.
         """
-        place, size = chunk % self.chunks_per_copy, self.chunks_per_copy
-        each, more = divmod(layers + self.head_layers, size)
-        inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), c))[:more]
-        counts = [each + (c in inner) for c in range(size)]
-        counts[-1] -= self.head_layers
-        if counts[-1] < 1:
-            raise ValueError(
-                f"parallel.head_layers={self.head_layers} leaves the last of {size} chunks of {layers} "
-                f"layers without a layer; lower it"
-            )
+        counts = _layer_counts(self.chunks_per_copy, self.head_layers, layers)
+        place = chunk % self.chunks_per_copy
         return range(sum(counts[:place]), sum(counts[: place + 1]))
 
     def is_first(self, chunk: int) -> bool:
@@ -241,6 +234,21 @@ class ParallelLayout:
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
         linear = self.placement is Placement.LINEAR
         return " x ".join(busy) + ("" if linear else f" ({self.placement})")
+
+
+@cache
+def _layer_counts(size: int, head_layers: int, layers: int) -> tuple[int, ...]:
+    """Layers per chunk of ``size`` chunks (see `ParallelLayout.layers_of`)."""
+    each, more = divmod(layers + head_layers, size)
+    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), c))[:more]
+    counts = [each + (c in inner) for c in range(size)]
+    counts[-1] -= head_layers
+    if counts[-1] < 1:
+        raise ValueError(
+            f"parallel.head_layers={head_layers} leaves the last of {size} chunks of {layers} layers without "
+            f"a layer; lower it"
+        )
+    return tuple(counts)
 
 
 @dataclass(frozen=True, kw_only=True)
