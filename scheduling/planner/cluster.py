@@ -17,10 +17,10 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.plan import Plan, RunnerUp, Setting, score_of
-from braid.scheduling.planner.compose import Outcome, evaluate, layer_pair, lower, prepare, with_schedule
+from braid.scheduling.planner.compose import Outcome, evaluate, lower, with_schedule
 from braid.scheduling.planner.tiers import collective_notes, tier_notes
-from braid.scheduling.profile import Profile
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload, check_fit
+from braid.scheduling.validate import validate_memory
 
 SIMULATED = 8
 """Layouts that are decided and simulated in full."""
@@ -80,9 +80,24 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
         outcomes += _other_schedules(outcomes[0], cluster)
         outcomes.sort(key=_step)
     best = outcomes[0]
-    lower(best.bench, best.choices)  # validates the schedule that is taken
+    _validate(best, cluster)
     others = [_runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
     return plan_of(best, cluster, tuple(others + refused[:3]))
+
+
+def _validate(best: Outcome, cluster: ClusterSpec) -> None:
+    """All checks of the schedule that is taken; the search leaves them out."""
+    setting = best.bench.setting
+    schedule = lower(best.bench, best.choices)
+    validate_memory(
+        schedule,
+        setting.layout,
+        setting.model,
+        best.bench.parts,
+        setting.dtype,
+        cluster.usable_bytes,
+        setting.zero,
+    )
 
 
 def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...] = ()) -> Plan:
@@ -371,9 +386,3 @@ def _enough_nodes(search: Search, cluster: ClusterSpec) -> int | None:
         if any(c.bytes <= larger.usable_bytes for c in candidates(search, larger)):
             return larger.nodes
     return None
-
-
-def layer_bound(setting: Setting, cluster: ClusterSpec, profile: Profile | None = None) -> float:
-    """Share of a layer's serial time that the busiest stream takes: what perfect overlap would leave."""
-    problem = layer_pair(prepare(setting, cluster, profile))
-    return problem.lower_bound_ns / problem.serial_ns

@@ -1,6 +1,6 @@
 """Two passes that share a rank, as the pairing search sees them: operators, times, precedence, contention."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -183,8 +183,3 @@ def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
         remaining = np.where(active, remaining - left[:, None] / pace, 0.0)
         remaining[remaining < 1e-6] = 0.0
     return total
-
-
-def order_of(graph: StrandGraph, operators: Sequence[int]) -> tuple[str, ...]:
-    """Names of operators in the graph's own order."""
-    return tuple(graph.names[op] for op in sorted(operators))
