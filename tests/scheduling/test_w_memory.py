@@ -6,10 +6,11 @@ from functools import cache
 import pytest
 
 from braid.scheduling.memory import pair_extra_bytes, rank_memory
+from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting
 from braid.scheduling.planner.compose import decide, lower, prepare, with_schedule
 from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.schedule import Barrier, Compute, Direction, Start
+from braid.scheduling.schedule import Action, Barrier, Compute, Direction
 from braid.scheduling.spec import ParallelLayout, Workload
 
 A40 = cluster_preset("a40")
@@ -77,7 +78,7 @@ def test_pairs_are_counted_as_their_values_live() -> None:
         program = lower(bench, choices).pairs["layer", "layer"]
         layer = bench.layer
 
-        def owner(name: str, layer=layer) -> str:  # type: ignore[no-untyped-def]
+        def owner(name: str, layer: Part = layer) -> str:
             return layer.values[name].alias_of or name
 
         actions = [a for a in program if not isinstance(a, Barrier)]
@@ -110,8 +111,8 @@ def test_pairs_are_counted_as_their_values_live() -> None:
         assert pair_extra_bytes(layer, program, 2) == max(0, most - layer.saved_bytes(2))
 
 
-def _touched(layer, action) -> set[str]:  # type: ignore[no-untyped-def]
-    assert isinstance(action, Compute | Start) or action.operator
+def _touched(layer: Part, action: Action) -> set[str]:
+    """Values that an action reads or writes, without what the executor provides."""
     graph = layer.forward if action.side is Direction.FORWARD else layer.backward
     op = graph.named(action.operator)
     return {name for name in (*op.reads, *op.writes) if name not in layer.constants}
