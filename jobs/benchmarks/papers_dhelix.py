@@ -134,8 +134,6 @@ def _gain_row(
     if row.fits:
         return row
     reasons = [_outside(runs, gains, published)]
-    if "intra_batch" in (schedule, over):
-        reasons.append("Intra-batch hides more here than in the paper (section 6.2.1)")
     if any(run.setting.model.family == "gpt" and run.setting.layout.cp > 1 for run in runs):
         reasons.append(
             "GPT's ring carries keys and values of all heads over a GPU's eighth of its node's network"
