@@ -14,7 +14,7 @@ from braid.scheduling.schedule import Action, Barrier, Compute, Direction
 from braid.scheduling.spec import ParallelLayout, Workload
 
 A40 = cluster_preset("a40")
-# Layers alone: the folded stage 0 holds the embedding and the head, which is counted in the next test.
+# Layers alone; what folding both tables to stage 0 costs has a test of its own below.
 LAYERS = replace(model_preset("llama-25b"), vocabulary=64)
 
 
@@ -57,6 +57,13 @@ def test_two_strands_take_at_most_three_percent_more(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["dhelix", "braid"])
 def test_the_largest_model_is_nearly_that_of_one_strand(schedule: str) -> None:
     assert largest(schedule) >= 0.975 * largest("megatron")
+
+
+def test_embedding_and_head_on_one_stage_cost_two_layers() -> None:
+    """42 of 44 layers, 95.7 % of the parameters; the paper has 97.5 (docs/log.md says what is missing)."""
+    single, two = (replace(LAYERS, layers=largest(name, tables=True)) for name in ("megatron", "braid"))
+    whole = [replace(model, vocabulary=128256).parameters() for model in (two, single)]
+    assert 0.95 <= whole[0] / whole[1] < 1
 
 
 def test_the_bidirectional_pipeline_pays_for_its_second_copy() -> None:
