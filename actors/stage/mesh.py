@@ -1,6 +1,9 @@
 """This rank's place in the mesh and its process groups: one per mesh axis and strand.
 
-Two strands that shared a group would have to issue their collectives in one global order, and do not.
+On CUDA every strand has groups of its own, since NCCL runs what one group was given in the order of issue. On
+CPU the strands share them: their exchanges then queue on one connection and the first to be issued arrives
+first, where two connections would halve the rate of both. The order of issue is static and the same on all
+ranks, so sharing is safe.
 """
 
 from collections.abc import Iterable
@@ -49,9 +52,12 @@ def build_mesh(
     """Create all groups. Making a group is a collective call: every rank passes the same arguments."""
     position = layout.coordinate(rank)
     groups: dict[tuple[str, Strand], dist.ProcessGroup] = {}
-    for axis, strand in product(AXES, strands):
-        if layout.degree(axis) > 1:
-            groups[axis, strand] = _line_group(layout, axis, rank, timeout)
+    shared = dist.get_backend() == "gloo"
+    for axis in (axis for axis in AXES if layout.degree(axis) > 1):
+        for strand in strands:
+            first = next((group for (other, _), group in groups.items() if other == axis), None)
+            own = first if shared and first is not None else _line_group(layout, axis, rank, timeout)
+            groups[axis, strand] = own
     channels: dict[Channel, dist.ProcessGroup] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):

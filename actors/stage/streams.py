@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.operators import Stream
-
-Launch = tuple[Any, Callable[[], dist.Work]]
-"""The tensor that will hold a transfer's result, and what issues the transfer."""
 
 Mark = Any
 """A point in time: nanoseconds on the host, an event on CUDA."""
@@ -32,15 +29,20 @@ class Transfer:
     """
 
     result: Any
-    work: dist.Work | None
+    work: Work | None
     begin: Mark
+    finish: Callable[[], object] | None = None
+    """What the compute stream still has to do before the result may be read."""
     end: Mark = None
     done: threading.Event | None = None
     error: BaseException | None = None
 
     def take(self) -> Any:
         """The result, once `Streams.wait` has returned; the transfer lets go of it."""
-        result, self.result, self.work = self.result, None, None
+        result, finish = self.result, self.finish
+        self.result = self.work = self.finish = None
+        if finish is not None:
+            finish()
         return result
 
 
@@ -84,9 +86,8 @@ class HostStreams:
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
         """Issue; hand to the lane's waiter unless the caller waits next."""
-        result, issue = launch
         begin = time.perf_counter_ns()
-        transfer = Transfer(result=result, work=issue(), begin=begin)
+        transfer = Transfer(result=launch.result, work=launch.issue(), begin=begin, finish=launch.finish)
         if not awaited_next:
             transfer.done = threading.Event()
             self._waiter(stream, lane).put(transfer)
@@ -164,11 +165,10 @@ class CudaStreams:
         side = self._side[stream, lane]
         side.wait_stream(self._compute)
         begin = _record(side)
-        result, issue = launch
         with torch.cuda.stream(side):
-            work = issue()
+            work = launch.issue()
             work.wait()  # the side stream waits for NCCL's own; the host does not
-        return Transfer(result=result, work=work, begin=begin, end=_record(side))
+        return Transfer(result=launch.result, work=work, begin=begin, finish=launch.finish, end=_record(side))
 
     def wait(self, transfer: Transfer) -> None:
         """Let the compute stream wait for the transfer."""
