@@ -270,7 +270,9 @@ class Config(_Section):
                 "parallel: auto is decided by `braid plan`; run it and set the degrees that it finds"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
-        return ParallelLayout(**degrees, placement=SCHEDULES[self.overlap.schedule].placement)
+        return ParallelLayout(
+            **degrees, placement=SCHEDULES[self.overlap.schedule].placement_on(self.parallel.pp)
+        )
 
     def workload(self) -> Workload:
         """Batch sizes."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from braid.scheduling.fusion import chunk_runs
 from braid.scheduling.operators import Graph, Part, Pass
 from braid.scheduling.schedule import (
     Action,
@@ -112,7 +113,7 @@ def rank_memory(
     # The copies of a bidirectional pipeline are replicas: ZeRO cuts states over them too.
     shares = layout.dp * layout.cp * layout.copies
     states = state_bytes(parameters, width, shares, zero, gradient_width)
-    held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
+    held = _held(schedule, layout, shape, parts, stage)
     names = {part.name for chunk in held.values() for part in chunk}
     working = max(
         peak_working_bytes(parts[name], schedule.programs[name, direction], direction, width)
@@ -141,14 +142,20 @@ def state_bytes(
     return parameters * width // cut[0], gradients // cut[1], optimizer // cut[2]
 
 
-def _chunk_parts(
-    chunk: int, layout: ParallelLayout, shape: ModelShape, parts: Mapping[str, Part]
-) -> list[Part]:
-    """The parts of a chunk in the order of the forward pass."""
-    layers = [parts["layer"]] * len(layout.layers_of(chunk, shape.layers))
-    first = [parts["embedding"]] if layout.is_first(chunk) else []
-    last = [parts["head"]] if layout.is_last(chunk) else []
-    return first + layers + last
+def _held(
+    schedule: Schedule, layout: ParallelLayout, shape: ModelShape, parts: Mapping[str, Part], stage: int
+) -> dict[int, list[Part]]:
+    """The parts or runs of every chunk of a stage in the order of the forward pass."""
+    return {
+        chunk: [parts[run.name] for run in chunk_runs(layout, shape.layers, chunk, schedule.fused)]
+        for chunk in layout.chunks_of(stage)
+    }
+
+
+def message_bytes(parts: Mapping[str, Part], width: int) -> int:
+    """Bytes of a message between stages: the input of any part that has one."""
+    sizes = [part.values["x"].bytes(width) for part in parts.values() if "x" in part.inputs]
+    return max(sizes, default=0)
 
 
 def _activations(
@@ -159,10 +166,17 @@ def _activations(
     Of a paired block also what it needs beyond the ``working`` bytes that are counted anyway.
     """
     saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in held.items()}
-    layer = next(part for parts in held.values() for part in parts if part.name == "layer")
-    message = layer.values[layer.output].bytes(width)
-    pair = schedule.pairs.get(("layer", "layer"))
-    extra = max(0, pair_extra_bytes(layer, pair, width) - working) if pair else 0
+    known = {part.name: part for parts in held.values() for part in parts}
+    message = message_bytes(known, width)
+    extra = max(
+        (
+            pair_extra_bytes(known[first], known[second], program, width) - working
+            for (first, second), program in schedule.pairs.items()
+            if first in known and second in known
+        ),
+        default=0,
+    )
+    extra = max(0, extra)
     received: set[Block] = set()
     now = 0
     during = []
@@ -208,20 +222,19 @@ def _owed_bytes(part: Part, width: int) -> int:
     return sum(part.values[name].bytes(width) for name in owners)
 
 
-def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
-    """Most bytes that a paired layer holds beyond what its backward layer had saved when it began.
+def pair_extra_bytes(ahead: Part, behind: Part, program: PairProgram, width: int) -> int:
+    """Most bytes that a paired program holds beyond what its backward part had saved when it began.
 
     Values of the forward side live from their writing on, saved ones to the end; saved values of the backward
-    side live to their last reader; what late weight gradients read lives from the begin (those of the layer
+    side live to their last reader; what late weight gradients read lives from the begin (those of the part
     before) and to the end (those of this one).
     """
     actions = [action for action in program if not isinstance(action, Barrier)]
-    saved = {layer.values[name].alias_of or name for name in layer.saved()} - set(layer.constants)
     end = len(actions)
     change = [0] * (end + 1)
 
-    def live(name: str, first: int, last: int) -> None:
-        size = layer.values[name].bytes(width)
+    def live(part: Part, name: str, first: int, last: int) -> None:
+        size = part.values[name].bytes(width)
         change[first] += size
         if last < end:
             change[last + 1] -= size
@@ -229,25 +242,31 @@ def pair_extra_bytes(layer: Part, program: PairProgram, width: int) -> int:
     def side(direction: Direction) -> list[Action]:
         return [a for a in actions if a.side is direction and not (isinstance(a, Compute) and a.late)]
 
+    def owner(part: Part, name: str) -> str:
+        return part.values[name].alias_of or name
+
     at = {id(action): position for position, action in enumerate(actions)}
     late = {a.operator: at[id(a)] for a in actions if isinstance(a, Compute) and a.late}
-    for owner, (first, last) in _spans(layer, layer.forward, side(Direction.FORWARD), at).items():
-        live(owner, 0 if owner in layer.inputs else first, end if owner in saved else last)
-    kept = {layer.values[name].alias_of or name for op in late for name in layer.backward.named(op).reads}
-    begin = {layer.values[f"d.{layer.output}"].alias_of or f"d.{layer.output}"}
-    backward = _spans(layer, layer.backward, side(Direction.BACKWARD), at)
+    lasting = {owner(ahead, name) for name in ahead.saved()} - set(ahead.constants)
+    for name, (first, last) in _spans(ahead, ahead.forward, side(Direction.FORWARD), at).items():
+        live(ahead, name, 0 if name in ahead.inputs else first, end if name in lasting else last)
+    kept = {owner(behind, name) for op in late for name in behind.backward.named(op).reads}
+    begin = {owner(behind, name) for name in behind.saved()} - set(behind.constants)
+    if f"d.{behind.output}" in behind.values:
+        begin.add(owner(behind, f"d.{behind.output}"))
+    backward = _spans(behind, behind.backward, side(Direction.BACKWARD), at)
     # What only late weight gradients read is touched by nothing here and there all the time.
     backward |= dict.fromkeys(kept - set(backward), (0, end))
-    for owner, (first, last) in backward.items():
-        live(owner, 0 if owner in saved | begin else first, end if owner in kept else last)
+    for name, (first, last) in backward.items():
+        live(behind, name, 0 if name in begin else first, end if name in kept else last)
     for operator, position in late.items():
-        for name in layer.backward.named(operator).reads:
-            live(layer.values[name].alias_of or name, 0, position)
+        for name in behind.backward.named(operator).reads:
+            live(behind, owner(behind, name), 0, position)
     peak = now = 0
     for delta in change[:-1]:
         now += delta
         peak = max(peak, now)
-    return max(0, peak - layer.saved_bytes(width))
+    return max(0, peak - behind.saved_bytes(width))
 
 
 def _spans(
@@ -276,7 +295,7 @@ def peak_position(
     stage: int,
 ) -> int:
     """Position of the instruction of a stage during which most activations are held."""
-    held = {chunk: _chunk_parts(chunk, layout, shape, parts) for chunk in layout.chunks_of(stage)}
+    held = _held(schedule, layout, shape, parts, stage)
     during = _activations(schedule, stage, held, DTYPE_BYTES[dtype])
     return during.index(max(during)) if during else 0
 

@@ -18,7 +18,11 @@ from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.simulate import Numbers
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
 
-VERSION: Final = 1
+VERSION: Final = 2
+
+
+MOST_FUSED: Final = 8
+"""Longer runs take the search longer and gain nothing: an order reaches over a few operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,8 @@ class Setting:
     context: str = "all_gather"
     split: int = 1
     """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
+    fused: int = 0
+    """Most layers that are scheduled as one (`braid.scheduling.fusion`); 0: layer by layer."""
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -49,8 +55,11 @@ class Setting:
                 raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
         if not 1 <= self.split <= 64:
             raise ValueError(f"split={self.split} must be between 1 and 64 chunks")
-        placement = SCHEDULES[self.schedule].placement
-        if self.layout.placement is not placement:
+        if not 0 <= self.fused <= MOST_FUSED:
+            raise ValueError(f"fused={self.fused} must be between 0 and {MOST_FUSED} layers")
+        kind = SCHEDULES[self.schedule]
+        placement = kind.placement_on(self.layout.pp)
+        if self.layout.placement not in (placement, kind.placement):
             raise ValueError(
                 f"layout.placement={self.layout.placement.value!r} does not go with "
                 f"schedule={self.schedule!r}; set it to {placement.value!r}"

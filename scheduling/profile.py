@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from braid.scheduling.fusion import split_place
 from braid.scheduling.operators import Kind, Operator, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
@@ -110,8 +111,10 @@ class Profile:
 
 
 def operator_key(part: str, operator: Operator) -> str:
-    """``PART/OPERATOR``; an operator that is run again has the key of the first run."""
-    return f"{part}/{operator.name.removesuffix('.again')}"
+    """``PART/OPERATOR``; an operator that is run again, or as part of a run, has the key of the first."""
+    name = operator.name.removesuffix(".again")
+    place = split_place(name)
+    return f"{part}/{name}" if place is None else f"{place[1]}/{place[2]}"
 
 
 def parse_profile(text: str, where: str) -> Profile:

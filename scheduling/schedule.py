@@ -21,10 +21,12 @@ and per part of the model (embedding, layer, head) and pass one operator program
     barrier             wait for everything that is under way (paired programs only)
 
 ``program layer|layer`` is that of a layer's forward beside a layer's backward: its operators are written
-``F:NAME`` and ``B:NAME``; ``P:NAME`` is a weight gradient that the previous backward layer of the same block
-left for here (the first layer skips it, after the last one it follows). The layers of a paired block are
-paired one by one, first forward layer with last backward layer; what one of the two has more (embedding,
-head, uneven layers) runs by its own program, the backward's before, the forward's after.
+``F:NAME`` and ``B:NAME``; ``P:NAME`` is a weight gradient that the run before, in the same block or in the
+paired block right before, left for here (where there is none it is skipped; where none follows it runs then).
+The layers of a paired block are paired one by one, first forward layer with last backward layer; what one of
+the two has more (embedding, head, uneven layers) runs by its own program, the backward's before, the
+forward's after. With ``fused N`` up to N layers are one run, the ends of the model with them, and programs
+are of runs: ``embedding+2*layer|2*layer+head``, operators ``F:1.layer/qkv`` (`braid.scheduling.fusion`).
 
 All ranks of a stage run the same lists in the same order. `braid.scheduling.schedule_parser` reads the
 text back.
@@ -38,7 +40,7 @@ from typing import Final
 
 from braid.scheduling.operators import Stream
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 COLUMNS: Final = 100
 """Lines of the text form are not longer, where it can be helped."""
@@ -265,7 +267,7 @@ ProgramKey = tuple[str, Direction]
 PairAction = Action | Barrier
 PairProgram = tuple[PairAction, ...]
 PairKey = tuple[str, str]
-"""Part whose forward pass runs, part whose backward pass runs."""
+"""Part or run whose forward pass runs, part or run whose backward pass runs."""
 
 
 def _sided(action: Action) -> str:
@@ -284,6 +286,8 @@ class Schedule:
     splits: Mapping[tuple[str, Gradients], Program] = field(default_factory=dict)
     """Programs of backward passes whose weight gradients come later: ``INPUT`` and ``WEIGHT``."""
     pairs: Mapping[PairKey, PairProgram] = field(default_factory=dict)
+    fused: int = 0
+    """Most layers of a run (`braid.scheduling.fusion`); 0: programs are of single parts."""
 
     @property
     def trains(self) -> bool:
@@ -308,6 +312,7 @@ class Schedule:
             f"stages {len(self.stages)}",
             f"chunks {self.chunks}",
             f"micro_batches {self.micro_batches}",
+            *([f"fused {self.fused}"] if self.fused else []),
         ]
         for number, stage in enumerate(self.stages):
             lines += ["", f"stage {number}", *_stage_lines(stage)]

@@ -132,6 +132,9 @@ def parse(text: str) -> Schedule:
     ]
     name, stage_count, chunks, micro_batches = _parse_header(lines)
     body = lines[1 + len(_HEADER) :]
+    fused = 0
+    if body and (match := re.fullmatch(rf"fused {_NUMBER}", body[0][1])):
+        fused, body = int(match[1]), body[1:]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
     stages = _parse_stages(body[:cut])
     if len(stages) != stage_count:
@@ -146,6 +149,7 @@ def parse(text: str) -> Schedule:
         programs=programs.passes,
         splits=programs.splits,
         pairs=programs.pairs,
+        fused=fused,
     )
 
 

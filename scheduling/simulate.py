@@ -15,7 +15,7 @@ from braid.scheduling.memory import RankMemory, model_flops, rank_memory
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Block, Schedule, Strand
-from braid.scheduling.simulator.compile import Compiler, Job, Task, held_parts
+from braid.scheduling.simulator.compile import Compiler, Job, Task, layer_of
 from braid.scheduling.simulator.engine import Executed, RankRun, run_ranks
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.trace import Span
@@ -76,18 +76,18 @@ class Simulation:
         for rank in self.ranks:
             number = self.job.layout.rank_at({"pp": rank.number, "dp": 0, "cp": 0, "tp": 0})
             for executed in rank.executed:
-                yield _span(number, executed, 0.0, None, -1)
+                yield _span(number, executed, 0.0, None, -1, executed.task.operator)
+            before: Block | None = None
             for run in rank.blocks:
-                layers = {
-                    forward: [layer for layer, _ in held_parts(self.job, block)]
-                    for forward, block in ((True, run.forward), (False, run.backward))
-                    if block is not None
-                }
                 for executed in run.course.executed:
                     assert executed.place is not None
                     block = run.forward if executed.place.forward else run.backward
-                    layer = layers[executed.place.forward][executed.place.position]
-                    yield _span(number, executed, run.start, block, layer)
+                    if executed.place.before:
+                        block = before
+                    assert block is not None
+                    layer, operator = layer_of(self.job, block, executed.place, executed.task.operator)
+                    yield _span(number, executed, run.start, block, layer, operator)
+                before = run.backward
 
     def memory(self) -> list[RankMemory]:
         """What a rank of every stage needs."""
@@ -245,7 +245,9 @@ def _link_use(ranks: Sequence[_RankNumbers], stream: Stream) -> LinkUse:
     )
 
 
-def _span(rank: int, executed: Executed, offset: float, block: Block | None, layer: int) -> Span:
+def _span(
+    rank: int, executed: Executed, offset: float, block: Block | None, layer: int, operator: str
+) -> Span:
     task = executed.task
     return Span(
         rank=rank,
@@ -254,7 +256,7 @@ def _span(rank: int, executed: Executed, offset: float, block: Block | None, lay
         micro_batch=block.micro_batch if block else -1,
         chunk=block.chunk if block else -1,
         layer=layer,
-        operator=task.operator,
+        operator=operator,
         stream=task.stream,
         start_ns=round(offset + executed.start),
         end_ns=round(offset + executed.end),

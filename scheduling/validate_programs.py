@@ -53,9 +53,11 @@ def _missing(schedule: Schedule, parts: Mapping[str, Part]) -> Iterator[tuple[tu
     ):
         needed |= {(name, letter.value) for name in parts for letter in (Gradients.INPUT, Gradients.WEIGHT)}
     present |= {(name, gradients.value) for name, gradients in schedule.splits}
+    pairs = {(f"{first}|{second}", "") for first, second in schedule.pairs}
+    present |= pairs
     if any(isinstance(i, Pair) for i in instructions):
-        needed.add(("layer|layer", ""))
-    present |= {(f"{first}|{second}", "") for first, second in schedule.pairs}
+        runs = {key for key in pairs if schedule.fused and all(n in parts for n in key[0].split("|"))}
+        needed |= runs or {("layer|layer", "")}
     for key in sorted(needed - present):
         yield key, "is missing"
     for key in sorted(present - needed):

@@ -3,14 +3,20 @@
 from dataclasses import replace
 
 from braid.actors.config import Config, ConfigError
+from braid.scheduling.fusion import fused_parts
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.operators import Part
-from braid.scheduling.plan import read_plan
+from braid.scheduling.plan import Setting, read_plan
+from braid.scheduling.planner.compose import OVERLAPPING, Bench, decide, run
+from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.validate import validate
+
+FUSED = (0, 4)
+"""Most layers of a run that are tried: none, and as many as a search of a second can order well."""
 
 
 def model_graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
@@ -24,15 +30,49 @@ def model_graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
     return model_parts(sizes, load_layer(config.model.layer), config.train.recompute)
 
 
-def build_schedule(config: Config, shape: ModelShape) -> Schedule:
-    """The run's training schedule: the named one, or the text of ``overlap.schedule_file``; validated."""
+def setting_of(config: Config, shape: ModelShape, fused: int = 0) -> Setting:
+    """What the planner is told of a run."""
+    return Setting(
+        model=shape,
+        layout=config.layout(),
+        workload=config.workload(),
+        schedule=config.overlap.schedule,
+        dtype=config.train.dtype,
+        recompute=config.train.recompute,
+        fused=fused,
+    )
+
+
+def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Bench, Choices]:
+    """Decisions for a run with measured costs: of layers one by one or fused, as the simulation says."""
+    members = model_graphs(config, shape)
+    tried = []
+    for fused in FUSED if config.overlap.schedule in OVERLAPPING else (0,):
+        bench = Bench(setting_of(config, shape, fused), members, profile)
+        choices, _ = decide(bench)
+        tried.append((run(bench, choices).step_ns, bench, choices))
+    _, bench, choices = min(tried, key=lambda one: one[0])
+    return bench, choices
+
+
+def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = None) -> Schedule:
+    """The run's training schedule: the named one, or the text of ``overlap.schedule_file``; validated.
+
+    With a profile, decisions that no plan makes are made by it.
+    """
     layout, parts = config.layout(), model_graphs(config, shape)
     micro_batches = config.workload().micro_batches(layout)
     file = config.overlap.schedule_file
     if file is None:
-        choices = _choices(config, layout)
+        choices, fused = _choices(config, layout)
+        if choices is None and profile is not None:
+            bench, choices = decide_run(config, shape, profile)
+            fused = bench.setting.fused
+        parts = fused_parts(parts, layout, shape.layers, fused)
         try:
-            schedule = training_schedule(config.overlap.schedule, layout, micro_batches, parts, choices)
+            schedule = training_schedule(
+                config.overlap.schedule, layout, micro_batches, parts, choices, fused
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
     else:
@@ -49,15 +89,16 @@ def build_schedule(config: Config, shape: ModelShape) -> Schedule:
                 f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
                 f"train.global_batch, train.micro_batch and parallel.dp give {micro_batches}"
             )
+        parts = fused_parts(parts, layout, shape.layers, schedule.fused)
     validate(schedule, layout, parts)
     return schedule
 
 
-def _choices(config: Config, layout: ParallelLayout) -> Choices | None:
-    """The decisions of ``overlap.plan``, which has to be for this schedule and layout."""
+def _choices(config: Config, layout: ParallelLayout) -> tuple[Choices | None, int]:
+    """The decisions of ``overlap.plan``, which has to be for this schedule and layout, and what it fuses."""
     file = config.overlap.plan
     if file is None:
-        return None
+        return None, 0
     plan = read_plan(file)
     setting = plan.setting
     if setting.schedule != config.overlap.schedule:
@@ -72,4 +113,4 @@ def _choices(config: Config, layout: ParallelLayout) -> Choices | None:
             f"{setting.recompute}; the configuration has {layout.describe()} with "
             f"{config.train.recompute}: plan anew"
         )
-    return replace(plan.choices, gathers=False)
+    return replace(plan.choices, gathers=False), setting.fused

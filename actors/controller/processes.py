@@ -7,6 +7,8 @@ import multiprocessing.connection
 import os
 import signal
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,14 +18,24 @@ from braid.actors.controller.group import WorkerError, WorkerGroup
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: an address, and the network namespace that has it (None: this process's own)."""
+
+    address: str = LOOPBACK
+    namespace: str | None = None
 
 
 class ProcessLauncher:
-    """Starts one process per rank."""
+    """Starts one process per rank, by default all on this machine's loopback."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, places: Sequence[Place] | None = None) -> None:
         self._threads = config.cluster.threads_per_rank
         self._cpus_per_rank = config.cluster.cpus_per_rank
+        self._places = places
 
     def check(self, ranks: int) -> None:
         """`ConfigError` if the ranks need more CPUs than this machine has."""
@@ -38,22 +50,22 @@ class ProcessLauncher:
     def start(self, ranks: int) -> WorkerGroup:
         """Start the processes."""
         self.check(ranks)
-        return ProcessGroup(ranks, self._threads)
+        return ProcessGroup(self._places or [Place()] * ranks, self._threads)
 
 
 class ProcessGroup:
     """One child process per rank, each at the end of a private pipe."""
 
-    def __init__(self, ranks: int, threads: int) -> None:
-        self.addresses = [LOOPBACK] * ranks
+    def __init__(self, places: Sequence[Place], threads: int) -> None:
+        self.addresses = [place.address for place in places]
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        for rank in range(ranks):
+        for rank, place in enumerate(places):
             mine, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, theirs, os.getpid(), threads),
+                args=(rank, place, theirs, os.getpid(), threads),
                 name=f"braid rank {rank}",
                 daemon=True,
             )
@@ -122,15 +134,17 @@ class ProcessGroup:
                 process.join()
 
 
-def _serve(rank: int, connection: Connection, parent: int, threads: int) -> None:
+def _serve(rank: int, place: Place, connection: Connection, parent: int, threads: int) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
     _die_with_parent(parent)
+    if place.namespace is not None:
+        _enter(place.namespace)
     for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from braid.actors.stage.worker import Worker
 
-    worker = Worker(rank, LOOPBACK)
+    worker = Worker(rank, place.address)
     while True:
         try:
             method, arguments = connection.recv()
@@ -148,6 +162,14 @@ def _serve(rank: int, connection: Connection, parent: int, threads: int) -> None
             break
         if method == "close":
             break
+
+
+def _enter(namespace: str) -> None:
+    """Move this thread, and all that it starts, into a network namespace (Linux, root)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as handle:
+        if libc.setns(handle.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 def _die_with_parent(parent: int) -> None:

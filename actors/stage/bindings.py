@@ -29,7 +29,7 @@ from braid.scheduling.schedule import (
 
 BoundAction = Callable[[Values, Block], None]
 
-_COLLECTIVES = {
+COLLECTIVES = {
     Kind.ALL_GATHER: all_gather,
     Kind.REDUCE_SCATTER: reduce_scatter,
     Kind.ALL_REDUCE: all_reduce,
@@ -105,9 +105,10 @@ class Binder:
         return bound
 
     def _compute(self, operator: Operator, instance: PartInstance, frees: Iterable[str]) -> BoundAction:
-        call = _method(operator, instance)
+        call = method_of(operator, instance)
         reads, writes, gone = operator.reads, operator.writes, tuple(frees)
-        label = SpanLabel(operator.name, operator.stream, instance.index, flops=operator.flops)
+        name, layer = instance.locate(operator.name)
+        label = SpanLabel(name, operator.stream, layer, flops=operator.flops)
         mark, record = self._streams.mark, self._recorder.compute
 
         def run(values: Values, block: Block) -> None:
@@ -125,12 +126,13 @@ class Binder:
         self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
     ) -> BoundAction:
         assert operator.axis is not None
-        collective = _COLLECTIVES[operator.kind]
+        collective = COLLECTIVES[operator.kind]
         groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
         (source,), key = operator.reads, _transfer_key(operator)
         precision = part.values[source].precision
         moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
-        label = SpanLabel(operator.name, operator.stream, instance.index, bytes=moved)
+        name, layer = instance.locate(operator.name)
+        label = SpanLabel(name, operator.stream, layer, bytes=moved)
         start, record = self._streams.start, self._recorder.transfer
 
         def run(values: Values, block: Block) -> None:
@@ -160,7 +162,7 @@ def _transfer_key(operator: Operator) -> str:
     return f"transfer {operator.name}"
 
 
-def _method(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
+def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
     if operator.kind is Kind.ADD:
         return _add
     module = instance.modules.get(operator.module)

@@ -1,7 +1,7 @@
 """Runs blocks: one pass of one micro-batch over one chunk, or two of different strands at the same time."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from braid.actors.stage.bindings import Binder, BoundAction
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import SlotKey, Slots, Values
 from braid.actors.stage.streams import Streams
+from braid.scheduling.fusion import pair_up
 from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
     Barrier,
@@ -17,7 +18,7 @@ from braid.scheduling.schedule import (
     Direction,
     Gradients,
     Pair,
-    PairProgram,
+    PairKey,
     Schedule,
 )
 
@@ -40,18 +41,19 @@ class _Held:
     backward: tuple[BoundAction, ...] = ()
     inputs: tuple[BoundAction, ...] = ()
     weights: tuple[BoundAction, ...] = ()
-    paired_forward: Mapping[int, BoundAction] | None = None
-    paired_backward: Mapping[int, BoundAction] | None = None
-    """Actions by their positions in the paired program; layers alone have them."""
+    paired: Mapping[tuple[Direction, PairKey], Mapping[int, BoundAction]] = field(default_factory=dict)
+    """By pass and paired program: actions by their positions in the program."""
 
 
 @dataclass
 class _Late:
-    """A backward layer whose late weight gradients have not run yet."""
+    """A backward run whose late weight gradients have not been computed yet."""
 
     held: _Held
     values: Values
     block: Block
+    key: PairKey
+    """The paired program that put them off."""
 
 
 class BlockRunner:
@@ -70,10 +72,17 @@ class BlockRunner:
         self._parts = parts
         self._streams = streams
         self._slots = Slots()
-        self._pair: PairProgram = schedule.pairs.get(("layer", "layer"), ())
+        self._puts_off = {
+            key: any(isinstance(action, Compute) and action.late for action in program)
+            for key, program in schedule.pairs.items()
+        }
+        self._late: _Late | None = None
         self._chunks = {
-            chunk: tuple(self._hold(binder, place, instance) for place, instance in enumerate(instances))
-            for chunk, instances in model.chunks.items()
+            chunk: tuple(
+                self._hold(binder, place, instance)
+                for place, instance in enumerate(model.runs(chunk, schedule.fused))
+            )
+            for chunk in model.chunks
         }
         self.losses: list[Tensor] = []
         """Sums of token losses that heads have computed since the last `clear`."""
@@ -92,13 +101,18 @@ class BlockRunner:
             first = schedule.splits[name, Gradients.INPUT]
             second = schedule.splits[name, Gradients.WEIGHT]
             inputs, weights = binder.bind_split(first, second, part, instance)
-        paired: list[Mapping[int, BoundAction] | None] = [None, None]
-        if self._pair and name == "layer":
-            paired = [
-                binder.bind_side(self._pair, part, instance, direction)
-                for direction in (Direction.FORWARD, Direction.BACKWARD)
-            ]
-        return _Held(place, instance, bound, whole, inputs, weights, *paired)
+        paired = {
+            (direction, key): binder.bind_side(program, part, instance, direction)
+            for key, program in schedule.pairs.items()
+            for direction, own in zip((Direction.FORWARD, Direction.BACKWARD), key, strict=True)
+            if own == name
+        }
+        return _Held(place, instance, bound, whole, inputs, weights, paired)
+
+    def names(self, block: Block) -> list[str]:
+        """The parts or runs of a block in the order of its pass."""
+        names = [held.instance.name for held in self._chunks[block.chunk]]
+        return names if block.direction is Direction.FORWARD else names[::-1]
 
     def clear(self) -> None:
         """Forget the losses of the last step."""
@@ -133,79 +147,78 @@ class BlockRunner:
         received: tuple[Tensor | None, Tensor | None],
         batch: MicroBatch | None,
         loss_scale: float,
+        *,
+        keeps_late: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run both passes of a paired block; received and returned: of the forward, of the backward pass.
 
-        The ends of the model, and layers that have no partner, run by their own programs.
+        Runs that have no partner go by their own programs. ``keeps_late``: weight gradients that the last run
+        puts off are left to the paired block that follows.
         """
         front, back = pair.forward, pair.backward
-        ahead, behind = list(self._chunks[front.chunk]), list(reversed(self._chunks[back.chunk]))
+        ahead, behind = self._chunks[front.chunk], self._chunks[back.chunk][::-1]
         x, dy = received
-        while behind and behind[0].paired_backward is None:
-            dy = self._backward(back, behind.pop(0), dy)
-        while ahead and ahead[0].paired_forward is None:
-            x = self._forward(front, ahead.pop(0), x, batch, loss_scale)
-        late: _Late | None = None
-        while (
-            back.gradients is Gradients.BOTH
-            and ahead
-            and behind
-            and ahead[0].paired_forward is not None
-            and behind[0].paired_backward is not None
-        ):
-            x, dy, late = self._layers(pair, (ahead.pop(0), behind.pop(0)), (x, dy), late, batch, loss_scale)
-        if late is not None:
-            self._finish(late)
-        for one in behind:
-            dy = self._backward(back, one, dy)
-        for one in ahead:
-            x = self._forward(front, one, x, batch, loss_scale)
+        pairs = self._schedule.pairs if back.gradients is Gradients.BOTH else {}
+        for i, j in pair_up(self.names(front), self.names(back), pairs):
+            if i is not None and j is not None:
+                x, dy = self._together(pair, (ahead[i], behind[j]), (x, dy), batch, loss_scale)
+                continue
+            self._finish()
+            if j is not None:
+                dy = self._backward(back, behind[j], dy)
+            if i is not None:
+                x = self._forward(front, ahead[i], x, batch, loss_scale)
+        if not keeps_late:
+            self._finish()
         return x, dy
 
-    def _layers(
+    def _together(
         self,
         pair: Pair,
         held: tuple[_Held, _Held],
         received: tuple[Tensor | None, Tensor | None],
-        late: _Late | None,
         batch: MicroBatch | None,
         loss_scale: float,
-    ) -> tuple[Tensor | None, Tensor | None, _Late | None]:
-        """A forward layer beside a backward layer, and what the backward layer before has put off."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """A forward run beside a backward run, and what the backward run before has put off."""
         (ahead, behind), (x, dy) = held, received
-        assert ahead.paired_forward is not None
-        assert behind.paired_backward is not None
-        front, back = (
-            self._open(pair.forward, ahead, x, batch, loss_scale),
-            self._reopen(pair.backward, behind, dy),
-        )
-        puts_off = False
-        for position, action in enumerate(self._pair):
+        key = ahead.instance.name, behind.instance.name
+        if self._late is not None and self._late.key != key:
+            self._finish()
+        late, self._late = self._late, None
+        front = self._open(pair.forward, ahead, x, batch, loss_scale)
+        back = self._reopen(pair.backward, behind, dy)
+        forward = ahead.paired[Direction.FORWARD, key]
+        backward = behind.paired[Direction.BACKWARD, key]
+        put_off = late.held.paired[Direction.BACKWARD, key] if late is not None else {}
+        for position, action in enumerate(self._schedule.pairs[key]):
             if isinstance(action, Barrier):
                 self._streams.synchronise()
             elif isinstance(action, Compute) and action.late:
-                puts_off = True
                 if late is not None:
-                    assert late.held.paired_backward is not None
-                    late.held.paired_backward[position](late.values, late.block)
+                    put_off[position](late.values, late.block)
             elif action.side is Direction.FORWARD:
-                ahead.paired_forward[position](front, pair.forward)
+                forward[position](front, pair.forward)
             else:
-                behind.paired_backward[position](back, pair.backward)
+                backward[position](back, pair.backward)
         if late is not None:
             self._slots.close(self._slot(late.block, late.held))
         y, dx = self._result(pair.forward, ahead, front), back.pop("d.x", None)
-        if puts_off:
-            return y, dx, _Late(behind, back, pair.backward)
-        self._slots.close(self._slot(pair.backward, behind))
-        return y, dx, None
+        if self._puts_off[key]:
+            self._late = _Late(behind, back, pair.backward, key)
+        else:
+            self._slots.close(self._slot(pair.backward, behind))
+        return y, dx
 
-    def _finish(self, late: _Late) -> None:
-        """Run what the last backward layer of a block has put off."""
-        assert late.held.paired_backward is not None
-        for position, action in enumerate(self._pair):
+    def _finish(self) -> None:
+        """Compute what the last run has put off, if it has."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        bound = late.held.paired[Direction.BACKWARD, late.key]
+        for position, action in enumerate(self._schedule.pairs[late.key]):
             if isinstance(action, Compute) and action.late:
-                late.held.paired_backward[position](late.values, late.block)
+                bound[position](late.values, late.block)
         self._slots.close(self._slot(late.block, late.held))
 
     # -- passes through one part ---------------------------------------------------------------------------
@@ -263,7 +276,7 @@ class BlockRunner:
 
     def _result(self, block: Block, held: _Held, values: Values) -> Tensor:
         y: Tensor = values.pop(self._parts[held.instance.name].output)
-        if held.instance.name == "head":
+        if held.instance.ends_model:
             self.losses.append(y)
         if not self._schedule.trains:
             self._slots.close(self._slot(block, held))

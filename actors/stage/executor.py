@@ -18,6 +18,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.collectives.primitives import receive, send
+from braid.scheduling.fusion import carrying
 from braid.scheduling.lowering.lower import successor
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
@@ -90,6 +91,7 @@ class Executor:
             binder=Binder(mesh, streams, recorder, model.context.dtype.itemsize),
             streams=streams,
         )
+        self._carrying = carrying(self._instructions, self._blocks.names, schedule.pairs)
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         self._dtype, self._device = model.context.dtype, model.context.device
@@ -108,7 +110,7 @@ class Executor:
                 case Block():
                     self._run_block(instruction, batches, loss_scale)
                 case Pair():
-                    self._run_pair(instruction, batches, loss_scale)
+                    self._run_pair(instruction, batches, loss_scale, position in self._carrying)
                 case Send(block, stage):
                     self._send(block, stage)
                 case Receive(block, stage):
@@ -143,10 +145,12 @@ class Executor:
         result = self._blocks.run(block, received, batches[block.micro_batch], loss_scale)
         self._hand_on(block, result)
 
-    def _run_pair(self, pair: Pair, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
+    def _run_pair(
+        self, pair: Pair, batches: Sequence[MicroBatch | None], loss_scale: float, keeps_late: bool
+    ) -> None:
         received = self._inputs.pop(pair.forward, None), self._inputs.pop(pair.backward.whole, None)
         batch = batches[pair.forward.micro_batch]
-        results = self._blocks.run_pair(pair, received, batch, loss_scale)
+        results = self._blocks.run_pair(pair, received, batch, loss_scale, keeps_late=keeps_late)
         for block, result in zip((pair.forward, pair.backward), results, strict=True):
             self._hand_on(block, result)
 

@@ -1,6 +1,8 @@
 """What controller and ranks tell each other: plain data, importable without torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from braid.actors.config import Config
 from braid.scheduling.spec import ModelShape
@@ -36,3 +38,34 @@ class StepResult:
     communication_seconds: float
     exposed_seconds: float
     peak_bytes: int
+
+
+COMPUTE: Final = "compute"
+"""What stands beside an operator when a second computation does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """One measurement of an operator with something beside it; nanoseconds."""
+
+    operator_ns: int
+    other_ns: int
+    both_ns: int
+    """From the begin of the first to the end of the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What one rank measured. Keys are those of `braid.scheduling.profile`."""
+
+    solo_ns: Mapping[str, list[int]]
+    together: Mapping[tuple[str, str], list[Together]]
+    """By operator and what stood beside it: a spare transfer's class or `COMPUTE`."""
+    spares: Mapping[str, list[int]]
+    """Spare transfers alone, by class."""
+    spare_of: Mapping[str, str]
+    """The class of every collective of the graphs: equal kind, axis and size."""
+    transfers: Mapping[str, list[tuple[int, int]]]
+    """Payload bytes and time, by ``AXIS/KIND``."""
+    optimizer_ns_per_parameter: list[float]
+    hardware: str

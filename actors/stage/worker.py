@@ -24,12 +24,14 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh
-from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
+from braid.actors.stage.messages import Rendezvous, RunPlan, Samples, StepResult
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.streams import device_streams
 from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.fusion import fused_parts
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -97,7 +99,9 @@ class Worker:
         definition = load_layer(config.model.layer)
         sizes = part_sizes(plan.shape, layout, train.micro_batch)
         parts = model_parts(sizes, definition, train.recompute)
-        validate(schedule, layout, parts)
+        self._parts = parts
+        runs = fused_parts(parts, layout, plan.shape.layers, schedule.fused)
+        validate(schedule, layout, runs)
         evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
         validate(evaluation, layout, parts)
         self._model = StageModel(
@@ -118,13 +122,13 @@ class Worker:
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
         bind = partial(
             Executor,
-            parts=parts,
             model=self._model,
             mesh=self._mesh,
             streams=self._streams,
             recorder=self._recorder,
         )
-        self._executor, self._evaluator = bind(schedule=schedule), bind(schedule=evaluation)
+        self._executor = bind(schedule=schedule, parts=runs)
+        self._evaluator = bind(schedule=evaluation, parts=parts)
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -202,6 +206,14 @@ class Worker:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def profile(self, rounds: int, seed: int) -> Samples:
+        """Time operators alone and together; the parameters are of no use afterwards."""
+        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed)
+        count = sum(parameter.tensor.numel() for parameter in self._model.parameters)
+        samples = profiler.run(rounds, lambda: self._optimizer.step(0), count)
+        self._gradients.zero()
+        return samples
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
 def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
     problem = restricted(layer_pair(bench), bench.layer.backward, part)
     pairing = PairingDecision(method=PairMethod.BARRIERS, steps=segment_steps(pair(problem)))
-    choices = replace(decide(bench)[0], pairing=pairing)
+    choices = replace(decide(bench)[0], pairings={"layer|layer": pairing})
     return replay(bench.setting, choices, cluster).numbers.step_seconds
 
 

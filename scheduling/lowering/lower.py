@@ -1,7 +1,7 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
@@ -156,12 +156,12 @@ def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey,
 class Choices:
     """Decisions that a schedule is lowered with, beside its name; the defaults need no profile."""
 
-    pairing: PairingDecision | None = None
-    """How layers are paired, where blocks are."""
-    forward_order: tuple[str, ...] = ()
-    """Order of a layer's forward operators in blocks that run alone; empty: serial."""
-    backward_order: tuple[str, ...] = ()
-    """Order of a layer's backward operators in blocks that run alone; empty: serial."""
+    pairings: Mapping[str, PairingDecision] = field(default_factory=dict)
+    """How ``PART|PART`` (usually ``layer|layer``) run together, where blocks are paired."""
+    forward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Order of a part's forward operators in blocks that run alone; serial where it is not given."""
+    backward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Order of a part's backward operators in blocks that run alone; serial where it is not given."""
     early_reduction: bool = False
     gathers: bool = False
     """Whether ranks hold only parts of the updated parameters and gather them (ZeRO)."""
@@ -173,8 +173,12 @@ def training_schedule(
     micro_batches: int,
     parts: Mapping[str, Part],
     choices: Choices | None = None,
+    fused: int = 0,
 ) -> Schedule:
-    """Lower one of the named training schedules; `ValueError` for what does not exist or is missing."""
+    """Lower one of the named training schedules; `ValueError` for what does not exist or is missing.
+
+    ``parts``: the runs in use where layers are ``fused`` (`braid.scheduling.fusion.fused_parts`).
+    """
     if name not in SCHEDULES:
         raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
     kind, choices = SCHEDULES[name], choices or Choices()
@@ -190,6 +194,7 @@ def training_schedule(
         micro_batches=micro_batches,
         stages=stages,
         programs=serial_programs(parts, trains=True),
+        fused=fused,
     )
     return _with_programs(schedule, kind, parts, choices)
 
@@ -198,15 +203,19 @@ def _with_programs(
     schedule: Schedule, kind: PipelineKind, parts: Mapping[str, Part], choices: Choices
 ) -> Schedule:
     """The schedule with all programs that its blocks need."""
-    layer = parts["layer"]
     programs = dict(schedule.programs)
     if kind.splits_collectives:
+        layer = parts["layer"]
         programs["layer", Direction.FORWARD] = chunked_program(layer.forward)
         programs["layer", Direction.BACKWARD] = chunked_program(layer.backward)
-    if choices.forward_order:
-        programs["layer", Direction.FORWARD] = ordered_program(layer.forward, choices.forward_order)
-    if choices.backward_order:
-        programs["layer", Direction.BACKWARD] = ordered_program(layer.backward, choices.backward_order)
+    for direction, orders in (
+        (Direction.FORWARD, choices.forward_orders),
+        (Direction.BACKWARD, choices.backward_orders),
+    ):
+        for name, order in orders.items():
+            part = _known(parts, name, "order")
+            graph = part.forward if direction is Direction.FORWARD else part.backward
+            programs[name, direction] = ordered_program(graph, order)
     splits: dict[tuple[str, Gradients], Program] = {}
     instructions = [i for stage in schedule.stages for i in stage]
     if any(block.gradients is not Gradients.BOTH for i in instructions for block in blocks_in(i)):
@@ -214,16 +223,25 @@ def _with_programs(
             splits |= split_programs(part)
     pairs = {}
     if any(isinstance(i, Pair) for i in instructions):
-        decision = choices.pairing
-        if decision is None:
+        decisions = dict(choices.pairings)
+        if not decisions:
             if kind.pairs is not PairMethod.TURNS:
                 raise ValueError(
                     f"overlap.schedule={schedule.name} needs a pairing: make one with "
                     f"`braid plan --output plan.yaml` and set overlap.plan"
                 )
-            decision = PairingDecision(method=PairMethod.TURNS)
-        pairs["layer", "layer"] = pair_program(layer.forward, layer.backward, decision)
+            decisions = {"layer|layer": PairingDecision(method=PairMethod.TURNS)}
+        for key, decision in decisions.items():
+            first, _, second = key.partition("|")
+            ahead, behind = (_known(parts, name, "pairing") for name in (first, second))
+            pairs[first, second] = pair_program(ahead.forward, behind.backward, decision)
     return replace(schedule, programs=programs, splits=splits, pairs=pairs)
+
+
+def _known(parts: Mapping[str, Part], name: str, what: str) -> Part:
+    if name not in parts:
+        raise ValueError(f"{what}: {name!r} is no part of this model and layout; plan anew")
+    return parts[name]
 
 
 def validation_schedule(layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]) -> Schedule:

@@ -40,6 +40,10 @@ class PipelineKind:
     executable: bool = False
     """Whether the runtime of this version executes it."""
 
+    def placement_on(self, stages: int) -> Placement:
+        """The placement for a number of stages: one stage alone has nothing to fold for pairs of strands."""
+        return Placement.LINEAR if stages == 1 and self.generator is paired_w else self.placement
+
 
 SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     "megatron": PipelineKind(generator=one_forward_one_backward, placement=Placement.LINEAR, executable=True),

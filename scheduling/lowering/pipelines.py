@@ -102,7 +102,17 @@ def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
     Micro-batches change strands every p, so that the two of a visit are always of different ones.
     """
+    if layout.pp == 1 and not layout.folded:
+        return _paired([_whole_visits(micro_batches)], 1)
     return _paired(_folded_visits(layout, micro_batches), layout.pp)
+
+
+def _whole_visits(micro_batches: int) -> list[_Visit]:
+    """One stage that need not fold: the forward pass of the whole model beside the backward pass before."""
+    return [
+        _Visit(m, forward_block(m, 0) if m < micro_batches else None, backward_block(m - 1, 0) if m else None)
+        for m in range(micro_batches + 1)
+    ]
 
 
 def bidirectional(layout: ParallelLayout, micro_batches: int) -> BlockOrder:

@@ -1,20 +1,25 @@
 """From a setting and costs to decisions, from decisions to a schedule, from that to a simulated step."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from braid.scheduling.analytic import analytic_profile, axis_placements
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.fusion import carrying, chunk_runs, fused_parts
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
 from braid.scheduling.lowering.programs import PairingDecision
 from braid.scheduling.lowering.split import gathers_of, split_collectives
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.plan import PairingNote, Setting
+from braid.scheduling.planner.beam import beam_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
+    improved,
     issue_ns,
     list_schedule,
     pairing_order,
@@ -23,12 +28,15 @@ from braid.scheduling.planner.list_schedule import (
 from braid.scheduling.planner.pairing import Pairing, pair
 from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Schedule
+from braid.scheduling.schedule import Block, Direction, Pair, Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.validate import validate
 
 SPLITS = (2, 4, 8)
 """Chunk counts that ``intra_batch`` tries."""
+
+LONG = 40
+"""Operators beyond which orders are searched for by beam."""
 
 OVERLAPPING = ("braid", "braid_v")
 """Our own schedules also reduce gradients early and overlap blocks that run alone with themselves."""
@@ -39,13 +47,20 @@ class Bench:
     """A setting with its operators and what they cost."""
 
     setting: Setting
-    parts: Mapping[str, Part]
+    members: Mapping[str, Part]
+    """Embedding, layer and head."""
     profile: Profile
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """What is scheduled: the members, or the runs that layers are fused to."""
+        setting = self.setting
+        return fused_parts(self.members, setting.layout, setting.model.layers, setting.fused)
 
     @property
     def layer(self) -> Part:
         """The transformer layer."""
-        return self.parts["layer"]
+        return self.members["layer"]
 
 
 def prepare(setting: Setting, cluster: ClusterSpec, profile: Profile | None = None) -> Bench:
@@ -81,12 +96,97 @@ def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
     kind = SCHEDULES[setting.schedule]
     choices = Choices(gathers=setting.zero > 0, early_reduction=setting.schedule in OVERLAPPING)
     if setting.schedule in OVERLAPPING:
-        choices = replace(choices, backward_order=_alone(bench, backward=True))
+        orders = {name: _alone(bench, part) for name, part in bench.parts.items() if _has_layers(part)}
+        choices = replace(choices, backward_orders=orders)
     note = None
-    if kind.pairs is not None:
+    if kind.pairs is not None and setting.fused:
+        pairings, note = _decide_runs(bench, kind)
+        choices = replace(choices, pairings=pairings)
+    elif kind.pairs is not None:
         decision, note = decide_pairing(layer_pair(bench), kind.pairs)
-        choices = replace(choices, pairing=decision)
+        choices = replace(choices, pairings={"layer|layer": decision})
     return choices, note
+
+
+def _has_layers(part: Part) -> bool:
+    return "layer" in part.name
+
+
+def _decide_runs(bench: Bench, kind: PipelineKind) -> tuple[dict[str, PairingDecision], PairingNote | None]:
+    """An order for every pair of runs that paired blocks bring together; the note is of the longest pair."""
+    setting = bench.setting
+    if kind.pairs is not PairMethod.ORDER:
+        raise ValueError(
+            f"fused={setting.fused}: schedule={setting.schedule} pairs layer by layer; set it to 0"
+        )
+    lasting = _meeting_runs(bench, kind)
+    pairings, notes = {}, []
+    for (first, second), goes_on in lasting.items():
+        ahead, behind = bench.parts[first], bench.parts[second]
+        problem = pair_problem(first, ahead.forward, second, behind.backward, bench.profile)
+        late, found = _run_order(problem, goes_on)
+        decision = PairingDecision(method=PairMethod.ORDER, steps=order_steps(problem, found.operators, late))
+        pairings[f"{first}|{second}"] = decision
+        turns = issue_ns(problem, turns_order(problem))
+        notes.append(
+            PairingNote(
+                method=PairMethod.ORDER,
+                ns=round(found.ns),
+                serial_ns=round(problem.serial_ns),
+                lower_bound_ns=round(problem.lower_bound_ns),
+                runner_up=str(PairMethod.TURNS) if turns < problem.serial_ns else "serial",
+                runner_up_ns=round(min(turns, problem.serial_ns)),
+            )
+        )
+    return pairings, max(notes, key=lambda note: note.serial_ns, default=None)
+
+
+def _meeting_runs(bench: Bench, kind: PipelineKind) -> dict[tuple[str, str], bool]:
+    """Pairs of runs that meet in paired blocks, and whether most are followed by another one like them."""
+    setting, layout = bench.setting, bench.setting.layout
+
+    def names(block: Block) -> list[str]:
+        runs = chunk_runs(layout, setting.model.layers, block.chunk, setting.fused)
+        found = [run.name for run in runs]
+        return found if block.direction is Direction.FORWARD else found[::-1]
+
+    count: dict[tuple[str, str], int] = defaultdict(int)
+    followed: dict[tuple[str, str], int] = defaultdict(int)
+    for stage in kind.generator(layout, setting.micro_batches):
+        pairs = [block for block in stage if isinstance(block, Pair)]
+        keys = [
+            [(a, b) for a, b in zip(names(pair.forward), names(pair.backward), strict=False) if _pairs(a, b)]
+            for pair in pairs
+        ]
+        going_on = carrying(stage, names, {key for block in keys for key in block})
+        places = [place for place, block in enumerate(stage) if isinstance(block, Pair)]
+        for place, block in zip(places, keys, strict=True):
+            for key, after in zip(block, [*block[1:], None], strict=True):
+                count[key] += 1
+                followed[key] += after == key or (after is None and place in going_on)
+    return {key: followed[key] > count[key] / 2 for key in count}
+
+
+def _pairs(first: str, second: str) -> bool:
+    """Runs without a layer are too short to pair."""
+    return "layer" in first and "layer" in second
+
+
+def _run_order(problem: PairProblem, goes_on: bool) -> tuple[tuple[str, ...], IssueOrder]:
+    """The best order for two runs; where they go on, weight gradients of the last layer may be put off."""
+    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
+    if goes_on:
+        last = max(
+            (n for n, name in enumerate(problem.backward.names) if ".layer/" in name or "/" not in name)
+        )
+        place = problem.backward.names[last].partition("/")[0]
+        own = [name for name in problem.backward.names if name.partition("/")[0] == place]
+        movable = tuple(name for name in own if name.endswith(".wgrad"))
+        found = beam_order(put_off(problem, movable))
+        if found.ns < best[1].ns * (1 - 1e-6):
+            best = movable, found
+    late, found = best
+    return late, improved(put_off(problem, late), found.operators, found.ns)
 
 
 def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[PairingDecision, PairingNote]:
@@ -163,12 +263,11 @@ def segment_steps(pairing: Pairing) -> tuple[str, ...]:
     return tuple(f"{' '.join(s.forward)} | {' '.join(s.backward)}".strip() for s in pairing.segments)
 
 
-def _alone(bench: Bench, *, backward: bool) -> tuple[str, ...]:
-    """The order in which a pass of a layer overlaps best with itself: weight gradients beside collectives."""
+def _alone(bench: Bench, part: Part) -> tuple[str, ...]:
+    """The order in which a backward pass overlaps best with itself: weight gradients beside collectives."""
     empty = Graph(operators=())
-    graph = bench.layer.backward if backward else bench.layer.forward
-    problem = pair_problem("layer", empty, "layer", graph, bench.profile)
-    found = list_schedule(problem)
+    problem = pair_problem(part.name, empty, part.name, part.backward, bench.profile)
+    found = list_schedule(problem) if len(problem.backward) <= LONG else beam_order(problem)
     return tuple(problem.backward.names[op] for op in found.operators)
 
 
@@ -176,7 +275,7 @@ def lower(bench: Bench, choices: Choices, *, check: bool = True) -> Schedule:
     """The schedule of a setting and its decisions, validated unless the caller does that later."""
     setting = bench.setting
     schedule = training_schedule(
-        setting.schedule, setting.layout, setting.micro_batches, bench.parts, choices
+        setting.schedule, setting.layout, setting.micro_batches, bench.parts, choices, setting.fused
     )
     if check:
         validate(schedule, setting.layout, bench.parts)
@@ -247,5 +346,5 @@ def _outcome(
 
 def with_schedule(setting: Setting, schedule: str) -> Setting:
     """The same layout under another schedule, with the placement that it needs."""
-    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement)
+    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement_on(setting.layout.pp))
     return replace(setting, schedule=schedule, layout=layout, split=1)

@@ -25,7 +25,7 @@ class IssueOrder:
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """A rank after issuing some operators: its clock and what is under way on the two links."""
 
     clock: float
@@ -35,7 +35,7 @@ class _State:
     """Per link: operators issued and not finished, with the time each still needs; the first one runs."""
 
 
-class _Machine:
+class Machine:
     """The executor's rule on solo times and slowdowns."""
 
     def __init__(self, problem: PairProblem) -> None:
@@ -51,16 +51,16 @@ class _Machine:
         self.before = before
         self.tail = [*_tails(f), *_tails(b)]
 
-    def start(self) -> _State:
-        return _State(0.0, 0, 0, ((), ()))
+    def start(self) -> State:
+        return State(0.0, 0, 0, ((), ()))
 
-    def choices(self, state: _State) -> Iterator[int]:
+    def choices(self, state: State) -> Iterator[int]:
         """Operators that may be issued next."""
         yield from self.problem.forward.ready(state.done_f)
         for op in self.problem.backward.ready(state.done_b):
             yield self.split + op
 
-    def issue(self, state: _State, op: int) -> _State:
+    def issue(self, state: State, op: int) -> State:
         """The state after issuing one more operator."""
         clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
         for needed in self.before[op]:
@@ -77,9 +77,9 @@ class _Machine:
             done_f |= 1 << op
         else:
             done_b |= 1 << (op - self.split)
-        return _State(clock, done_f, done_b, (tuple(queues[0]), tuple(queues[1])))
+        return State(clock, done_f, done_b, (tuple(queues[0]), tuple(queues[1])))
 
-    def complete(self, state: _State, order: Sequence[int], limit: float) -> float:
+    def complete(self, state: State, order: Sequence[int], limit: float) -> float:
         """The time of an order's end; infinity as soon as it is beyond a limit."""
         for op in order:
             state = self.issue(state, op)
@@ -87,14 +87,14 @@ class _Machine:
                 return float("inf")
         return self.finish(state)
 
-    def finish(self, state: _State) -> float:
+    def finish(self, state: State) -> float:
         """The time at which everything that was issued has finished."""
         clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
         while queues[0] or queues[1]:
             clock += self._run_links(queues, float("inf"))
         return clock
 
-    def bound(self, state: _State) -> float:
+    def bound(self, state: State) -> float:
         """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
         work = [0.0, 0.0, 0.0]
         chain = 0.0
@@ -154,7 +154,7 @@ class _Machine:
 
 def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
     """Time of an order; `ValueError` if an operator stands before what it needs or twice."""
-    machine = _Machine(problem)
+    machine = Machine(problem)
     state = machine.start()
     for op in order:
         if op not in machine.choices(state):
@@ -171,8 +171,8 @@ def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) ->
     candidates = {tuple(order) for order in starts}
     candidates |= {switching_order(problem), _greedy_order(problem)}
     ranked = sorted((issue_ns(problem, order), order) for order in candidates)
-    improved = [_improve(problem, order, ns) for ns, order in ranked[:3]]
-    return min(improved, key=lambda found: found.ns)
+    found = [improved(problem, order, ns) for ns, order in ranked[:3]]
+    return min(found, key=lambda one: one.ns)
 
 
 def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
 
     Among several the one with the longest chain behind it.
     """
-    machine = _Machine(problem)
+    machine = Machine(problem)
     state, order = machine.start(), []
     for _ in range(machine.count):
         under_way = {op for queue in state.queues for op, _ in queue}
@@ -209,22 +209,22 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _improve(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrder:
+def improved(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrder:
     """Move runs of one to three operators to where they help most, until no move helps."""
-    machine = _Machine(problem)
+    machine = Machine(problem)
     best, best_ns = list(order), ns
-    improved = True
-    while improved:
-        improved = False
+    better = True
+    while better:
+        better = False
         for length in (1, 2, 3):
             for start in range(len(best) - length + 1):
                 moved, moved_ns = _best_move(machine, best, start, length)
                 if moved_ns < best_ns * (1 - 1e-9):
-                    best, best_ns, improved = moved, moved_ns, True
+                    best, best_ns, better = moved, moved_ns, True
     return IssueOrder(operators=tuple(best), ns=best_ns)
 
 
-def _best_move(machine: _Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
+def _best_move(machine: Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
     """The best place for a run of operators among those that precedence allows."""
     run = order[start : start + length]
     rest = order[:start] + order[start + length :]
@@ -252,10 +252,10 @@ def _best_move(machine: _Machine, order: list[int], start: int, length: int) -> 
 
 def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
     """The best order, by branch and bound from the list schedule's; `ValueError` beyond ``limit`` states."""
-    machine = _Machine(problem)
+    machine = Machine(problem)
     best = list_schedule(problem)
     seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]] = {}
-    stack: list[tuple[float, _State, tuple[int, ...]]] = [(0.0, machine.start(), ())]
+    stack: list[tuple[float, State, tuple[int, ...]]] = [(0.0, machine.start(), ())]
     visited = 0
     while stack:
         bound, state, order = stack.pop()
@@ -279,7 +279,7 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
 
 
 def _is_dominated(
-    state: _State, seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]]
+    state: State, seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]]
 ) -> bool:
     """Whether a state with the same operators issued and under way was no later in anything."""
     under_way = tuple(op for queue in state.queues for op, _ in queue)

@@ -7,8 +7,11 @@ are alike, which is what a `ClusterSpec` describes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters
+from braid.scheduling import fusion
+from braid.scheduling.fusion import chunk_runs, pair_up, split_place
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, message_bytes
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.profile import Profile, operator_key
 from braid.scheduling.schedule import (
@@ -61,6 +64,8 @@ class Place:
     forward: bool
     position: int
     """Of the part within its chunk, in the order of the pass."""
+    before: bool = False
+    """Whether it belongs to the block before: a weight gradient that was put off."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +151,22 @@ class Compiler:
 
     def stage(self, stage: int) -> list[Command]:
         """What a rank of a stage does in one step."""
-        return [
-            command
-            for instruction in self.job.schedule.stages[stage]
-            for command in self._instruction(instruction)
-        ]
+        instructions = self.job.schedule.stages[stage]
+        carrying = set()
+        if any(isinstance(a, Compute) and a.late for p in self.job.schedule.pairs.values() for a in p):
+            names = cache(lambda block: [part.name for part in held_parts(self.job, block)])
+            carrying = set(fusion.carrying(instructions, names, self.job.schedule.pairs))
+        commands: list[Command] = []
+        carried = False
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Pair):
+                keeps = position in carrying
+                body = self._body(instruction.forward, instruction.backward, carried, keeps)
+                commands.append(RunBlock(body, instruction.forward, instruction.backward))
+                carried = keeps
+            else:
+                commands += self._instruction(instruction)
+        return commands
 
     def _instruction(self, instruction: Instruction) -> Iterator[Command]:
         match instruction:
@@ -158,8 +174,6 @@ class Compiler:
                 forward = instruction.direction is Direction.FORWARD
                 body = self._body(instruction if forward else None, None if forward else instruction)
                 yield RunBlock(body, instruction if forward else None, None if forward else instruction)
-            case Pair(ahead, behind):
-                yield RunBlock(self._body(ahead, behind), ahead, behind)
             case Send(block):
                 yield Issue(self._message(), ("message", block))
             case WaitReceive(block):
@@ -185,49 +199,69 @@ class Compiler:
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _body(self, forward: Block | None, backward: Block | None) -> Body:
+    def _body(
+        self, forward: Block | None, backward: Block | None, carried: bool = False, keeps: bool = False
+    ) -> Body:
+        """``carried``: the block before has left weight gradients; ``keeps``: this one leaves its own."""
         ahead = held_parts(self.job, forward) if forward else []
         behind = held_parts(self.job, backward) if backward else []
         gradients = backward.gradients if backward else None
-        key = (gradients, tuple(p.name for _, p in ahead), tuple(p.name for _, p in behind))
+        key = (gradients, tuple(p.name for p in ahead), tuple(p.name for p in behind), carried, keeps)
         if key not in self._bodies:
-            names = [p for _, p in ahead], [p for _, p in behind]
-            self._bodies[key] = Body(tuple(self._commands(*names, gradients)))
+            self._bodies[key] = Body(tuple(self._commands(ahead, behind, gradients, carried, keeps)))
         return self._bodies[key]
 
     def _commands(
-        self, forward: list[Part], backward: list[Part], gradients: Gradients | None
+        self,
+        forward: list[Part],
+        backward: list[Part],
+        gradients: Gradients | None,
+        carried: bool,
+        keeps: bool,
     ) -> Iterator[BlockCommand]:
-        """One pass alone, or both: first what only the backward has, pairs of layers, then the rest."""
-        ahead = [(Place(True, n), part) for n, part in enumerate(forward)]
-        behind = [(Place(False, n), part) for n, part in enumerate(backward)]
-        late: list[tuple[Place, Part]] = []
-        if ahead and behind:
-            while behind and behind[0][1].name != "layer":
-                yield from self._pass(*behind.pop(0), gradients)
-            while ahead and ahead[0][1].name != "layer":
-                yield from self._pass(*ahead.pop(0), gradients)
-            for rest in (behind, ahead):
-                while rest and rest[-1][1].name != "layer":
-                    late.append(rest.pop())
-            if gradients is Gradients.BOTH:
-                program = self.job.schedule.pairs["layer", "layer"]
-                previous: tuple[Place, Part] | None = None
-                for front, back in zip(ahead, behind, strict=False):
-                    sides: dict[Direction | None, tuple[Place, Part, Graph]] = {
-                        Direction.FORWARD: (*front, front[1].forward),
-                        Direction.BACKWARD: (*back, back[1].backward),
-                    }
-                    yield from self._program(program, sides, previous)
-                    previous = back
-                if previous is not None:
-                    for action in program:
-                        if isinstance(action, Compute) and action.late:
-                            yield self._late(action, previous)
-                both = min(len(ahead), len(behind))
-                ahead, behind = ahead[both:], behind[both:]
-        for place, part in (*behind, *ahead, *late):
-            yield from self._pass(place, part, gradients)
+        """One pass alone, or both: what `pair_up` pairs together, the rest by itself."""
+        pairs = self.job.schedule.pairs if gradients is Gradients.BOTH else {}
+        names = [part.name for part in forward], [part.name for part in backward]
+        previous: tuple[Place, Part] | None = None
+        order = pair_up(*names, pairs)
+        last: tuple[str, str] | None = None
+        if carried:
+            i, j = order[0]
+            assert i is not None
+            assert j is not None
+            last = names[0][i], names[1][j]
+            previous = Place(False, len(backward) - 1, before=True), backward[j]
+        for i, j in order:
+            if i is not None and j is not None:
+                key = names[0][i], names[1][j]
+                if previous is not None and last != key:
+                    yield from self._left(last, previous)
+                    previous = None
+                last = key
+                front, back = (Place(True, i), forward[i]), (Place(False, j), backward[j])
+                sides: dict[Direction | None, tuple[Place, Part, Graph]] = {
+                    Direction.FORWARD: (*front, front[1].forward),
+                    Direction.BACKWARD: (*back, back[1].backward),
+                }
+                yield from self._program(pairs[key], sides, previous)
+                previous = back
+                continue
+            if previous is not None:
+                yield from self._left(last, previous)
+                previous = None
+            if i is not None:
+                yield from self._pass(Place(True, i), forward[i], gradients)
+            if j is not None:
+                yield from self._pass(Place(False, j), backward[j], gradients)
+        if previous is not None and not keeps:
+            yield from self._left(last, previous)
+
+    def _left(self, key: tuple[str, str] | None, previous: tuple[Place, Part]) -> Iterator[Run]:
+        """What a paired program has put off and nothing that follows takes up."""
+        assert key is not None
+        for action in self.job.schedule.pairs[key]:
+            if isinstance(action, Compute) and action.late:
+                yield self._late(action, previous)
 
     def _pass(self, place: Place, part: Part, gradients: Gradients | None) -> Iterator[BlockCommand]:
         schedule = self.job.schedule
@@ -287,8 +321,7 @@ class Compiler:
     # -- transfers between stages and replicas -------------------------------------------------------------
 
     def _message(self) -> Task:
-        layer = self.job.parts["layer"]
-        payload = layer.values[layer.output].bytes(DTYPE_BYTES[self.job.dtype])
+        payload = message_bytes(self.job.parts, DTYPE_BYTES[self.job.dtype])
         key = ("", "message")
         if key not in self._tasks:
             self._tasks[key] = self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
@@ -335,12 +368,19 @@ class Compiler:
         return Task("optimizer", "optimizer", "compute", Stream.COMPUTE, ns)
 
 
-def held_parts(job: Job, block: Block) -> list[tuple[int, Part]]:
-    """The parts of a block's chunk in the order of its pass, with layer numbers (embedding: -1)."""
-    layout, shape, parts = job.layout, job.shape, job.parts
-    held = [(layer, parts["layer"]) for layer in layout.layers_of(block.chunk, shape.layers)]
-    if layout.is_first(block.chunk):
-        held.insert(0, (-1, parts["embedding"]))
-    if layout.is_last(block.chunk):
-        held.append((shape.layers, parts["head"]))
+def held_parts(job: Job, block: Block) -> list[Part]:
+    """The parts or runs of a block's chunk in the order of its pass."""
+    held = [job.parts[run.name] for run in _runs(job, block)]
     return held if block.direction is Direction.FORWARD else held[::-1]
+
+
+def layer_of(job: Job, block: Block, place: Place, operator: str) -> tuple[int, str]:
+    """The layer that an operator of a block belongs to, and its name there (embedding: -1)."""
+    runs = _runs(job, block)
+    run = (runs if place.forward else runs[::-1])[place.position]
+    split = split_place(operator)
+    return (run.layers[0], operator) if split is None else (run.layers[split[0]], split[2])
+
+
+def _runs(job: Job, block: Block) -> list[fusion.Run]:
+    return chunk_runs(job.layout, job.shape.layers, block.chunk, job.schedule.fused)

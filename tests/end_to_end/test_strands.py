@@ -5,6 +5,7 @@ Pairings come from plans with modelled costs of a made-up cluster: whatever they
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,14 @@ CASES = [
     ("gpt", "braid", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid", {"tp": 2}, "fp32"),
+    *(
+        ("llama", "fused", parallel, "fp64")
+        for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
+    ),
+    ("gpt", "fused", {"tp": 2}, "fp64"),
 ]
+FUSED = 3
+"""Layers of a run in the schedule that these tests call fused: braid with several layers ordered as one."""
 
 
 class Runs:
@@ -53,6 +61,8 @@ class Runs:
     def of(self, model: str, schedule: str, parallel: Mapping[str, int], dtype: str) -> Run:
         """Through controller and processes; schedules that need a pairing get a plan."""
         key = (model, schedule, tuple(parallel.items()), dtype)
+        fused = FUSED if schedule == "fused" else 0
+        schedule = "braid" if fused else schedule
         if key not in self._runs:
             overrides: dict[str, Mapping[str, Any]] = {
                 "model": MODELS[model],
@@ -61,17 +71,17 @@ class Runs:
                 "overlap": {"schedule": schedule},
             }
             if SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
-                overrides["overlap"] = {"schedule": schedule, "plan": str(self._plan(overrides))}
+                overrides["overlap"] = {"schedule": schedule, "plan": str(self._plan(overrides, fused))}
             self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
         return self._runs[key]
 
-    def _plan(self, overrides: Mapping[str, Mapping[str, Any]]) -> Path:
+    def _plan(self, overrides: Mapping[str, Mapping[str, Any]], fused: int) -> Path:
         """A plan for links on which communication is worth hiding."""
         config = small_config(self._path / "plans", **overrides)
         ranks = config.layout().ranks
         spec: ClusterSpec = cluster(gpus=ranks, intra=2e8)
         job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
-        plan = plan_of(evaluate(fixed_setting(job), spec), spec)
+        plan = plan_of(evaluate(replace(fixed_setting(job), fused=fused), spec), spec)
         file = self._path / f"plan-{len(self._runs)}.yaml"
         file.write_text(plan.to_yaml(), encoding="utf-8")
         return file
@@ -113,6 +123,9 @@ def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     run = runs.of("llama", "braid", {"tp": 2}, "fp64")
     text = (run.directory / "schedule.txt").read_text()
     assert "compute P:" in text
+    text = (runs.of("llama", "fused", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
+    assert "compute P:" in text
+    assert "fused 3" in text
     assert "[F" in text
 
 
@@ -122,7 +135,7 @@ def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:
     train = {"dtype": "fp64", "steps": 1}
     for overlap, parallel, message in (
         ({"schedule": "dhelix", "plan": plan}, {"tp": 2}, "is for overlap.schedule=braid, not dhelix"),
-        ({"schedule": "braid", "plan": plan}, {"pp": 2}, "is for tp 2 .folded. with train.recompute=none"),
+        ({"schedule": "braid", "plan": plan}, {"pp": 2}, "is for tp 2 with train.recompute=none"),
         ({"schedule": "braid"}, {"tp": 2}, "needs a pairing: make one with"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -6,17 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import write_config, write_corpus
-from tests.end_to_end.hosts import ray_cluster, two_hosts
+from braid.jobs.benchmarks.hosts import HostsError, check_hosts, ray_cluster, two_hosts
+from tests.end_to_end.command import environment, write_config, write_corpus
+
+
+def require_hosts() -> None:
+    """Skip, and say why, where hosts cannot be made."""
+    try:
+        check_hosts()
+    except HostsError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
 def test_train_across_two_hosts(tmp_path: Path) -> None:
+    require_hosts()
     write_corpus(tmp_path)
     write_config(tmp_path, parallel={"tp": 2}, cluster={"launcher": "ray"})
-    with two_hosts() as hosts, ray_cluster(hosts) as address:
+    with two_hosts() as link, ray_cluster(link.hosts, environment()) as address:
+        hosts = link.hosts
         command = (sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", "--address", address)
-        result = hosts[0].run(*command, timeout=120, cwd=tmp_path)
+        result = hosts[0].run(*command, timeout=120, cwd=tmp_path, env=environment())
         assert result.returncode == 0, result.stdout + result.stderr
         before = {process for host in hosts for process in host.processes()}
     assert before, "the cluster itself must still be there after the run"

@@ -108,12 +108,12 @@ CASES = [
         ("overlap.schedule_file", "forward.txt"),
         {"overlap": {"schedule_file": "forward.txt"}},
         prepare=_write(
-            "forward.txt", b"braid schedule 2\nname f\nstages 1\nchunks 1\nmicro_batches 4\nstage 0\n F0.0\n"
+            "forward.txt", b"braid schedule 3\nname f\nstages 1\nchunks 1\nmicro_batches 4\nstage 0\n F0.0\n"
         ),
     ),
     Case(
         "schedule of another version",
-        ("braid schedule 2", "braid schedule 7"),
+        ("braid schedule 3", "braid schedule 7"),
         {"overlap": {"schedule_file": "old.txt"}},
         prepare=_write("old.txt", b"braid schedule 7\nname megatron\n"),
     ),

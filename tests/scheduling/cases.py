@@ -96,7 +96,7 @@ def named_schedule(
     parts = model_parts(LLAMA, tp, recompute)
     method = SCHEDULES[name].pairs
     choices = Choices(
-        pairing=None if method is None else in_turn(parts["layer"], method),
+        pairings={} if method is None else {"layer|layer": in_turn(parts["layer"], method)},
         early_reduction=early_reduction,
         gathers=gathers,
     )

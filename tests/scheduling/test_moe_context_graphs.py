@@ -282,4 +282,10 @@ def test_schedules_of_these_layers_are_valid(name: str, shape: ModelShape, ep: i
     layout = ParallelLayout(dp=4, tp=2, cp=4, pp=2, ep=ep, placement=placement)
     method = SCHEDULES[name].pairs
     pairing = in_turn(parts["layer"], method) if method else None
-    validate(training_schedule(name, layout, 4, parts, Choices(pairing=pairing)), layout, parts)
+    validate(
+        training_schedule(
+            name, layout, 4, parts, Choices(pairings={"layer|layer": pairing} if pairing else {})
+        ),
+        layout,
+        parts,
+    )

@@ -311,7 +311,11 @@ def test_prices_are_those_of_the_simulator(method: PairMethod) -> None:
 def _paired_blocks_ns(bench: Bench, setting: Setting, decision: PairingDecision) -> list[float]:
     """Times of the last stage's paired blocks, whose chunks hold nothing but one layer."""
     schedule = training_schedule(
-        "braid", setting.layout, setting.micro_batches, bench.parts, Choices(pairing=decision)
+        "braid",
+        setting.layout,
+        setting.micro_batches,
+        bench.parts,
+        Choices(pairings={"layer|layer": decision}),
     )
     run = simulate(schedule, setting.layout, setting.model, bench.parts, bench.profile)
     return [

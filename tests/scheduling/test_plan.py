@@ -32,7 +32,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "message"),
     [
-        (r"braid_plan: 1", "braid_plan: 7", r"braid_plan=7 is not version 1; make the plan anew"),
+        (r"braid_plan: 2", "braid_plan: 7", r"braid_plan=7 is not version 2; make the plan anew"),
         (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
@@ -72,21 +72,26 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
 )
 def test_an_edited_pairing_is_refused(old: str, new: str, message: str) -> None:
     plan = made()
-    assert plan.choices.pairing is not None
-    steps = tuple(new if step == old else step for step in plan.choices.pairing.steps)
-    assert steps != plan.choices.pairing.steps
-    choices = replace(plan.choices, pairing=replace(plan.choices.pairing, steps=steps))
+    assert "layer|layer" in plan.choices.pairings
+    steps = tuple(new if step == old else step for step in plan.choices.pairings["layer|layer"].steps)
+    assert steps != plan.choices.pairings["layer|layer"].steps
+    choices = replace(
+        plan.choices, pairings={"layer|layer": replace(plan.choices.pairings["layer|layer"], steps=steps)}
+    )
     with pytest.raises(ValueError, match=message):
         replay(plan.setting, choices, cluster(nodes=2, gpus=4))
 
 
 def test_a_pairing_that_reads_too_early_is_refused() -> None:
     plan = made()
-    assert plan.choices.pairing is not None
-    steps = list(plan.choices.pairing.steps)
+    assert "layer|layer" in plan.choices.pairings
+    steps = list(plan.choices.pairings["layer|layer"].steps)
     steps.remove("F:qkv")
     steps.insert(0, "F:qkv")
-    choices = replace(plan.choices, pairing=replace(plan.choices.pairing, steps=tuple(steps)))
+    choices = replace(
+        plan.choices,
+        pairings={"layer|layer": replace(plan.choices.pairings["layer|layer"], steps=tuple(steps))},
+    )
     with pytest.raises(ValueError, match="is read before it is there"):
         replay(plan.setting, choices, cluster(nodes=2, gpus=4))
 

@@ -91,7 +91,7 @@ SCHEDULES = st.builds(
 )
 
 SMALL = """\
-braid schedule 2
+braid schedule 3
 name small
 stages 2
 chunks 2
@@ -352,17 +352,17 @@ def test_what_is_wrong_in_a_paired_program(lines: list[str], number: int, cause:
 
 
 @pytest.mark.parametrize(
-    "first", ["braid schedule 3", "braid schedule 1", "braid schedule", "schedule 1", "name small", "F0.0"]
+    "first", ["braid schedule 4", "braid schedule 1", "braid schedule", "schedule 1", "name small", "F0.0"]
 )
 def test_another_version_is_refused_with_a_remedy(first: str) -> None:
-    message = refused(SMALL.replace("braid schedule 2", first))
-    assert message.startswith(f"schedule, line 1: expected 'braid schedule 2', found {first!r}; ")
+    message = refused(SMALL.replace("braid schedule 3", first))
+    assert message.startswith(f"schedule, line 1: expected 'braid schedule 3', found {first!r}; ")
     assert message.endswith("if another version of Braid wrote the file, make it anew with 'braid schedule'")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_an_empty_text_is_refused(text: str) -> None:
-    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 2', found ''; ")
+    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 3', found ''; ")
 
 
 def test_a_text_that_ends_in_the_header_is_refused() -> None:

@@ -70,7 +70,7 @@ def test_perfect_overlap_is_the_maximum_and_none_the_sum(compute: int, moved: in
         order.remove("mlp_in.wgrad")
         order.insert(order.index("mlp_gather.grad") + 1, "mlp_in.wgrad")
         choices, _ = decide(alone)
-        choices = replace(choices, backward_order=tuple(order))
+        choices = replace(choices, backward_orders={"layer": tuple(order)})
         s = alone.setting
         result = simulate(lower(alone, choices), s.layout, s.model, alone.parts, alone.profile)
         assert result.step_ns == pytest.approx(s.model.layers * expected, rel=1e-6)
@@ -146,8 +146,8 @@ def test_a_paired_layer_takes_what_the_search_says(schedule: str) -> None:
 
 def _steps(bench: Bench) -> tuple[str, ...]:
     choices, _ = decide(bench)
-    assert choices.pairing is not None
-    return choices.pairing.steps
+    assert choices.pairings
+    return choices.pairings["layer|layer"].steps
 
 
 def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:

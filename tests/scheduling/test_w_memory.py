@@ -115,7 +115,7 @@ def test_pairs_are_counted_as_their_values_live() -> None:
                 stays = (holder == "F" and name in saved) or (holder == "B" and name in kept)
                 if not later and not stays:
                     held.discard((holder, name))
-        assert pair_extra_bytes(layer, program, 2) == max(0, most - layer.saved_bytes(2))
+        assert pair_extra_bytes(layer, layer, program, 2) == max(0, most - layer.saved_bytes(2))
 
 
 def _touched(layer: Part, action: Action) -> set[str]:

@@ -1,0 +1,301 @@
+"""Times operators on one rank, alone and beside communication, at a run's real shapes and groups.
+
+The parts of the model run as they do in training, forward and backward, in the order of their graphs, so
+that every operator finds the caches as it will find them then. Beside an operator a spare transfer is under
+way, or another computation, or nothing; which is drawn anew for every operator and round, so that load that
+comes and goes reaches all of them alike. All ranks draw the same numbers.
+"""
+
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.actors.stage.bindings import COLLECTIVES, method_of
+from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.messages import COMPUTE, Samples, Together
+from braid.actors.stage.model import PartInstance, StageModel
+from braid.actors.stage.slots import Values
+from braid.actors.stage.streams import Streams, Transfer
+from braid.kernels.collectives.primitives import all_reduce, receive, send
+from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
+from braid.scheduling.profile import operator_key
+from braid.scheduling.schedule import Strand
+
+
+@dataclass(frozen=True)
+class _Spare:
+    """A transfer that can be started at any time: a collective of a layer with a tensor of its own."""
+
+    operator: Operator
+    x: Tensor
+
+
+@dataclass
+class Profiler:
+    """Measures on one rank; all ranks of a run call `run` at the same time."""
+
+    parts: Mapping[str, Part]
+    model: StageModel
+    mesh: Mesh
+    streams: Streams
+    seed: int = 0
+    _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
+    _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _spares: dict[str, _Spare] = field(default_factory=dict)
+    _spare_of: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        context = self.model.context
+        self._generator = torch.Generator(context.device).manual_seed(self.seed)
+        chosen: dict[str, PartInstance] = {}
+        for instances in self.model.chunks.values():
+            for instance in instances:
+                chosen.setdefault(instance.name, instance)
+        self._instances = chosen
+        tp = self.mesh.layout.tp > 1
+        self._group = self.mesh.group("tp") if tp else None
+
+    @torch.no_grad()
+    def run(self, rounds: int, optimizer_step: Callable[[], object], parameters: int) -> Samples:
+        """Measure ``rounds`` times what stands alone, and as often what stands together."""
+        for turn in range(-1, rounds):
+            for name in ("layer", "embedding", "head"):
+                if name in self._instances:
+                    for beside in (False, True):
+                        self._pass(self.parts[name], self._instances[name], beside, counts=turn >= 0)
+        transfers = self._transfers(rounds)
+        updates = []
+        for _ in range(3):
+            begin = self.streams.mark()
+            optimizer_step()
+            updates.append(self._between(begin, self.streams.mark()) / max(1, parameters))
+        return Samples(
+            solo_ns=dict(self._solo),
+            together=dict(self._together),
+            spares=dict(self._spare_times),
+            spare_of=dict(self._spare_of),
+            transfers=transfers,
+            optimizer_ns_per_parameter=updates,
+            hardware=hardware(self.model.context.device),
+        )
+
+    # -- passes --------------------------------------------------------------------------------------------
+
+    def _pass(self, part: Part, instance: PartInstance, beside: bool, counts: bool) -> None:
+        """One forward and backward pass through a part; nothing is freed before its end."""
+        values = self._inputs(part)
+        self._run(part, part.forward, instance, values, beside, counts)
+        output = part.values[part.output]
+        if output.precision is Precision.ACTIVATION:
+            values[f"d.{part.output}"] = torch.randn_like(values[part.output])
+        self._run(part, part.backward, instance, values, beside, counts)
+
+    def _inputs(self, part: Part) -> Values:
+        """Random inputs of a part."""
+        context = self.model.context
+        values: Values = {}
+        for name in part.inputs:
+            value = part.values[name]
+            if value.precision is Precision.INDEX:
+                high = self.model.shape.vocabulary
+                values[name] = torch.randint(
+                    high, (value.elements,), generator=self._generator, device=context.device
+                )
+            elif name in part.constants:
+                values[name] = 1e-6
+            else:
+                shape = (context.sizes.local_tokens, self.model.shape.hidden)
+                values[name] = torch.randn(
+                    shape, generator=self._generator, device=context.device, dtype=context.dtype
+                )
+        return values
+
+    def _run(
+        self, part: Part, graph: Graph, instance: PartInstance, values: Values, beside: bool, counts: bool
+    ) -> None:
+        for operator in graph.operators:
+            key = operator_key(part.name, operator)
+            if operator.kind.communicates:
+                ns = self._communicate(operator, values, key)
+                if counts and not beside:
+                    self._solo[key].append(ns)
+                continue
+            call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
+            choices: list[str] = [*sorted(self._spares), COMPUTE] if beside else []
+            choice = self._random.choice(choices) if choices else None
+            self._meet()
+            if choice is None:
+                begin = self.streams.mark()
+                results = call(*arguments)
+                if counts and not beside:
+                    self._solo[key].append(self._between(begin, self.streams.mark()))
+            elif choice == COMPUTE:
+                results = self._beside_compute(call, arguments, key, counts)
+            else:
+                results = self._beside_transfer(call, arguments, key, choice, counts)
+            if operator.writes:
+                values.update(zip(operator.writes, results, strict=True))
+
+    def _communicate(self, operator: Operator, values: Values, key: str) -> int:
+        (source,), (target,) = operator.reads, operator.writes
+        x: Tensor = values[source]
+        name = _class_of(operator, x)
+        self._spare_of[key] = name
+        if name not in self._spares:
+            self._spares[name] = _Spare(operator, torch.randn_like(x))
+        self._meet()
+        begin = self.streams.mark()
+        transfer = self._start(operator, x, awaited_next=True)
+        self.streams.wait(transfer)
+        values[target] = transfer.take()
+        return self._between(begin, self.streams.mark())
+
+    def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
+        assert operator.axis is not None
+        launch = COLLECTIVES[operator.kind](x, self.mesh.group(operator.axis, Strand.ALPHA))
+        return self.streams.start(operator.stream, launch, awaited_next=awaited_next)
+
+    def _beside_transfer(
+        self, call: Callable[..., Any], arguments: list[Any], key: str, name: str, counts: bool
+    ) -> Any:
+        spare = self._spares[name]
+        begin = self.streams.mark()
+        transfer = self._start(spare.operator, spare.x, awaited_next=False)
+        started = self.streams.mark()
+        results = call(*arguments)
+        ended = self.streams.mark()
+        self.streams.wait(transfer)
+        transfer_end = transfer.end
+        transfer.take()
+        if counts:
+            both = max(self._between(begin, ended), self._between(begin, transfer_end))
+            self._together[key, name].append(
+                Together(
+                    operator_ns=self._between(started, ended),
+                    other_ns=self._between(begin, transfer_end),
+                    both_ns=both,
+                )
+            )
+        return results
+
+    def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
+        """A second computation of the same length at the same time, which is expected not to pay."""
+        size = 384
+        a = torch.randn(size, size, device=self.model.context.device, dtype=self.model.context.dtype)
+        marks: list[Any] = []
+
+        def other() -> None:
+            with torch.no_grad():
+                marks.append(self.streams.mark())
+                for _ in range(4):
+                    torch.mm(a, a)
+                marks.append(self.streams.mark())
+
+        if self.model.context.device.type == "cuda":
+            return call(*arguments)  # streams: measured by `python -m braid.jobs.bench gpu`
+        alone = time.perf_counter_ns()
+        other()
+        alone = time.perf_counter_ns() - alone
+        marks.clear()
+        thread = threading.Thread(target=other)
+        begin = self.streams.mark()
+        thread.start()
+        results = call(*arguments)
+        ended = self.streams.mark()
+        thread.join()
+        if counts:
+            self._together[key, COMPUTE].append(
+                Together(
+                    operator_ns=self._between(begin, ended),
+                    other_ns=alone,
+                    both_ns=self._between(begin, self.streams.mark()),
+                )
+            )
+        return results
+
+    # -- transfers outside layers --------------------------------------------------------------------------
+
+    def _transfers(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
+        """Spare collectives alone; messages between stages and sums over replicas in several sizes."""
+        for _ in range(rounds):
+            for name in self._random.sample(sorted(self._spares), len(self._spares)):
+                spare = self._spares[name]
+                self._meet()
+                transfer = self._start(spare.operator, spare.x, awaited_next=False)
+                self.streams.wait(transfer)
+                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
+                transfer.take()
+        measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        layout, context = self.mesh.layout, self.model.context
+        elements = context.sizes.local_tokens * self.model.shape.hidden
+        for _ in range(rounds):
+            for count in (elements, max(1, elements // 8)):
+                x = torch.zeros(count, device=context.device, dtype=context.dtype)
+                if layout.pp > 1:
+                    measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
+                if layout.dp > 1:
+                    measured["dp/all_reduce"].append((x.nbytes, self._sum(x)))
+        return dict(measured)
+
+    def _sum(self, x: Tensor) -> int:
+        group = self.mesh.group("dp")
+        dist.barrier(group)
+        begin = self.streams.mark()
+        transfer = self.streams.start(Stream.INTER, all_reduce(x, group), awaited_next=True)
+        self.streams.wait(transfer)
+        transfer.take()
+        return self._between(begin, self.streams.mark())
+
+    def _there_and_back(self, x: Tensor) -> int:
+        """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
+        stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
+        other = stage ^ 1
+        group = self.mesh.group("pp")
+        dist.barrier(group)
+        if other >= stages:
+            return 0
+        peer = self.mesh.peer(other)
+        begin = self.streams.mark()
+        turns = (send, receive) if stage < other else (receive, send)
+        for turn in turns:
+            transfer = self.streams.start(Stream.INTER, turn(x, peer, group, 0), awaited_next=True)
+            self.streams.wait(transfer)
+            transfer.take()
+        return self._between(begin, self.streams.mark()) // 2
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Let all ranks of the tensor-parallel group begin together, as they do after every collective."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def _between(self, begin: Any, end: Any) -> int:
+        return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
+
+
+def _class_of(operator: Operator, x: Tensor) -> str:
+    """Collectives of one class take the same time."""
+    return f"{operator.axis}/{operator.kind.value} {x.numel() * x.element_size()}"
+
+
+def hardware(device: torch.device) -> str:
+    """What this rank computes on, in words: part of a profile's identity."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            models = {line.partition(":")[2].strip() for line in info if line.startswith("model name")}
+    except OSError:
+        models = set()
+    return f"CPU {' + '.join(sorted(models)) or 'unknown'}, {torch.get_num_threads()} thread(s)"

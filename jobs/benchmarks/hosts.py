@@ -1,0 +1,165 @@
+"""Two hosts on one machine: network namespaces joined by a shaped veth pair (design section 8).
+
+Linux only, as root, with Debian's iproute2. Everything is removed again, whatever happens inside.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RAY_PORT = 6379
+_START_SECONDS = 60.0
+
+
+class HostsError(RuntimeError):
+    """This machine does not let us make hosts; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace with an address."""
+
+    namespace: str
+    address: str
+
+    def run(
+        self,
+        *command: str,
+        timeout: float,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on the host."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self.namespace, *command],
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def processes(self) -> list[int]:
+        """Ids of all processes on the host."""
+        listing = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(word) for word in listing.stdout.split()]
+
+
+def check_hosts() -> None:
+    """`HostsError` where network namespaces cannot be made."""
+    if os.geteuid() != 0:
+        raise HostsError("two hosts on one machine need root, for network namespaces: run as root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise HostsError(f"two hosts on one machine need {tool}: apt-get install iproute2")
+    probe = f"braid-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        raise HostsError("this machine does not allow network namespaces (a container without CAP_SYS_ADMIN)")
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+
+
+class Hosts:
+    """Two namespaces and the link between them."""
+
+    def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
+        self.hosts = hosts
+        self._devices = devices
+        self._shaped = False
+
+    def shape(self, mbit: float) -> None:
+        """Limit the link to a rate, both ways; may be called again while it is in use."""
+        verb = "change" if self._shaped else "add"
+        for host, device in zip(self.hosts, self._devices, strict=True):
+            rate = ["rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms"]
+            _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
+        self._shaped = True
+
+    def places(self, ranks: int) -> list[Host]:
+        """The host of every rank; tensor-parallel neighbours stand on different hosts."""
+        return [self.hosts[rank % 2] for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
+    """Two namespaces that see only each other; whatever runs there is ended at the end, by id."""
+    check_hosts()
+    mark = f"{os.getpid():x}"
+    first, second = Host(f"braid-{mark}-0", "10.77.0.1"), Host(f"braid-{mark}-1", "10.77.0.2")
+    hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
+    with _terminates():
+        try:
+            for host in hosts:
+                _run("ip", "netns", "add", host.namespace)
+            pair = ("type", "veth", "peer", "name", devices[1], "netns", second.namespace)
+            _run("ip", "link", "add", devices[0], "netns", first.namespace, *pair)
+            for host, device in zip(hosts, devices, strict=True):
+                _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
+                _run("ip", "-n", host.namespace, "link", "set", device, "up")
+                _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+            link = Hosts(hosts, devices)
+            if mbit is not None:
+                link.shape(mbit)
+            yield link
+        finally:
+            for host in hosts:
+                for process in host.processes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
+@contextlib.contextmanager
+def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> Iterator[str]:
+    """A Ray cluster with one node on each host; yields its address."""
+    ray = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--num-cpus={cpus}",
+        "--disable-usage-stats",
+    ]
+    head, other = hosts
+    address = f"{head.address}:{RAY_PORT}"
+    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder:
+        starts = (
+            (head, ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", f"--temp-dir={folder}/a"]),
+            (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
+        )
+        for host, options in starts:
+            command = (*ray, f"--node-ip-address={host.address}", *options)
+            result = host.run(*command, timeout=_START_SECONDS, env=env)
+            if result.returncode:
+                raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
+        yield address
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise HostsError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+
+
+@contextlib.contextmanager
+def _terminates() -> Iterator[None]:
+    """Let SIGTERM unwind as an interrupt does, so that hosts are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
