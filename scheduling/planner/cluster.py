@@ -13,12 +13,14 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.programs import serial_program
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, peak_working_bytes, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.plan import Plan, RunnerUp, Setting, score_of
 from braid.scheduling.planner.compose import Outcome, evaluate, lower, with_schedule
 from braid.scheduling.planner.tiers import collective_notes, tier_notes
+from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload, check_fit
 from braid.scheduling.validate import validate_memory
 
@@ -268,7 +270,7 @@ def _price(
     parts = built_in_parts(sizes, recompute)
     width = DTYPE_BYTES[search.dtype]
     profile = analytic_profile(cluster, layout, parts, width)
-    layer = parts["layer"]
+    layer, head = parts["layer"], parts["head"]
 
     def total(part: Part, forward: bool) -> float:
         graph = part.forward if forward else part.backward
@@ -288,7 +290,7 @@ def _price(
         ends_ns=sum(total(parts[name], True) + total(parts[name], False) for name in ends),
         saved_bytes=layer.saved_bytes(width),
         ends_saved_bytes=sum(parts[name].saved_bytes(width) for name in ends),
-        working_bytes=parts["head"].values[parts["head"].forward.operators[-2].writes[0]].bytes(width)
+        working_bytes=peak_working_bytes(head, serial_program(head.forward), Direction.FORWARD, width)
         + 2 * layer.values["x"].bytes(width),
     )
 
