@@ -46,6 +46,8 @@ class Search:
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Degrees of axes that are given."""
     context: str = "all_gather"
+    late_layers: int = 0
+    """Layers of the first chunk that the last one takes (see `ParallelLayout`)."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLay
     for division in _divisions(search, cluster):
         if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
-        layout = replace(division, placement=placement)
+        layout = replace(division, placement=placement, late_layers=search.late_layers)
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:

@@ -25,6 +25,7 @@ from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
+from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
 
 SPLITS = (2, 4, 8)
@@ -247,5 +248,7 @@ def _outcome(
 
 def with_schedule(setting: Setting, schedule: str) -> Setting:
     """The same layout under another schedule, with the placement that it needs."""
-    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement)
+    placement = SCHEDULES[schedule].placement
+    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
+    layout = replace(setting.layout, placement=placement, late_layers=late)
     return replace(setting, schedule=schedule, layout=layout, split=1)

@@ -245,6 +245,22 @@ def test_activations_are_bounded_closely(
     assert measured <= estimate <= 1.35 * measured
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_late_layers_hold_less_for_real(late: int, stage: int) -> None:
+    """Of the first stage's chunks the first waits longer: p = 2 holds it 3 times beside the last, once."""
+    schedule = named_schedule("folded", 2, 4, 2)
+    layouts = [replace(layout_for("folded", 2, 2), late_layers=n) for n in (0, late)]
+    parts = model_parts(tp=2)
+    measured = [measured_peak(LLAMA, schedule, layout, stage, "none") for layout in layouts]
+    memory = rank_memory(schedule, layouts[1], LLAMA, parts, "fp32", stage)
+    estimate = memory.activation_bytes + memory.working_bytes
+    assert measured[1] <= estimate <= 1.35 * measured[1]
+    saved = parts["layer"].saved_bytes(4)
+    freed = 2 * late * saved if stage == 0 else 0
+    assert measured[0] - measured[1] == pytest.approx(freed, abs=saved / 4)
+
+
 @SHAPES
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
 @pytest.mark.parametrize("direction", Direction)
