@@ -181,6 +181,7 @@ class ParallelConfig(_Section):
     auto: bool = False
     zero: Annotated[int, Field(ge=0, le=1)] = 0  # 1: optimizer states cut over data-parallel ranks
     context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
+    late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
 
     @model_validator(mode="before")
     @classmethod
@@ -270,9 +271,11 @@ class Config(_Section):
                 "parallel: auto is decided by `braid plan`; run it and set the degrees that it finds"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
-        return ParallelLayout(
-            **degrees, placement=SCHEDULES[self.overlap.schedule].placement_on(self.parallel.pp)
-        )
+        placement = SCHEDULES[self.overlap.schedule].placement_on(self.parallel.pp)
+        try:
+            return ParallelLayout(**degrees, placement=placement, late_layers=self.parallel.late_layers)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def workload(self) -> Workload:
         """Batch sizes."""

@@ -82,7 +82,8 @@ def make_plan(job: Request) -> Plan:
             raise ConfigError(
                 f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
                 f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
-                f"parallel.tp or parallel.pp, set parallel.zero to 1 or train.recompute to fine or full"
+                f"parallel.tp or parallel.pp, set parallel.zero to 1 or train.recompute to fine or full, or "
+                f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
             )
         return plan_of(outcome, job.cluster)
     if job.profile is not None:
@@ -96,6 +97,7 @@ def make_plan(job: Request) -> Plan:
         recompute=config.train.recompute if "recompute" in given else None,
         schedule=config.overlap.schedule if "schedule" in config.overlap.model_fields_set else None,
         fixed=config.parallel.fixed,
+        late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
     return plan_layout(search, job.cluster)

@@ -169,7 +169,11 @@ def embedding(sizes: PartSizes) -> Part:
 
 
 def head(sizes: PartSizes) -> Part:
-    """Final norm, vocabulary-parallel logits and cross-entropy; its output is the sum of token losses."""
+    """Final norm, vocabulary-parallel logits and cross-entropy; its output is the sum of token losses.
+
+    Its backward pass needs nothing from elsewhere and runs at once, so that the logits, the largest value of
+    all, are never kept between two blocks.
+    """
     g = GraphBuilder("head", sizes.axes)
     x = g.input("x", sizes.local_tokens * sizes.shape.hidden)
     targets = g.constant("targets", sizes.tokens)
@@ -178,7 +182,7 @@ def head(sizes: PartSizes) -> Part:
     h = g.gather("head_gather", h, "tp")
     rows = sizes.vocabulary_rows
     logits = g.gemm("head", h, sizes.tokens * rows, sizes.gemm_flops(sizes.shape.hidden, rows * sizes.tp))
-    return g.build(g.cross_entropy("loss", logits, targets, scale, sizes.tokens))
+    return g.build(g.cross_entropy("loss", logits, targets, scale, sizes.tokens)).at_once()
 
 
 def built_in_parts(sizes: PartSizes, recompute: str = "none") -> dict[str, Part]:

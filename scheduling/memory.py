@@ -310,10 +310,11 @@ def peak_working_bytes(part: Part, program: Program, direction: Direction, width
     lives = _lives(part, graph, program)
     for name in (*part.saved(), *part.constants):
         lives.pop(name, None)
-    return max(
+    at = (
         sum(part.values[name].bytes(width) for name, (first, last) in lives.items() if first <= now <= last)
         for now in range(len(program))
     )
+    return max(at, default=0)
 
 
 def _lives(part: Part, graph: Graph, program: Program) -> dict[str, tuple[int, int]]:

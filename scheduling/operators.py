@@ -9,7 +9,7 @@ partial sums are ``d.x~1``, ``d.x~2``, ...
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -148,7 +148,11 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A layer, the embedding or the head: forward and backward graphs over common values."""
+    """A layer, the embedding or the head: forward and backward graphs over common values.
+
+    A part that ends the model may run its backward pass `at_once`: its forward graph then holds all operators
+    of both passes, and its backward graph is empty and only hands on the gradients of the inputs.
+    """
 
     name: str
     forward: Graph
@@ -159,9 +163,37 @@ class Part:
     constants: tuple[str, ...] = ()
     """Inputs that the executor provides instead of the part before (tokens, targets, loss_scale)."""
 
+    @property
+    def evaluation(self) -> Graph:
+        """The forward graph of a model that does not train: without gradients."""
+        return Graph(operators=tuple(op for op in self.forward.operators if op.phase is Pass.FORWARD))
+
+    def at_once(self) -> "Part":
+        """The part with its backward pass at the end of its forward pass.
+
+        Between the passes it keeps nothing but the gradients of its inputs. Weight gradients come before the
+        input gradients of their modules: the inputs that only they read die first. `ValueError` for a part
+        whose backward pass starts with the gradient of its output.
+        """
+        given = f"d.{self.output}"
+        if any(given in op.reads for op in self.backward.operators):
+            raise ValueError(f"{self.name}: {given} comes from another part; only a loss starts at once")
+        weights = {op.module: op for op in self.backward.operators if op.phase is Pass.WEIGHT_GRADIENT}
+        order = list(self.forward.operators)
+        for op in self.backward.operators:
+            if op.phase is Pass.INPUT_GRADIENT and op.module in weights:
+                order.append(weights.pop(op.module))
+            if op not in order:
+                order.append(op)
+        return replace(self, forward=Graph(operators=tuple(order)), backward=Graph(operators=()))
+
     def saved(self) -> tuple[str, ...]:
-        """Forward values (inputs too) that backward reads, in the order of their writing."""
+        """What the forward pass leaves to the backward pass, in the order of writing.
+
+        Values (inputs too) that backward operators read, and gradients of inputs that are there already.
+        """
         needed = {name for op in self.backward.operators for name in op.reads}
+        needed |= {f"d.{name}" for name in self.inputs}
         written = [*self.inputs, *(name for op in self.forward.operators for name in op.writes)]
         recomputed = {n for op in self.backward.operators if op.phase is Pass.RECOMPUTE for n in op.writes}
         return tuple(name for name in written if name in needed and name not in recomputed)

@@ -20,6 +20,9 @@ and per part of the model (embedding, layer, head) and pass one operator program
     wait NAME           make its result available
     barrier             wait for everything that is under way (paired programs only)
 
+The head's backward operators stand in its forward program, behind the loss, and its backward program is
+empty: it only hands on the gradient that is there. Schedules that do not train have forward operators alone.
+
 ``program layer|layer`` is that of a layer's forward beside a layer's backward: its operators are written
 ``F:NAME`` and ``B:NAME``; ``P:NAME`` is a weight gradient that the run before, in the same block or in the
 paired block right before, left for here (where there is none it is skipped; where none follows it runs then).

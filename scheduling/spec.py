@@ -143,9 +143,23 @@ class ParallelLayout:
     placement: Placement = Placement.LINEAR
     head_layers: int = 0
     """Layers that the head counts for when layers are shared out between chunks."""
+    late_layers: int = 0
+    """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
+
+    Activations of the first chunk wait longest for their gradients, those of the last not at all: less memory
+    on the stage that also holds both vocabulary tables, but chunks of different sizes pair worse.
+    """
 
     def __post_init__(self) -> None:
         _require_positive("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
+        if self.late_layers < 0:
+            raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
+        if self.late_layers and not self.folded:
+            raise ValueError(
+                f"parallel.late_layers={self.late_layers} needs the first and the last chunk on one stage, "
+                f"as schedules over the folded model have them (such as braid); set it to 0 for "
+                f"a {self.placement} pipeline"
+            )
 
     @property
     def ranks(self) -> int:
@@ -196,9 +210,11 @@ class ParallelLayout:
         """The layers of a model of ``layers`` layers that a chunk holds.
 
         The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
-        chunks in the middle hold one more: the ends of the model hold the embedding and the head.
+        chunks in the middle hold one more: the ends of the model hold the embedding and the head. Of the two
+        chunks of a stage of the folded model it is the later one, whose activations wait less. The last chunk
+        takes ``late_layers`` of the first one's. `ValueError` where one of the two keeps no layer.
         """
-        counts = _layer_counts(self.chunks_per_copy, self.head_layers, layers)
+        counts = _layer_counts(self, layers)
         place = chunk % self.chunks_per_copy
         return range(sum(counts[:place]), sum(counts[: place + 1]))
 
@@ -229,25 +245,29 @@ class ParallelLayout:
         axes = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in ("placement", "head_layers")
+            if f.name not in ("placement", "head_layers", "late_layers")
         ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
         linear = self.placement is Placement.LINEAR
-        return " x ".join(busy) + ("" if linear else f" ({self.placement})")
+        late = f", {self.late_layers} late" if self.late_layers else ""
+        return " x ".join(busy) + ("" if linear else f" ({self.placement}{late})")
 
 
 @cache
-def _layer_counts(size: int, head_layers: int, layers: int) -> tuple[int, ...]:
-    """Layers per chunk of ``size`` chunks (see `ParallelLayout.layers_of`)."""
-    each, more = divmod(layers + head_layers, size)
-    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), c))[:more]
+def _layer_counts(layout: ParallelLayout, layers: int) -> tuple[int, ...]:
+    """Layers per chunk of one copy of the model (see `ParallelLayout.layers_of`)."""
+    size, head, late = layout.chunks_per_copy, layout.head_layers, layout.late_layers
+    each, more = divmod(layers + head, size)
+    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:more]
     counts = [each + (c in inner) for c in range(size)]
-    counts[-1] -= head_layers
-    if counts[-1] < 1:
-        raise ValueError(
-            f"parallel.head_layers={head_layers} leaves the last of {size} chunks of {layers} layers without "
-            f"a layer; lower it"
-        )
+    counts[0] -= late
+    counts[-1] += late - head
+    for end, key, count in (("first", "late_layers", late), ("last", "head_layers", head)):
+        if counts[0 if end == "first" else -1] < 1:
+            raise ValueError(
+                f"parallel.{key}={count} leaves the {end} of {size} chunks of {layers} layers without "
+                f"a layer; lower it"
+            )
     return tuple(counts)
 
 
@@ -310,6 +330,7 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
             f"model.layers={shape.layers} cannot fill {layout.chunks_per_copy} chunks of parallel.pp="
             f"{layout.pp}; use at least {layout.chunks_per_copy} layers, or a smaller parallel.pp"
         )
+    layout.layers_of(0, shape.layers)
     _check_batch(shape, layout, workload)
 
 

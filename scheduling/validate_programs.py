@@ -75,7 +75,8 @@ def _single_programs(
     for (name, direction), program in schedule.programs.items():
         part = parts[name]
         if direction is Direction.FORWARD:
-            yield f"{name} F", program, part.forward, part.inputs
+            graph = part.forward if schedule.trains else part.evaluation
+            yield f"{name} F", program, graph, part.inputs
         else:
             yield f"{name} B", program, part.backward, _given_backward(part)
     for (name, gradients), program in schedule.splits.items():

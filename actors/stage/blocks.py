@@ -262,8 +262,9 @@ class BlockRunner:
         if batch is not None:
             available |= {"tokens": batch.tokens, "targets": batch.targets}
         part = self._parts[held.instance.name]
-        needed = set(part.saved()) if self._schedule.trains else set()
-        needed |= {name for op in part.forward.operators for name in op.reads}
+        trains = self._schedule.trains
+        graph = part.forward if trains else part.evaluation
+        needed = {name for op in graph.operators for name in op.reads} | set(part.saved() if trains else ())
         values = self._slots.open(self._slot(block, held))
         values.update((name, available[name]) for name in part.inputs if name in needed)
         return values

@@ -52,7 +52,7 @@ def build_mesh(
     """Create all groups. Making a group is a collective call: every rank passes the same arguments."""
     position = layout.coordinate(rank)
     groups: dict[tuple[str, Strand], dist.ProcessGroup] = {}
-    shared = dist.get_backend() == "gloo"
+    shared = dist.is_initialized() and dist.get_backend() == "gloo"
     for axis in (axis for axis in AXES if layout.degree(axis) > 1):
         for strand in strands:
             first = next((group for (other, _), group in groups.items() if other == axis), None)

@@ -96,8 +96,7 @@ class StageModel:
         parts = []
         if chunk == 0:
             parts.append(self._instance("embedding", 0, embedding_modules(self.context), chunk))
-        per_chunk = self.shape.layers // self.layout.chunks
-        for index in range(chunk * per_chunk, (chunk + 1) * per_chunk):
+        for index in self.layout.layers_of(chunk, self.shape.layers):
             modules = self.definition.modules(self.context, index)
             parts.append(self._instance("layer", index, modules, chunk))
         if chunk == self.layout.chunks - 1:

@@ -143,13 +143,13 @@ def with_gathering(
 
 
 def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey, Program]:
-    """The serial program of every part and pass."""
+    """The serial program of every part and pass; of forward passes alone where nothing ``trains``."""
+    if not trains:
+        return {(name, Direction.FORWARD): serial_program(part.evaluation) for name, part in parts.items()}
     programs = {(name, Direction.FORWARD): serial_program(part.forward) for name, part in parts.items()}
-    if trains:
-        programs |= {
-            (name, Direction.BACKWARD): serial_program(part.backward) for name, part in parts.items()
-        }
-    return programs
+    return programs | {
+        (name, Direction.BACKWARD): serial_program(part.backward) for name, part in parts.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

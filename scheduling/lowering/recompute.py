@@ -13,12 +13,12 @@ def with_recompute(part: Part, policy: str) -> Part:
 
     ``none`` keeps all; ``selective`` recomputes what norms and activations write; ``fine`` keeps what
     collectives write, so that none is repeated (Oases section III-B); ``full`` keeps only the part's inputs.
-    The head runs its backward right after its forward and is left as it is.
+    A part that runs its backward pass at once (the head) keeps nothing and is left as it is.
     """
     if policy not in RECOMPUTE_POLICIES:
         known = ", ".join(RECOMPUTE_POLICIES)
         raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
-    if policy == "none" or part.name == "head":
+    if policy == "none" or not part.backward.operators:
         return part
     producers = {name: op for op in part.forward.operators for name in op.writes}
 

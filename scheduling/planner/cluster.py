@@ -13,12 +13,14 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.programs import serial_program
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, peak_working_bytes, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.plan import Plan, RunnerUp, Setting, score_of
 from braid.scheduling.planner.compose import Outcome, evaluate, lower, with_schedule
 from braid.scheduling.planner.tiers import collective_notes, tier_notes
+from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload, check_fit
 from braid.scheduling.validate import validate_memory
 
@@ -44,6 +46,8 @@ class Search:
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Degrees of axes that are given."""
     context: str = "all_gather"
+    late_layers: int = 0
+    """Layers of the first chunk that the last one takes (see `ParallelLayout`)."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLay
     for division in _divisions(search, cluster):
         if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
-        layout = replace(division, placement=placement)
+        layout = replace(division, placement=placement, late_layers=search.late_layers)
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:
@@ -268,7 +272,7 @@ def _price(
     parts = built_in_parts(sizes, recompute)
     width = DTYPE_BYTES[search.dtype]
     profile = analytic_profile(cluster, layout, parts, width)
-    layer = parts["layer"]
+    layer, head = parts["layer"], parts["head"]
 
     def total(part: Part, forward: bool) -> float:
         graph = part.forward if forward else part.backward
@@ -288,7 +292,7 @@ def _price(
         ends_ns=sum(total(parts[name], True) + total(parts[name], False) for name in ends),
         saved_bytes=layer.saved_bytes(width),
         ends_saved_bytes=sum(parts[name].saved_bytes(width) for name in ends),
-        working_bytes=parts["head"].values[parts["head"].forward.operators[-2].writes[0]].bytes(width)
+        working_bytes=peak_working_bytes(head, serial_program(head.forward), Direction.FORWARD, width)
         + 2 * layer.values["x"].bytes(width),
     )
 

@@ -30,6 +30,7 @@ from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Block, Direction, Pair, Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
+from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
 
 SPLITS = (2, 4, 8)
@@ -346,5 +347,7 @@ def _outcome(
 
 def with_schedule(setting: Setting, schedule: str) -> Setting:
     """The same layout under another schedule, with the placement that it needs."""
-    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement_on(setting.layout.pp))
+    placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
+    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
+    layout = replace(setting.layout, placement=placement, late_layers=late)
     return replace(setting, schedule=schedule, layout=layout, split=1)

@@ -25,6 +25,8 @@ STEPS = 8
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama"},
     "gpt": {"family": "gpt", "kv_heads": 4},
+    "llama of 8 layers": {"family": "llama", "layers": 8},
+    "gpt, one table": {"family": "gpt", "kv_heads": 4, "tied_head": True},
 }
 TWO_STRANDS = [name for name in EXECUTABLE if name not in ("megatron", "folded")]
 CASES = [
@@ -116,6 +118,24 @@ def test_two_strands_train_as_one(
     plain = run_plain(run.config, runs.data)
     tolerance = {"fp64": 1e-9, "fp32": 2e-5}[dtype]
     assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+
+
+@pytest.mark.slow
+def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
+    late = runs.of("llama of 8 layers", "braid", {"pp": 2, "late_layers": 1}, "fp64")
+    one = runs.of("llama of 8 layers", "megatron", {"pp": 2}, "fp64")
+    assert late.losses == one.losses
+    assert late.gradient_norms == one.gradient_norms
+    ours, theirs = late.parameters(), one.parameters()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["megatron", "folded", "braid", "zbv"])
+def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
+    """Embedding and head add their gradients to one table, in an order that depends on the schedule."""
+    run = runs.of("gpt, one table", schedule, {"pp": 2}, "fp64")
+    assert run.losses == pytest.approx(run_plain(run.config, runs.data).losses, rel=1e-9, abs=0)
 
 
 def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:

@@ -76,6 +76,16 @@ CASES = [
         ("model.layers=6", "2 x parallel.pp=4", "multiple of 4"),
         {"model": {"layers": 6}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
     ),
+    Case(
+        "late layers without folding",
+        ("parallel.late_layers=1", "one stage", "linear"),
+        {"parallel": {"pp": 2, "late_layers": 1}},
+    ),
+    Case(
+        "no layer left",
+        ("parallel.late_layers=1", "first of 4 chunks", "lower it"),
+        {"parallel": {"pp": 2, "late_layers": 1}, "overlap": {"schedule": "folded"}},
+    ),
     Case("layers and pp", ("model.layers=4", "parallel.pp=3"), {"parallel": {"pp": 3}}),
     Case(
         "batch",

@@ -107,7 +107,8 @@ def test_no_pass_reads_a_value_that_is_not_there(shape: ModelShape, tp: int, pol
 def test_every_input_gets_one_whole_gradient(shape: ModelShape, tp: int) -> None:
     assert "d.loss" not in model_parts(shape, tp)["head"].values
     for part in model_parts(shape, tp).values():
-        written = Counter(name for op in part.backward.operators for name in op.writes)
+        both = (*part.forward.operators, *part.backward.operators)
+        written = Counter(name for op in both for name in op.writes)
         assert set(written.values()) <= {1}
         differentiable = {name for name in part.inputs if name not in part.constants}
         assert {f"d.{name}" for name in differentiable} <= set(written)
@@ -410,6 +411,45 @@ def test_what_is_recomputed(shape: ModelShape, policy: str, tp: int, expected: s
 def test_the_head_is_never_recomputed() -> None:
     for policy in RECOMPUTE_POLICIES:
         assert model_parts(LLAMA, 2, policy)["head"] == model_parts(LLAMA, 2)["head"]
+
+
+# -- the backward pass at once -------------------------------------------------------------------------------
+
+
+@SHAPES
+@DEGREES
+def test_the_head_leaves_only_the_gradient_of_its_input(shape: ModelShape, tp: int) -> None:
+    head = model_parts(shape, tp)["head"]
+    assert head.saved() == ("d.x",)
+    assert head.saved_bytes(2) == head.values["x"].bytes(2)
+    assert head.backward == Graph(operators=())
+    gradients = {op.name for op in head.forward.operators} - set(names(head.evaluation))
+    assert gradients >= {"loss.grad", "head.wgrad", "head.dgrad", "final_norm.grad"}
+    assert all(op.phase is Pass.FORWARD for op in head.evaluation.operators)
+    assert head.evaluation.operators[-1].writes[0] == head.output
+
+
+@SHAPES
+def test_weight_gradients_at_once_come_before_input_gradients(shape: ModelShape) -> None:
+    """What the head gathered dies before the gradient of the same size is made."""
+    order = names(model_parts(shape, 2)["head"].forward)
+    assert order.index("head.wgrad") == order.index("head.dgrad") - 1
+
+
+def test_what_ends_in_a_loss_has_the_same_operators_at_once() -> None:
+    g = two_way_builder("end")
+    x, targets = g.input("x", 8), g.constant("targets", 8)
+    scale = g.constant("loss_scale", 1, Precision.STATISTIC)
+    part = g.build(g.cross_entropy("loss", g.gemm("one", g.gemm("two", x, 8, 1), 8, 1), targets, scale, 8))
+    at_once = part.at_once()
+    assert at_once.evaluation == part.forward
+    assert set(at_once.forward.operators) == {*part.forward.operators, *part.backward.operators}
+    run_symbolically(at_once, at_once.forward, set(part.inputs), {"loss", "d.x"})
+
+
+def test_a_part_that_waits_for_a_gradient_has_no_backward_pass_at_once() -> None:
+    with pytest.raises(ValueError, match=r"layer: d\.mlp_residual\.out comes from another part"):
+        model_parts()["layer"].at_once()
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -311,8 +311,7 @@ def test_memory_of_the_other_pipelines(p: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_the_head_runs_backward_right_after_forward(p: int, m: int) -> None:
-    """Its logits are the largest value there is, so no two micro-batches may hold theirs."""
+def test_the_last_chunk_runs_backward_right_after_forward(p: int, m: int) -> None:
     for name, stage in (("megatron", p - 1), ("folded", 0)):
         last = layout_for(name, p).chunks - 1
         order = [block for block in named_schedule(name, p, m).blocks(stage) if block.chunk == last]

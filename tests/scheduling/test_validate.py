@@ -128,13 +128,23 @@ def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
 
 
 def test_backward_passes_need_programs() -> None:
-    schedule = named_schedule("megatron", 1, 1, 2)
-    programs = {key: p for key, p in schedule.programs.items() if key[1] is Direction.FORWARD}
-    message = message_of(replace(schedule, programs=programs), layout_for("megatron", 1, 2))
+    schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
+    programs = validation_schedule(layout, 1, PARTS).programs
     assert (
         "at B0.0: B0.0 does not run on this stage: it has chunk 0, micro-batches 0 to 0, no backward"
-        in message
+        in message_of(replace(schedule, programs=programs), layout)
     )
+
+
+def test_gradients_at_once_need_a_schedule_that_trains() -> None:
+    schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
+    head = {("head", Direction.FORWARD): schedule.programs["head", Direction.FORWARD]}
+    only = validation_schedule(layout, 1, PARTS)
+    message = message_of(replace(only, programs={**only.programs, **head}), layout)
+    assert "program head F: 'compute loss.grad': the graph has no operator 'loss.grad'" in message
+    short = {("head", Direction.FORWARD): only.programs["head", Direction.FORWARD]}
+    message = message_of(replace(schedule, programs={**schedule.programs, **short}), layout)
+    assert "program head F: operators loss.grad, head.wgrad, head.dgrad, head_gather.grad never" in message
 
 
 def test_sends_may_not_count_on_buffers() -> None:
