@@ -54,7 +54,7 @@ def settings(kind: str, **changes: Any) -> PeerSettings:
     return PeerSettings(
         **{
             "kind": kind,
-            "sizes": PeerSizes(**SIZES),
+            "sizes": PeerSizes.of(PlainSizes(family="llama", **SIZES)),
             "micro_batch": MICRO_BATCH,
             "micro_batches": MICRO_BATCHES,
             "seed": 1,
