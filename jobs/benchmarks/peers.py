@@ -1,0 +1,450 @@
+"""The ways a PyTorch user has today to train one Llama on several ranks; nothing of Braid in it.
+
+- ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
+- ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
+- ``torch_dualpipev``: two stages per rank, placed as a V, ``ScheduleDualPipeV`` as shipped: it runs the
+  forward and the backward half of its overlapped actions one after the other.
+- ``torch_dualpipev_threads``: the same with an overlap registered: the forward half runs in the calling
+  thread, the backward half beside it in a second one.
+- ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
+
+The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
+reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
+sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
+network always. The rest is as in a plain loop: PyTorch's own attention, norm, loss and fused AdamW,
+gradients accumulated over micro-batches, clipping by the norm of all of them, weight decay on matrices only.
+
+Legend: B samples, S tokens of a sample (on this rank, where the sequence is sharded), D hidden, N query heads
+(on this rank), K key-value heads (on this rank), H head dimension, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action, _PipelineContext
+
+TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
+DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
+KINDS = (TP, PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, TP_PIPELINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSizes:
+    """Sizes of a Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, untied head."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    sequence: int
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+
+    @classmethod
+    def of(cls, shape: object) -> "PeerSizes":
+        """The sizes that a record with the same names holds."""
+        return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """What a peer trains, and how: AdamW at a constant rate; ``clip_norm`` 0: no clipping."""
+
+    kind: str
+    sizes: PeerSizes
+    micro_batch: int  # samples
+    micro_batches: int  # of one step
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.micro_batch * self.micro_batches * self.sizes.sequence
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
+
+    cos: Tensor  # S x H
+    sin: Tensor  # S x H
+
+    def __init__(self, sizes: PeerSizes) -> None:
+        super().__init__()
+        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
+        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
+        angles_SH = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles_SH.cos().float(), persistent=False)
+        self.register_buffer("sin", angles_SH.sin().float(), persistent=False)
+
+    def forward(self, x_BNSH: Tensor) -> Tensor:
+        low, high = x_BNSH.chunk(2, dim=-1)
+        return x_BNSH * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over all tokens of a sample; it takes the heads it finds in ``q``."""
+
+    def __init__(self, sizes: PeerSizes) -> None:
+        super().__init__()
+        self.head_dim, self.grouped = sizes.head_dim, sizes.kv_heads != sizes.heads
+        query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.q = nn.Linear(sizes.hidden, query, bias=False)
+        self.k = nn.Linear(sizes.hidden, key, bias=False)
+        self.v = nn.Linear(sizes.hidden, key, bias=False)
+        self.projection = nn.Linear(query, sizes.hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
+        q_BNSH, k_BKSH, v_BKSH = (
+            linear(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        o_BNSH = F.scaled_dot_product_attention(
+            rotary(q_BNSH), rotary(k_BKSH), v_BKSH, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.projection(o_BNSH.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, sizes: PeerSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
+        self.up = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
+        self.out = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, sizes: PeerSizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
+        self.attention = Attention(sizes)
+        self.mlp_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
+        self.mlp = Mlp(sizes)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class Stage(nn.Module):
+    """Stage ``index`` of ``count``: a run of layers; the first has the embedding too, the last the head."""
+
+    def __init__(self, sizes: PeerSizes, index: int, count: int) -> None:
+        super().__init__()
+        begin, end = sizes.layers * index // count, sizes.layers * (index + 1) // count
+        first, last = index == 0, index == count - 1
+        self.rotary = Rotary(sizes)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden) if first else None
+        self.layers = nn.ModuleDict({str(number): Layer(sizes) for number in range(begin, end)})
+        self.final_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps) if last else None
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids_BS (first stage) or activations_BSD to activations_BSD or logits_BSV (last stage)."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x, self.rotary)
+        if self.final_norm is not None and self.head is not None:
+            x = self.head(self.final_norm(x))
+        return x
+
+
+NAMES = {
+    ".attention.projection.": ".projection.",
+    ".attention.": ".qkv.",
+    ".mlp.out.": ".mlp_out.",
+    ".mlp.": ".mlp_in.",
+}
+"""Parts of names here -> the same in `Peer.load`'s names, to be replaced in this order."""
+
+
+def global_name(name: str) -> str:
+    """``layers.3.attention.q.weight`` -> ``layers.3.qkv.q.weight``."""
+    for here, there in NAMES.items():
+        name = name.replace(here, there)
+    return name
+
+
+def shard(stage: Stage, mesh: DeviceMesh) -> None:
+    """Make a stage tensor and sequence parallel, in place. Activations between stages are sharded in S."""
+    sequence, whole = Shard(1), Replicate()
+    plan: dict[str, parallel.ParallelStyle] = {
+        "embedding": parallel.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "final_norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(
+            input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for number in stage.layers:
+        prefix = f"layers.{number}"
+        plan[f"{prefix}.attention_norm"] = plan[f"{prefix}.mlp_norm"] = parallel.SequenceParallel()
+        plan[f"{prefix}.attention"] = parallel.PrepareModuleInput(
+            input_layouts=(sequence, None), desired_input_layouts=(whole, None)
+        )
+        plan[f"{prefix}.mlp"] = parallel.PrepareModuleInput(
+            input_layouts=(sequence,), desired_input_layouts=(whole,)
+        )
+        for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
+            plan[f"{prefix}.{name}"] = parallel.ColwiseParallel()
+        for name in ("attention.projection", "mlp.out"):
+            plan[f"{prefix}.{name}"] = parallel.RowwiseParallel(output_layouts=sequence)
+    here = {name for name, module in stage.named_modules() if module is not None}
+    parallel.parallelize_module(stage, mesh, {name: style for name, style in plan.items() if name in here})
+
+
+def tensor_ranks(settings: PeerSettings, world_size: int) -> int:
+    """Ranks that share one stage's matrices.
+
+    Raises ValueError, naming the setting, for settings that do not fit the kind or the number of ranks.
+    """
+    kind, sizes = settings.kind, settings.sizes
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r}: known are {', '.join(KINDS)}")
+    tensor = {TP: world_size, TP_PIPELINE: 2}.get(kind, 1)
+    if world_size < 2 or world_size % tensor:
+        raise ValueError(f"{kind} on {world_size} ranks: it takes a multiple of {max(tensor, 2)}")
+    for name in ("heads", "kv_heads", "ffn", "vocabulary", "sequence"):
+        if getattr(sizes, name) % tensor:
+            raise ValueError(f"sizes.{name} {getattr(sizes, name)}: {kind} needs a multiple of {tensor}")
+    stages = stage_count(settings, world_size // tensor)
+    if sizes.layers < stages:
+        raise ValueError(f"sizes.layers {sizes.layers}: {kind} has {stages} stages, a layer each at least")
+    if kind in (DUALPIPEV, DUALPIPEV_THREADS) and settings.micro_batches < stages:
+        raise ValueError(f"micro_batches {settings.micro_batches}: {kind} needs at least {stages}")
+    return tensor
+
+
+def stage_count(settings: PeerSettings, pipeline: int) -> int:
+    """Stages of a pipeline over ``pipeline`` ranks."""
+    return pipeline * (2 if settings.kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
+
+
+class Peer:
+    """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
+
+    def __init__(self, settings: PeerSettings, rank: int, world_size: int) -> None:
+        """Build this rank's part of the model, with values drawn from ``settings.seed``; see `load`.
+
+        Raises ValueError, naming the setting, for settings that do not fit the kind or the number of ranks.
+        """
+        self.settings = settings
+        tensor = tensor_ranks(settings, world_size)
+        pipeline = world_size // tensor
+        count = stage_count(settings, pipeline)
+        place = rank // tensor
+        torch.manual_seed(settings.seed)
+        self.stages = {
+            index: Stage(settings.sizes, index, count)
+            for index in ([place] if count == pipeline else [place, count - 1 - place])
+        }
+        self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
+        self._is_sharded = tensor > 1
+        self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
+        if self._is_sharded:
+            mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
+            self._group = mesh.get_group("pipeline")
+            for stage in self.stages.values():
+                shard(stage, mesh["tensor"])
+        self._schedule = self._pipelined(count) if pipeline > 1 else None
+        self._optimizer = self._adamw()
+
+    def load(self, named: Mapping[str, Tensor]) -> None:
+        """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``.
+
+        Raises ValueError if a parameter is missing.
+        """
+        for name, parameter in self._named():
+            if name not in named:
+                raise ValueError(f"{name} is missing")
+            value = named[name]
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            with torch.no_grad():
+                parameter.copy_(value)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of this rank's parameters, whole, by the names of `load`. All ranks call it together."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in self._named()
+        }
+
+    def step(self, tokens_BS: Tensor) -> float:
+        """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
+
+        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks. Raises ValueError for
+        a batch of another shape than that of the settings.
+        """
+        settings = self.settings
+        shape = settings.micro_batch * settings.micro_batches, settings.sizes.sequence + 1
+        if tokens_BS.shape != shape:
+            raise ValueError(f"tokens of shape {tuple(tokens_BS.shape)}: the settings say {shape}")
+        inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+        with parallel.loss_parallel() if self._is_sharded else nullcontext():
+            losses = self._passes(inputs_BS, targets_BS)
+        loss = self._clip(torch.stack(losses).sum() if losses else torch.zeros(()))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def peak_bytes(self) -> int:
+        """Highest resident memory of this process so far."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                yield global_name(name), parameter
+
+    def _pipelined(self, count: int) -> Schedule1F1B | ScheduleDualPipeV:
+        device, micro_batches = torch.device("cpu"), self.settings.micro_batches
+        stages: list[Any] = [
+            PipelineStage(stage, index, count, device, group=self._group)
+            for index, stage in self.stages.items()
+        ]
+        # The losses are shares of the global mean, so gradients need no scaling.
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], micro_batches, self._loss, scale_grads=False)
+        schedule = ScheduleDualPipeV(stages, micro_batches, self._loss, scale_grads=False)
+        if self.settings.kind == DUALPIPEV_THREADS:
+            schedule.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
+        return schedule
+
+    def _adamw(self) -> torch.optim.AdamW:
+        groups: list[dict[str, Any]] = [
+            {"params": [p for _, p in self._named() if p.dim() > 1]},
+            {"params": [p for _, p in self._named() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        s = self.settings
+        return torch.optim.AdamW(groups, s.lr, s.betas, s.eps, s.weight_decay, fused=True)
+
+    def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """A micro-batch's share of the mean over the global batch."""
+        total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
+        share = total / self.settings.tokens
+        return share.to_local() if isinstance(share, DTensor) else share
+
+    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
+        """Forward and backward passes of all micro-batches; their losses, where the last stage is."""
+        losses: list[Tensor] = []
+        if self._schedule is None:
+            size = self.settings.micro_batch
+            for window, target in zip(inputs_BS.split(size), targets_BS.split(size), strict=True):
+                loss = self._loss(self.stages[0](window), target)
+                loss.backward()
+                losses.append(loss.detach())
+            return losses
+        self._schedule.step(
+            *((inputs_BS,) if self._is_first else ()),
+            target=targets_BS if self._is_last else None,
+            losses=losses if self._is_last else None,
+            return_outputs=False,
+        )
+        return [loss.detach() for loss in losses]
+
+    def _clip(self, loss: Tensor) -> float:
+        """Clip by the norm of the gradients of all ranks; returns the sum of all stages' ``loss``."""
+        parameters = [parameter for _, parameter in self._named()]
+        for parameter in parameters:
+            # Norms' gradients are partial sums: summed once here, not in the norm and in the optimizer again.
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        sums = torch.stack((norm.square(), loss))
+        if self._schedule is not None:
+            dist.all_reduce(sums, group=self._group)
+        if self.settings.clip_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, sums[0].sqrt())
+        return sums[1].item()
+
+
+BACKWARD_THREAD = "backward"
+"""Begins the name of the second thread of a rank."""
+
+
+class ThreadedOverlap:
+    """Runs the halves of DualPipeV's overlapped actions at once: forward here, backward in a second thread.
+
+    They are a forward pass of one of the rank's stages and a backward pass of the other, of different
+    micro-batches, so they share neither gradients nor buffers. What each half does is what the runtime of
+    ``torch.distributed.pipelining`` does for the action alone; sends and receives stay with the runtime.
+    """
+
+    def __init__(self) -> None:
+        self._other = ThreadPoolExecutor(1, thread_name_prefix=BACKWARD_THREAD)
+
+    def __call__(self, action: "_Action", ctx: "_PipelineContext") -> None:
+        """Run both halves of ``action``."""
+        assert action.sub_actions is not None
+        forward, backward = action.sub_actions
+        pending = self._other.submit(self._backward, backward, ctx)
+        try:
+            self._forward(forward, ctx)
+        finally:
+            pending.result()
+
+    def _forward(self, action: "_Action", ctx: "_PipelineContext") -> None:
+        schedule, stages, index, micro_batch = self._operands(action, ctx)
+        if index > 0 and index - 1 not in stages:
+            for work in schedule.fwd_recv_ops.pop((index, micro_batch)):
+                work.wait()
+        assert ctx.arg_mbs is not None
+        arguments = ctx.arg_mbs[micro_batch]
+        output = stages[index].forward_one_chunk(micro_batch, arguments, save_forward_output=False)
+        schedule._maybe_compute_loss(stages[index], output, ctx.target_mbs, micro_batch)
+        if index + 1 in stages:
+            stages[index + 1].set_local_fwd_input(output, micro_batch)
+
+    def _backward(self, action: "_Action", ctx: "_PipelineContext") -> None:
+        schedule, stages, index, micro_batch = self._operands(action, ctx)
+        if not stages[index].is_last and index + 1 not in stages:
+            for work in schedule.bwd_recv_ops.pop((index, micro_batch)):
+                work.wait()
+        schedule.backward_counter[index] += 1
+        last = schedule.backward_counter[index] == schedule._n_microbatches
+        loss = schedule._maybe_get_loss(stages[index], micro_batch)
+        stages[index].backward_one_chunk(micro_batch, loss=loss, last_backward=last)
+        if index - 1 in stages:
+            output = stages[index].get_local_bwd_output(micro_batch)
+            stages[index - 1].set_local_bwd_input(output, micro_batch)
+
+    @staticmethod
+    def _operands(action: "_Action", ctx: "_PipelineContext") -> tuple[Any, dict[int, Any], int, int]:
+        """The schedule, this rank's stages by index, and which stage and micro-batch an action means."""
+        assert action.microbatch_index is not None
+        schedule: Any = ctx.schedule_ref
+        stages = {stage.stage_index: stage for stage in schedule._stages}
+        return schedule, stages, action.stage_index, action.microbatch_index

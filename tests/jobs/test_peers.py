@@ -1,0 +1,235 @@
+"""Every peer trains the model that the plain loop trains: same losses, same parameters."""
+
+import multiprocessing
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B, _Action
+
+from braid.jobs.benchmarks.peers import (
+    BACKWARD_THREAD,
+    DUALPIPEV,
+    DUALPIPEV_THREADS,
+    KINDS,
+    PIPELINE,
+    TP,
+    TP_PIPELINE,
+    Peer,
+    PeerSettings,
+    PeerSizes,
+    ThreadedOverlap,
+)
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer
+
+SIZES = {
+    "hidden": 32,
+    "ffn": 48,
+    "layers": 5,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "vocabulary": 64,
+    "sequence": 16,
+}
+OPTIMIZER: dict[str, Any] = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-3,  # as large as the gradients: AdamW with a small one hardly sees their scale
+    "weight_decay": 0.1,
+    "clip_norm": 0.1,
+}
+MICRO_BATCH, MICRO_BATCHES, STEPS = 2, 6, 4
+TIMEOUT_S = 30
+
+
+def settings(kind: str, **changes: Any) -> PeerSettings:
+    return PeerSettings(
+        **{
+            "kind": kind,
+            "sizes": PeerSizes.of(PlainSizes(family="llama", **SIZES)),
+            "micro_batch": MICRO_BATCH,
+            "micro_batches": MICRO_BATCHES,
+            "seed": 1,
+            **OPTIMIZER,
+            **changes,
+        }
+    )
+
+
+def batches() -> list[torch.Tensor]:
+    """Token ids of every step, samples x (sequence + 1)."""
+    draw = torch.Generator().manual_seed(5)
+    shape = (MICRO_BATCH * MICRO_BATCHES, SIZES["sequence"] + 1)
+    return [torch.randint(SIZES["vocabulary"], shape, generator=draw) for _ in range(STEPS)]
+
+
+def plain_model() -> PlainModel:
+    """The model that all start from. Norms are not ones, so that a weight that is not loaded shows."""
+    torch.manual_seed(3)
+    model = PlainModel(PlainSizes(family="llama", **SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def named(model: PlainModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses of the steps, and the parameters after them."""
+
+
+def plain_training() -> tuple[Trained, list[float]]:
+    """What the plain loop reaches, and its gradient norms."""
+    model = plain_model()
+    trainer = PlainTrainer(model, PlainSettings(steps=1, min_lr_fraction=1.0, warmup_steps=0, **OPTIMIZER))
+    done = [trainer.step(step, tokens.split(MICRO_BATCH)) for step, tokens in enumerate(batches())]
+    return ([loss for loss, _ in done], named(model)), [norm for _, norm in done]
+
+
+def run_rank(
+    kind: str, rank: int, world_size: int, port: int, weights: Mapping[str, Any], results: "Queue[Any]"
+) -> None:
+    """One process: train, put (rank, losses, parameters as lists)."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    peer = Peer(settings(kind), rank, world_size)
+    peer.load({name: torch.tensor(value) for name, value in weights.items()})
+    with pytest.raises(ValueError, match=r"weight is missing"):
+        peer.load({})
+    with pytest.raises(ValueError, match="the settings say"):
+        peer.step(batches()[0][1:])
+    losses = [peer.step(tokens) for tokens in batches()]
+    assert peer.peak_bytes() > 2**20
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(BACKWARD_THREAD)]
+    assert len(threads) == (kind == DUALPIPEV_THREADS)
+    parameters = {name: value.tolist() for name, value in peer.parameters().items()}
+    results.put((rank, losses, parameters))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def result_of(processes: Sequence[BaseProcess], results: "Queue[Any]") -> Any:
+    """The next result; fails at once if a process has failed, else after some time."""
+    for _ in range(4 * TIMEOUT_S):
+        try:
+            return results.get(timeout=1)
+        except queue.Empty:
+            assert not any(process.exitcode for process in processes), "a rank has failed"
+    pytest.fail("the ranks do not answer")
+
+
+def train(kind: str, world_size: int) -> list[Trained]:
+    """Losses and parameters of every rank of a peer, over loopback."""
+    spawn = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results: Queue[Any] = spawn.Queue()
+    weights = {name: value.tolist() for name, value in named(plain_model()).items()}
+    processes = [
+        spawn.Process(target=run_rank, args=(kind, rank, world_size, store.port, weights, results))
+        for rank in range(world_size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found = [result_of(processes, results) for _ in processes]
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            if process.pid is None:
+                continue
+            if process.is_alive():
+                process.kill()
+            process.join()
+    found.sort(key=lambda result: int(result[0]))
+    return [
+        (losses, {name: torch.tensor(value) for name, value in parameters.items()})
+        for _, losses, parameters in found
+    ]
+
+
+RUNS = [(TP, 2), (PIPELINE, 2), (DUALPIPEV, 2), (DUALPIPEV_THREADS, 2), (TP_PIPELINE, 4)]
+
+
+def test_every_kind_is_run() -> None:
+    assert {kind for kind, _ in RUNS} == set(KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world_size"), RUNS)
+def test_peer_trains_the_plain_model(kind: str, world_size: int) -> None:
+    (losses, parameters), norms = plain_training()
+    assert min(norms) > OPTIMIZER["clip_norm"], "clipping is part of what is compared"
+    ranks = train(kind, world_size)
+    assert len({tuple(found) for found, _ in ranks}) == 1, "all ranks return one loss"
+    assert ranks[0][0] == pytest.approx(losses, rel=2e-5)
+    assert {name for _, found in ranks for name in found} == parameters.keys()
+    for _, found in ranks:
+        for name, value in found.items():
+            torch.testing.assert_close(value, parameters[name], rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "changes", "named"),
+    [
+        ("torch_ddp", 2, {}, "kind 'torch_ddp'"),
+        (PIPELINE, 1, {}, "1 ranks"),
+        (TP_PIPELINE, 3, {}, "3 ranks"),
+        (TP, 4, {}, "sizes.kv_heads 2"),
+        (PIPELINE, 6, {}, "sizes.layers 5"),
+        (DUALPIPEV, 2, {"micro_batches": 3}, "micro_batches 3"),
+    ],
+)
+def test_settings_that_do_not_fit(kind: str, world_size: int, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Peer(settings(kind, **changes), 0, world_size)
+
+
+class Meeting(ThreadedOverlap):
+    """Halves that wait for each other: run one after the other, they would wait in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = threading.Barrier(2)
+
+    def _forward(self, action: Any, ctx: Any) -> None:
+        self.meeting.wait(TIMEOUT_S)
+
+    _backward = _forward
+
+
+class Failing(ThreadedOverlap):
+    def _forward(self, action: Any, ctx: Any) -> None:
+        pass
+
+    def _backward(self, action: Any, ctx: Any) -> None:
+        raise RuntimeError("backward failed")
+
+
+def overlapped() -> Any:
+    halves = (_Action(0, FORWARD, 2), _Action(1, FULL_BACKWARD, 0))
+    return _Action(-1, OVERLAP_F_B, None, halves)
+
+
+def test_both_halves_of_an_overlapped_action_run_at_once() -> None:
+    Meeting()(overlapped(), cast(Any, None))
+
+
+def test_errors_of_the_second_thread_arrive() -> None:
+    with pytest.raises(RuntimeError, match="backward failed"):
+        Failing()(overlapped(), cast(Any, None))
