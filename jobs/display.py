@@ -126,6 +126,7 @@ class Display:
             ("tokens/s", si(record.tokens / record.seconds)),
             ("step time", f"{record.seconds * 1e3:.0f} ms"),
             ("communication", f"{share:.0%}"),
+            ("hidden", f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-"),
             ("memory", f"{max(record.peak_bytes) / 2**30:.2f} GiB"),
         ]
 
@@ -179,6 +180,21 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
             f"{communication['seconds'] / seconds:.0%} of the time, "
             f"{exposed / communication['seconds'] if communication['seconds'] else 0:.0%} of it exposed",
         )
+    if (overlap := report["overlap"]) and overlap["communication_seconds"]:
+        table.add_row("overlap", overlap_line(overlap))
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
     table.add_row("peak memory", f"{peaks} GiB (by rank)")
     return table
+
+
+def overlap_line(overlap: dict[str, Any]) -> str:
+    """What overlap came to, per step, in one line."""
+    facts = [f"{overlap['hidden_fraction']:.0%} of communication hidden"]
+    for name in ("slowdown", "launch_gap", "bubble"):
+        if (seconds := overlap[f"{name}_seconds"]) is not None:
+            facts.append(f"{name.replace('_', ' ')} {seconds * 1e3:.1f} ms")
+    if overlap["alpha"] is not None:
+        facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
+    if overlap["recovered"] is not None:
+        facts.append(f"{overlap['recovered']:.0%} of it recovered")
+    return ", ".join(facts)

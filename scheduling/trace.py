@@ -78,3 +78,68 @@ def communication(compute: Iterable[Interval], transfers: Iterable[Interval]) ->
     hidden = overlap_ns(in_flight, merge(compute))
     total = length_ns(in_flight)
     return Communication(communication_ns=total, exposed_ns=total - hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executed:
+    """A compute operator's interval and what it takes when nothing runs beside it (None: not known)."""
+
+    interval: Interval
+    solo_ns: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapNumbers:
+    """What overlap came to on one rank in one step (design section 7); nanoseconds."""
+
+    communication_ns: int
+    hidden_ns: int
+    slowdown_ns: int | None
+    """Compute in paired blocks beyond the same operators' solo times; None without a profile."""
+    launch_gap_ns: int
+    """Inside blocks, with nothing running."""
+    bubble_ns: int
+    """Between blocks."""
+    compute_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """Communication during which nothing was computed."""
+        return self.communication_ns - self.hidden_ns
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the communication that compute hid; 1.0 where there was none."""
+        return self.hidden_ns / self.communication_ns if self.communication_ns else 1.0
+
+
+def overlap_numbers(
+    compute: Sequence[Executed], transfers: Iterable[Interval], blocks: Sequence[tuple[Interval, bool]]
+) -> OverlapNumbers:
+    """The numbers of one rank and step; of every block, whether it is a paired one."""
+    busy, in_flight = merge(one.interval for one in compute), merge(transfers)
+    inside = merge(interval for interval, _ in blocks)
+    paired = [interval for interval, is_pair in blocks if is_pair]
+    running = merge([*busy, *in_flight])
+    bubble = inside[-1][1] - inside[0][0] - length_ns(inside) if inside else 0
+    return OverlapNumbers(
+        communication_ns=length_ns(in_flight),
+        hidden_ns=overlap_ns(in_flight, busy),
+        slowdown_ns=_slowdown_ns(compute, paired),
+        launch_gap_ns=length_ns(inside) - overlap_ns(inside, running),
+        bubble_ns=bubble,
+        compute_ns=length_ns(busy),
+    )
+
+
+def _slowdown_ns(compute: Iterable[Executed], paired: Sequence[Interval]) -> int | None:
+    """None if the solo time of some operator in a paired block is not known."""
+    total = place = 0
+    for one in sorted(compute, key=lambda one: one.interval):
+        while place < len(paired) and paired[place][1] <= one.interval[0]:
+            place += 1
+        if place < len(paired) and one.interval[0] >= paired[place][0]:
+            if one.solo_ns is None:
+                return None
+            total += one.interval[1] - one.interval[0] - one.solo_ns
+    return total

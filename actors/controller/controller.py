@@ -22,6 +22,7 @@ from braid.actors.controller.records import (
     StepDone,
     StepRecord,
     build_report,
+    overlap_fields,
 )
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 
@@ -119,7 +120,7 @@ class Controller:
             None,
         )
         complete = step == self._config.train.steps
-        report = build_report(records, self._config, validation, complete=complete)
+        report = build_report(records, self._config, validation, complete=complete, serial=self._plan.serial)
         directory.write_report(report)
         yield Finished(complete=complete, report=report)
 
@@ -172,8 +173,7 @@ class Controller:
             lr=results[0].lr,
             seconds=slowest.seconds,
             tokens=tokens,
-            communication_seconds=max(result.communication_seconds for result in results),
-            exposed_seconds=max(result.exposed_seconds for result in results),
+            **overlap_fields([result.overlap for result in results]),
             peak_bytes=tuple(result.peak_bytes for result in results),
             validation_bits_per_byte=bits,
         )

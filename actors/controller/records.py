@@ -5,13 +5,17 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
+from braid.actors.stage.messages import SerialStep
 from braid.scheduling.spec import ModelShape
+from braid.scheduling.trace import OverlapNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,11 @@ class StepRecord:
     tokens: int
     communication_seconds: float
     exposed_seconds: float
+    hidden_fraction: float
+    """Of the step's communication, mean over the ranks; as are the following."""
+    slowdown_seconds: float | None
+    launch_gap_seconds: float
+    bubble_seconds: float
     peak_bytes: tuple[int, ...]
     validation_bits_per_byte: float | None = None
 
@@ -167,7 +176,12 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def build_report(
-    records: list[StepRecord], config: Config, validation: float | None, *, complete: bool
+    records: list[StepRecord],
+    config: Config,
+    validation: float | None,
+    *,
+    complete: bool,
+    serial: SerialStep | None = None,
 ) -> dict[str, Any]:
     """The contents of ``report.json``."""
     layout = config.layout()
@@ -188,4 +202,50 @@ def build_report(
             "seconds": sum(r.communication_seconds for r in records),
             "exposed_seconds": sum(r.exposed_seconds for r in records),
         },
+        "overlap": overlap_report(timed, serial),
+    }
+
+
+def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
+    """The fields of a step's record that come from spans: means over the ranks, in seconds."""
+
+    def mean(name: str) -> float:
+        return sum(getattr(rank, name) for rank in ranks) / len(ranks) / 1e9
+
+    communication, exposed = mean("communication_ns"), mean("exposed_ns")
+    known = all(rank.slowdown_ns is not None for rank in ranks)
+    return {
+        "communication_seconds": communication,
+        "exposed_seconds": exposed,
+        "hidden_fraction": 1.0 - exposed / communication if communication else 1.0,
+        "slowdown_seconds": mean("slowdown_ns") if known else None,
+        "launch_gap_seconds": mean("launch_gap_ns"),
+        "bubble_seconds": mean("bubble_ns"),
+    }
+
+
+def overlap_report(
+    records: Sequence[StepRecord], serial: SerialStep | None
+) -> dict[str, float | None] | None:
+    """Means per step of what overlap came to; what needs a profile is None without one."""
+    if not records:
+        return None
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    communication = mean(r.communication_seconds for r in records) or 0.0
+    hidden = mean(r.communication_seconds - r.exposed_seconds for r in records) or 0.0
+    seconds = median(r.seconds for r in records)
+    return {
+        "communication_seconds": communication,
+        "hidden_seconds": hidden,
+        "hidden_fraction": hidden / communication if communication else 1.0,
+        "slowdown_seconds": mean(r.slowdown_seconds for r in records),
+        "launch_gap_seconds": mean(r.launch_gap_seconds for r in records),
+        "bubble_seconds": mean(r.bubble_seconds for r in records),
+        "alpha": serial.alpha if serial else None,
+        "limit_speedup": serial.limit_speedup if serial else None,
+        "recovered": serial.recovered(seconds) if serial else None,
     }

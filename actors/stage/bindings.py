@@ -15,6 +15,7 @@ from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.operators import Kind, Operator, Part, Pass
+from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import (
     Action,
     Barrier,
@@ -108,7 +109,8 @@ class Binder:
         call = method_of(operator, instance)
         reads, writes, gone = operator.reads, operator.writes, tuple(frees)
         name, layer = instance.locate(operator.name)
-        label = SpanLabel(name, operator.stream, layer, flops=operator.flops)
+        key = operator_key(instance.name, operator)
+        label = SpanLabel(name, operator.stream, layer, flops=operator.flops, key=key)
         mark, record = self._streams.mark, self._recorder.compute
 
         def run(values: Values, block: Block) -> None:

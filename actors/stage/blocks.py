@@ -122,6 +122,10 @@ class BlockRunner:
         """Check that every slot was closed."""
         self._slots.assert_empty()
 
+    def held(self) -> list[object]:
+        """All values in slots but tokens and targets, which belong to the batch."""
+        return self._slots.values()
+
     # -- blocks --------------------------------------------------------------------------------------------
 
     def run(

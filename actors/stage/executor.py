@@ -138,11 +138,17 @@ class Executor:
         assert not left, f"messages were left over: {', '.join(map(str, left))}"
         return sum(float(loss) for loss in self._blocks.losses)
 
+    def held(self) -> list[object]:
+        """All activations and messages that are alive at this moment; tokens are not among them."""
+        return [self._blocks.held(), self._inputs, self._sending, self._receiving]
+
     # -- blocks ------------------------------------------------------------------------------------------
 
     def _run_block(self, block: Block, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
         received = self._inputs.pop(block.whole, None) if block.travels else None
+        begin = self._streams.mark()
         result = self._blocks.run(block, received, batches[block.micro_batch], loss_scale)
+        self._recorder.block(False, begin, self._streams.mark())
         self._hand_on(block, result)
 
     def _run_pair(
@@ -150,7 +156,9 @@ class Executor:
     ) -> None:
         received = self._inputs.pop(pair.forward, None), self._inputs.pop(pair.backward.whole, None)
         batch = batches[pair.forward.micro_batch]
+        begin = self._streams.mark()
         results = self._blocks.run_pair(pair, received, batch, loss_scale, keeps_late=keeps_late)
+        self._recorder.block(True, begin, self._streams.mark())
         for block, result in zip((pair.forward, pair.backward), results, strict=True):
             self._hand_on(block, result)
 

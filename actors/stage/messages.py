@@ -1,11 +1,12 @@
 """What controller and ranks tell each other: plain data, importable without torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from braid.actors.config import Config
 from braid.scheduling.spec import ModelShape
+from braid.scheduling.trace import OverlapNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,26 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SerialStep:
+    """A step of the serial schedule, simulated with a measured profile."""
+
+    seconds: float
+    alpha: float
+    """Share of it that is communication."""
+
+    @property
+    def limit_speedup(self) -> float:
+        """No overlap makes the step faster than this: min(1 / alpha, 1 / (1 - alpha))."""
+        shorter = min(self.alpha, 1 - self.alpha)
+        return 1 / (1 - shorter)
+
+    def recovered(self, seconds: float) -> float | None:
+        """Share of the possible gain that a measured step won; None where nothing can be won."""
+        best = self.seconds / self.limit_speedup
+        return (self.seconds - seconds) / (self.seconds - best) if self.seconds > best else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """What every rank is told: the configuration, the model's shape, the schedule's text, the data."""
 
@@ -25,6 +46,10 @@ class RunPlan:
     shape: ModelShape
     schedule: str
     data: str
+    solo_ns: Mapping[str, int] = field(default_factory=dict)
+    """Measured times of operators alone, by their names in the profile; empty without one."""
+    serial: SerialStep | None = None
+    """What the step would take without any overlap, as the profile says; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +60,7 @@ class StepResult:
     gradient_norm: float
     lr: float
     seconds: float
-    communication_seconds: float
-    exposed_seconds: float
+    overlap: OverlapNumbers
     peak_bytes: int
 
 

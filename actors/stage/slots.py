@@ -31,6 +31,15 @@ class Slots:
         values = self._open.pop(key)
         assert not values, f"slot {key} still holds {', '.join(values)}"
 
+    def values(self) -> list[Any]:
+        """Everything in open slots but what the executor lends to them (tokens, targets)."""
+        return [
+            value
+            for values in self._open.values()
+            for name, value in values.items()
+            if name not in ("tokens", "targets")
+        ]
+
     def assert_empty(self) -> None:
         """Check that every slot was closed."""
         assert not self._open, f"slots left open: {', '.join(map(str, self._open))}"

@@ -1,12 +1,12 @@
 """Spans of one step as the executor records them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from braid.actors.stage.streams import Mark, Streams, Transfer
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Block
-from braid.scheduling.trace import Communication, Interval, Span, communication
+from braid.scheduling.trace import Executed, Interval, OverlapNumbers, Span, overlap_numbers
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,17 @@ class SpanLabel:
     layer: int = -1
     bytes: int = 0
     flops: int = 0
+    key: str = ""
+    """Its name in a profile."""
 
 
 class Recorder:
     """Collects marks while a step runs and turns them into spans when it is over."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, solo_ns: Mapping[str, int] | None = None) -> None:
         self._streams = streams
+        self._solo_ns = solo_ns or {}
+        self._blocks: list[tuple[bool, Mark, Mark]] = []
         self._compute: list[tuple[SpanLabel, Block | None, Mark, Mark]] = []
         self._transfers: list[tuple[SpanLabel, Block | None, Transfer]] = []
 
@@ -36,16 +40,26 @@ class Recorder:
         """A transfer was issued; its end is read when the step is over."""
         self._transfers.append((label, block, transfer))
 
+    def block(self, paired: bool, begin: Mark, end: Mark) -> None:
+        """A block, or a paired one, ran."""
+        self._blocks.append((paired, begin, end))
+
     def clear(self) -> None:
         """Forget the step's spans."""
+        self._blocks.clear()
         self._compute.clear()
         self._transfers.clear()
 
-    def communication(self) -> Communication:
-        """The step's communication and how much of it compute hid."""
-        return communication(
-            [(begin, end) for _, _, begin, end in self._intervals(compute=True)],
+    def numbers(self) -> OverlapNumbers:
+        """What overlap came to in the step."""
+        at = self._streams.nanoseconds
+        return overlap_numbers(
+            [
+                Executed(interval=(begin, end), solo_ns=self._solo_ns.get(label.key))
+                for label, _, begin, end in self._intervals(compute=True)
+            ],
             [(begin, end) for _, _, begin, end in self._intervals(compute=False)],
+            [((at(begin), at(end)), paired) for paired, begin, end in self._blocks],
         )
 
     def spans(self, rank: int, step: int) -> list[Span]:

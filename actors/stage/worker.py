@@ -22,6 +22,7 @@ from braid.actors.stage.checkpoint import load_checkpoint, save_shards
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.held import MemoryMeter
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh
 from braid.actors.stage.messages import Rendezvous, RunPlan, Samples, StepResult
@@ -36,6 +37,7 @@ from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
+from braid.scheduling.trace import Span
 from braid.scheduling.validate import validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -115,20 +117,15 @@ class Worker:
         )
         self._model.initialise(train.seed)
         self._streams = device_streams(self._device)
-        self._recorder = Recorder(self._streams)
+        self._recorder = Recorder(self._streams, plan.solo_ns)
         self._gradients = GradientBuckets(
             self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20
         )
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
-        bind = partial(
-            Executor,
-            model=self._model,
-            mesh=self._mesh,
-            streams=self._streams,
-            recorder=self._recorder,
-        )
-        self._executor = bind(schedule=schedule, parts=runs)
-        self._evaluator = bind(schedule=evaluation, parts=parts)
+        self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=self._streams)
+        self._runs, self._schedule = runs, schedule
+        self._executor = self._bind(schedule=schedule, parts=runs, recorder=self._recorder)
+        self._evaluator = self._bind(schedule=evaluation, parts=parts, recorder=self._recorder)
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -170,14 +167,12 @@ class Worker:
         batches = self._batches(self._train_data, self._mine(ids))
         update = _Update(self._gradients, self._optimizer, step)
         loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
-        numbers = self._recorder.communication()
         return StepResult(
             loss_sum=loss_sum if self._mesh.position["tp"] == 0 else 0.0,
             gradient_norm=update.gradient_norm,
             lr=update.lr,
             seconds=time.perf_counter() - begin,
-            communication_seconds=numbers.communication_ns / 1e9,
-            exposed_seconds=numbers.exposed_ns / 1e9,
+            overlap=self._recorder.numbers(),
             peak_bytes=self._peak_bytes(),
         )
 
@@ -215,6 +210,25 @@ class Worker:
         self._gradients.zero()
         return samples
 
+    def activation_bytes(self, step: int) -> int:
+        """Most bytes of activations and messages that are alive at once in a step.
+
+        The step runs once more without an update, slowly, as every operator is followed by a count.
+        """
+        meter = MemoryMeter(self._streams)
+        executor = self._bind(schedule=self._schedule, parts=self._runs, recorder=meter)
+        meter.executor = executor
+        batch = self._config.train.global_batch
+        ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
+        batches = self._batches(self._train_data, self._mine(ids))
+        executor.run(batches, 1.0 / (batch * self._shape.sequence), _NoUpdate())
+        self._gradients.zero()
+        return meter.peak_bytes
+
+    def spans(self, step: int) -> list[Span]:
+        """The spans of the step that ran last."""
+        return self._recorder.spans(self.rank, step)
+
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def save(self, directory: str) -> None:
@@ -241,6 +255,19 @@ class Worker:
     def process_id(self) -> int:
         """The operating system's id of this rank's process."""
         return os.getpid()
+
+
+class _NoUpdate:
+    """Leaves parameters as they are."""
+
+    def start_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def wait_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        """Nothing."""
 
 
 class _Update:

@@ -1,6 +1,6 @@
 """Operators whose gradients torch's autograd derives, recorded one operator at a time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ class Graph:
         self._edges: list[GradientEdge | None] = [
             get_gradient_edge(output) if output.requires_grad else None for output in outputs
         ]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the graph keeps alive, for accounts of memory; asking autograd for it is slow."""
+        yield from self.inputs
+        for edge in self._edges:
+            if edge is not None:
+                saved = (getattr(edge.node, name) for name in dir(edge.node) if name.startswith("_saved_"))
+                yield from (value.detach() for value in saved if isinstance(value, Tensor))
 
     def gradients(self, d_outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Gradients of ``targets``, None where the outputs do not depend on one."""

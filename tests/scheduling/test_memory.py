@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ from braid.actors.stage.bindings import Binder
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.held import MemoryMeter, held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.slots import Values
-from braid.actors.stage.streams import HostStreams, Mark, Transfer
-from braid.actors.stage.telemetry import Recorder, SpanLabel
-from braid.kernels.operators.autograd import Graph
+from braid.actors.stage.streams import HostStreams
+from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
@@ -89,40 +88,6 @@ def test_parameters_are_those_of_the_model(
 # -- what a rank really holds --------------------------------------------------------------------------------
 
 
-_SAVED_BY_GRAPHS: WeakKeyDictionary[Graph, list[torch.Tensor]] = WeakKeyDictionary()
-
-
-def _saved_by(graph: Graph) -> list[torch.Tensor]:
-    """The tensors that a recorded graph keeps alive; to ask autograd is slow, so it is asked once."""
-    if graph not in _SAVED_BY_GRAPHS:
-        nodes = [edge.node for edge in graph._edges if edge is not None]
-        saved = [getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
-        _SAVED_BY_GRAPHS[graph] = [t.detach() for t in (*graph.inputs, *saved) if isinstance(t, torch.Tensor)]
-    return _SAVED_BY_GRAPHS[graph]
-
-
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """The tensors that a value keeps alive, in autograd graphs and transfers too."""
-    match value:
-        case torch.Tensor():
-            yield value
-        case Graph():
-            yield from _saved_by(value)
-        case Transfer():
-            yield from tensors_of(value.result)
-        case dict():
-            yield from tensors_of([*value.values()])
-        case list() | tuple():
-            for element in value:
-                yield from tensors_of(element)
-
-
-def held_bytes(*values: object) -> int:
-    """Bytes of all storages, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors_of(values))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 @contextmanager
 def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of a rank whose peers are not there."""
@@ -169,20 +134,6 @@ def test_saved_bytes_of_a_part_are_what_its_slot_holds(
     assert part.saved_bytes(width) == pytest.approx(held_bytes(values), rel=0.02)
 
 
-class PeakRecorder(Recorder):
-    """Notes the most bytes, beside the tokens, that an executor holds after any operator."""
-
-    executor: Executor
-    tokens = torch.zeros(TOKENS, dtype=torch.int64)
-    peak_bytes = 0
-
-    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
-        """An operator ran."""
-        held = self.executor
-        now = held_bytes(held._blocks._slots._open, held._inputs, held._sending, held._receiving, self.tokens)
-        self.peak_bytes = max(self.peak_bytes, now - self.tokens.nbytes)
-
-
 class NoUpdate:
     """Ends a step without reducing or updating anything."""
 
@@ -205,7 +156,7 @@ def measured_peak(
         model = stage_model(shape, layout, rank)
         model.initialise(0)
         streams = HostStreams()
-        recorder = PeakRecorder(streams)
+        recorder = MemoryMeter(streams)
         GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
         recorder.executor = Executor(
             schedule=schedule,
@@ -215,7 +166,8 @@ def measured_peak(
             streams=streams,
             recorder=recorder,
         )
-        batches = [MicroBatch(recorder.tokens, recorder.tokens)] * schedule.micro_batches
+        tokens = torch.zeros(TOKENS, dtype=torch.int64)
+        batches = [MicroBatch(tokens, tokens)] * schedule.micro_batches
         recorder.executor.run(batches, 1.0, NoUpdate())
         streams.close()
     return recorder.peak_bytes

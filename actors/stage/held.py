@@ -1,0 +1,53 @@
+"""How many bytes of tensors an executor holds: for memory reports, not for the step itself."""
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from braid.actors.stage.executor import Executor
+from braid.actors.stage.streams import Mark, Streams, Transfer
+from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.operators.autograd import Graph
+from braid.scheduling.schedule import Block
+
+_KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
+"""Autograd is asked once for each graph."""
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors that a value keeps alive, in recorded graphs and transfers too."""
+    match value:
+        case Tensor():
+            yield value
+        case Graph():
+            if value not in _KEPT_BY_GRAPHS:
+                _KEPT_BY_GRAPHS[value] = list(value.tensors())
+            yield from _KEPT_BY_GRAPHS[value]
+        case Transfer():
+            yield from tensors_of(value.result)
+        case dict():
+            yield from tensors_of([*value.values()])
+        case list() | tuple():
+            for element in value:
+                yield from tensors_of(element)
+
+
+def held_bytes(*values: object) -> int:
+    """Bytes of all storages, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors_of(values))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class MemoryMeter(Recorder):
+    """Notes, instead of spans, the most bytes that an executor holds after any compute operator."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__(streams)
+        self.executor: Executor | None = None
+        self.peak_bytes = 0
+
+    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
+        """An operator ran."""
+        if self.executor is not None:
+            self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
