@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
+from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
     AXES,
@@ -29,6 +29,7 @@ from braid.scheduling.spec import (
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+AUTO: Final = "auto"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
@@ -202,12 +203,24 @@ class ParallelConfig(_Section):
 class OverlapConfig(_Section):
     """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
 
-    Schedules with searched pairings (dhelix, braid, braid_v) take them from a plan (``braid plan --output``).
+    Schedules with searched pairings (dhelix, braid, braid_v) take them from a plan (``braid plan --output``),
+    or else from a profile, which is measured on first use. ``auto``: the one that is simulated to be fastest.
     """
 
-    schedule: Annotated[str, _one_of(SCHEDULES)] = "megatron"
+    schedule: Annotated[str, _one_of((*SCHEDULES, AUTO))] = "megatron"
     schedule_file: Path | None = None
     plan: Path | None = None
+    profile: Path | None = None  # measured costs to use instead of the run's own profile
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether decisions are left that measured costs have to make."""
+        if self.plan is not None or self.schedule_file is not None:
+            return False
+        return self.schedule == AUTO or SCHEDULES[self.schedule].pairs in (
+            PairMethod.BARRIERS,
+            PairMethod.ORDER,
+        )
 
 
 class ClusterConfig(_Section):
@@ -260,6 +273,10 @@ class Config(_Section):
         """``runs/NAME``."""
         return self.runs / self.name
 
+    def with_schedule(self, name: str) -> "Config":
+        """The same with another schedule."""
+        return self.model_copy(update={"overlap": self.overlap.model_copy(update={"schedule": name})})
+
     def located(self) -> "Config":
         """The same with an absolute ``runs``: actors on a cluster do not share the command's folder."""
         return self.model_copy(update={"runs": self.runs.resolve()})
@@ -271,7 +288,8 @@ class Config(_Section):
                 "parallel: auto is decided by `braid plan`; run it and set the degrees that it finds"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
-        placement = SCHEDULES[self.overlap.schedule].placement_on(self.parallel.pp)
+        schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
+        placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:
             return ParallelLayout(**degrees, placement=placement, late_layers=self.parallel.late_layers)
         except ValueError as error:
@@ -285,10 +303,10 @@ class Config(_Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.model.shape(vocabulary)
-            if self.overlap.schedule not in EXECUTABLE:
+            if self.overlap.schedule not in (*EXECUTABLE, AUTO):
                 raise ConfigError(
                     f"overlap.schedule={self.overlap.schedule!r} can be planned and simulated, but not "
-                    f"executed in this version; use one of {', '.join(EXECUTABLE)}"
+                    f"executed in this version; use one of {', '.join(EXECUTABLE)} or {AUTO}"
                 )
             check_runnable(shape, self.layout())
             if self.parallel.zero:

@@ -12,6 +12,7 @@ from rich.console import Console
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.planning_cli import register
+from braid.jobs.profiling_cli import profile
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -164,6 +165,7 @@ def bench_training(
 
 
 register(app, bench)
+app.command()(profile)
 
 
 @bench.callback()

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from braid.actors.controller.planning import Candidate
+from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Saved, Started, StepDone, StepRecord
 from braid.jobs.prepare import Prepared
 from braid.jobs.prepare import Progress as Preparation
+from braid.jobs.train import Chosen, Profiling
 
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
@@ -58,7 +61,7 @@ class Display:
             self._screen = screen
             yield self
 
-    def show(self, event: Event | Prepared | Preparation) -> None:
+    def show(self, event: Event | Prepared | Preparation | Profiling | Profiled | Chosen) -> None:
         """Take note of an event."""
         match event:
             case Preparation():
@@ -74,6 +77,13 @@ class Display:
                 )
                 if self._screen:
                     self._screen.update(Text("starting ranks"))
+            case Profiling():
+                self._say("profile measuring operators alone and beside communication (once, under a minute)")
+            case Profiled():
+                how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
+                self._say(f"profile {event.path} ({how}; {event.profile.source})")
+            case Chosen():
+                self._console.print(candidates_table(event.candidates))
             case Started():
                 self._begin(event)
             case StepDone():
@@ -198,3 +208,24 @@ def overlap_line(overlap: dict[str, Any]) -> str:
     if overlap["recovered"] is not None:
         facts.append(f"{overlap['recovered']:.0%} of it recovered")
     return ", ".join(facts)
+
+
+def candidates_table(candidates: Sequence[Candidate]) -> Table:
+    """What ``overlap.schedule: auto`` decided by: simulated with the measured profile, the fastest first."""
+    table = Table(
+        title="schedules, simulated with the measured profile; the first one runs", title_justify="left"
+    )
+    table.add_column("schedule")
+    for name in ("s/step", "to the first", "hidden", "bubble", "memory GiB", "layers fused"):
+        table.add_column(name, justify="right")
+    for one in candidates:
+        table.add_row(
+            one.schedule,
+            f"{one.seconds:.4f}",
+            f"{one.seconds / candidates[0].seconds:.3f}",
+            f"{one.hidden_fraction:.0%}",
+            f"{one.bubble_fraction:.0%}",
+            f"{one.peak_bytes / 2**30:.2f}",
+            str(one.fused or "-"),
+        )
+    return table

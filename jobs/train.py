@@ -3,21 +3,39 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from braid.actors.config import Config
+from braid.actors.config import AUTO, Config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.group import Launcher
+from braid.actors.controller.planning import Candidate, build_schedule, rank_schedules, serial_step
 from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
-from braid.jobs.session import ray_session
+from braid.jobs.session import ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.spec import ModelShape
 
-Show = Callable[[Event | Prepared | Progress], None]
+
+@dataclass(frozen=True)
+class Profiling:
+    """The run is about to be profiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What ``overlap.schedule: auto`` compared, the fastest first; it takes that one."""
+
+    candidates: tuple[Candidate, ...]
+
+
+Show = Callable[[Event | Prepared | Progress | Profiling | Profiled | Chosen], None]
+MakePlan = Callable[[Prepared, Launcher, Sequence[str]], RunPlan]
 
 
 def train(
@@ -29,10 +47,11 @@ def train(
     """
     config, options = config.located(), options or RunOptions()
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    schedule = build_schedule(config, shape)
+    if not config.overlap.needs_profile:
+        build_schedule(config, shape)  # what is wrong with it shows before anything starts
 
-    def plan(prepared: Prepared) -> RunPlan:
-        return RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=str(prepared.output))
+    def plan(prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
+        return plan_run(config, shape, str(prepared.output), launcher, nodes, show)
 
     report: dict[str, Any] = {}
     events = _in_processes if config.cluster.launcher == "processes" else _on_ray
@@ -41,6 +60,31 @@ def train(
         if isinstance(event, Finished):
             report = event.report
     return report
+
+
+def plan_run(
+    config: Config, shape: ModelShape, data: str, launcher: Launcher, nodes: Sequence[str], show: Show
+) -> RunPlan:
+    """What the ranks are told; where decisions need measured costs, the run is profiled first."""
+    if not config.overlap.needs_profile:
+        known = known_profile(config, shape, nodes)
+    else:
+        if known_profile(config, shape, nodes) is None:
+            show(Profiling())
+        known = find_or_measure(config, shape, launcher, nodes)
+        show(known)
+    profile = known.profile if known is not None else None
+    if config.overlap.schedule == AUTO:
+        assert profile is not None
+        candidates = rank_schedules(config, shape, profile)
+        show(Chosen(candidates=tuple(candidates)))
+        config = config.with_schedule(candidates[0].schedule)
+    schedule = build_schedule(config, shape, profile)
+    plan = RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=data)
+    if profile is None:
+        return plan
+    serial = serial_step(config, shape, profile)
+    return replace(plan, solo_ns=profile.solo_ns, profile=profile.source, serial=serial)
 
 
 def prepare_data(config: Config, executor: Executor, show: Show) -> Prepared:
@@ -67,19 +111,15 @@ def corpus_of(config: Config) -> Corpus:
     )
 
 
-def _in_processes(
-    config: Config, options: RunOptions, plan: Callable[[Prepared], RunPlan], show: Show
-) -> Iterator[Event]:
+def _in_processes(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
     launcher = ProcessLauncher(config)
     launcher.check(config.layout().ranks)
-    controller = Controller(plan(prepare_data(config, local_map, show)), launcher, options)
+    controller = Controller(plan(prepare_data(config, local_map, show), launcher, ()), launcher, options)
     with _stopping(controller.stop):
         yield from controller.run()
 
 
-def _on_ray(
-    config: Config, options: RunOptions, plan: Callable[[Prepared], RunPlan], show: Show
-) -> Iterator[Event]:
+def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
     with ray_session(config):
         import ray
 
@@ -87,8 +127,10 @@ def _on_ray(
         from braid.actors.controller.placement import RayLauncher
         from braid.jobs.prepare_ray import ray_map
 
-        RayLauncher(config).check(config.layout().ranks)
-        controller = start_controller(plan(prepare_data(config, ray_map, show)), options)
+        launcher = RayLauncher(config)
+        launcher.check(config.layout().ranks)
+        prepared = prepare_data(config, ray_map, show)
+        controller = start_controller(plan(prepared, launcher, ray_nodes()), options)
         with _stopping(lambda: ray.get(controller.stop.remote())):
             for reference in controller.run.options(num_returns="streaming").remote():
                 event = ray.get(reference)

@@ -13,6 +13,7 @@ from typing import Any
 from braid.actors.config import Config
 from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
+from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
     Finished,
@@ -129,6 +130,8 @@ class Controller:
         port = group.call(0, "open_store", self._config.cluster.group_timeout_s)
         meeting = Rendezvous(address=group.addresses[0], port=port, generation=self._generation)
         group.call_all("setup", self._plan, meeting)
+        if self._config.overlap.profile is not None:
+            check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
 
     def _restore(
         self, group: WorkerGroup, resumed: tuple[str, Manifest] | None, facts: dict[str, Any]

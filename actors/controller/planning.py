@@ -1,18 +1,20 @@
 """From configuration to schedule: what the run will execute, without starting anything."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.stage.messages import SerialStep
 from braid.scheduling.fusion import fused_parts
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting, read_plan
 from braid.scheduling.planner.compose import OVERLAPPING, Bench, decide, run
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
 from braid.scheduling.validate import validate
 
 FUSED = (0, 4)
@@ -53,6 +55,53 @@ def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Ben
         tried.append((run(bench, choices).step_ns, bench, choices))
     _, bench, choices = min(tried, key=lambda one: one[0])
     return bench, choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that ``overlap.schedule: auto`` has simulated with the measured profile."""
+
+    schedule: str
+    seconds: float
+    hidden_fraction: float
+    bubble_fraction: float
+    peak_bytes: int
+    fused: int
+
+
+def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[Candidate]:
+    """All schedules that the runtime executes and the layout allows, the fastest first."""
+    candidates = []
+    for name in EXECUTABLE:
+        alone = config.with_schedule(name)
+        if config.parallel.pp == 1 and SCHEDULES[name].placement_on(1) is not Placement.LINEAR:
+            continue  # pipelines of one stage are all the same
+        try:
+            alone.check(shape.vocabulary)
+            bench, choices = decide_run(alone, shape, profile)
+            numbers = run(bench, choices).numbers(config.train.micro_batch)
+        except ValueError:
+            continue  # this layout or number of micro-batches has no such schedule
+        candidates.append(
+            Candidate(
+                schedule=name,
+                seconds=numbers.step_seconds,
+                hidden_fraction=numbers.hidden_fraction,
+                bubble_fraction=numbers.bubble_fraction,
+                peak_bytes=numbers.peak_bytes,
+                fused=bench.setting.fused,
+            )
+        )
+    return sorted(candidates, key=lambda one: one.seconds)
+
+
+def serial_step(config: Config, shape: ModelShape, profile: Profile) -> SerialStep:
+    """What a step takes in the serial schedule, by simulation with the measured profile."""
+    serial = config.with_schedule("megatron")
+    numbers = run(*decide_run(serial, shape, profile)).numbers(config.train.micro_batch)
+    return SerialStep(
+        seconds=numbers.step_seconds, alpha=numbers.communication_seconds / numbers.step_seconds
+    )
 
 
 def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = None) -> Schedule:

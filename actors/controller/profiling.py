@@ -2,20 +2,26 @@
 
 import hashlib
 import json
+import os
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from statistics import median, quantiles
 
 import braid
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.manifest import write_durably
+from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.stage.messages import COMPUTE, Rendezvous, RunPlan, Samples, Together
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
-from braid.scheduling.profile import Profile, TransferFit, operator_key
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.profile import Profile, TransferFit, operator_key, read_profile
+from braid.scheduling.spec import AXES, ModelShape
 
 ROUNDS = 9
 SHORT = 0.1
@@ -55,7 +61,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for op in graph.operators
     }
     return Profile(
-        source=f"measured: {_hardware(samples)}",
+        source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
         solo_ns={key: round(ns) for key, ns in solo.items()},
         classes={**classes, "optimizer": "memory"},
         oef=_oef(samples, solo, spares, spare_of, classes),
@@ -144,31 +150,100 @@ def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
     return fits
 
 
-def _hardware(samples: Sequence[Samples]) -> str:
-    kinds = sorted({rank.hardware for rank in samples})
-    return f"{len(samples)} x {' / '.join(kinds)}"
-
-
 # -- used again --------------------------------------------------------------------------------------------
 
 
-def profile_key(config: Config, shape: ModelShape, hardware: str) -> str:
-    """What a profile is good for: hardware, shapes, layout, versions; equal keys, equal costs."""
-    from importlib.metadata import version
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """A profile, and where it is from."""
 
+    profile: Profile
+    path: Path
+    reused: bool
+    seconds: float = 0.0
+
+
+def find_or_measure(
+    config: Config, shape: ModelShape, launcher: Launcher, nodes: Sequence[str] = (), *, anew: bool = False
+) -> Profiled:
+    """The profile that is known (`known_profile`), else a new one, which is kept."""
+    if not anew and (found := known_profile(config, shape, nodes)) is not None:
+        return found
+    path = _profile_path(config, shape, nodes)
+    begin = time.perf_counter()
+    serial = config.with_schedule("megatron")
+    schedule = build_schedule(serial, shape)
+    plan = RunPlan(config=serial, shape=shape, schedule=schedule.to_text(), data="")
+    profile = measure(plan, launcher, model_graphs(serial, shape))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, profile.to_json())
+    return Profiled(profile=profile, path=path, reused=False, seconds=time.perf_counter() - begin)
+
+
+def known_profile(config: Config, shape: ModelShape, nodes: Sequence[str] = ()) -> Profiled | None:
+    """The profile of ``overlap.profile``, or one that was measured before; None if there is none.
+
+    ``nodes``: of a cluster, in words; by default this machine alone.
+    """
+    given = config.overlap.profile
+    if given is not None:
+        return Profiled(profile=read_profile(given), path=given, reused=True)
+    path = _profile_path(config, shape, nodes)
+    if path.exists():
+        try:
+            return Profiled(profile=read_profile(path), path=path, reused=True)
+        except ValueError:
+            pass  # damaged, or of another version: measured anew
+    return None
+
+
+def _profile_path(config: Config, shape: ModelShape, nodes: Sequence[str]) -> Path:
+    return config.runs / "profiles" / f"{profile_key(config, shape, (machine(), *nodes))}.json"
+
+
+def machine() -> str:
+    """The processors of this machine, without asking torch for them."""
+    found = set()
+    for place in (Path("/proc/cpuinfo"), *Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            lines = place.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        found |= {line.partition(":")[2].strip() for line in lines if line.lower().startswith("model")}
+    return f"{platform.machine()} {os.cpu_count()} {' '.join(sorted(found))}"
+
+
+def profile_key(config: Config, shape: ModelShape, hardware: Sequence[str]) -> str:
+    """What a profile is good for: hardware, shapes, layout, versions; equal keys, equal costs."""
     layout = config.layout()
     content = {
-        "hardware": hardware,
-        "machine": platform.machine(),
+        "hardware": list(hardware),
         "torch": version("torch"),
         "braid": braid.__version__,
         "shape": asdict(shape),
-        "degrees": {axis: layout.degree(axis) for axis in ("dp", "pp", "cp", "tp")},
+        "degrees": {axis: layout.degree(axis) for axis in AXES},
         "micro_batch": config.train.micro_batch,
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
         "layer": config.model.layer,
         "threads": config.cluster.threads_per_rank,
+        "device": config.cluster.device,
         "backend": config.cluster.backend,
+        "launcher": config.cluster.launcher,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_hardware(group: WorkerGroup, source: str, where: str) -> None:
+    """`ConfigError` if a measured profile is from other hardware than a group's."""
+    here = f"measured: {hardware_of(group.call_all('hardware'))}"
+    if source.startswith("measured: ") and source != here:
+        raise ConfigError(
+            f"overlap.profile={where} was measured on {source.removeprefix('measured: ')!r}; these "
+            f"ranks run on {here.removeprefix('measured: ')!r}: profile anew with `braid profile`"
+        )
+
+
+def hardware_of(kinds: Sequence[str]) -> str:
+    """The ranks' hardware in one line."""
+    return f"{len(kinds)} x {' / '.join(sorted(set(kinds)))}"

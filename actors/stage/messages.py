@@ -48,6 +48,8 @@ class RunPlan:
     data: str
     solo_ns: Mapping[str, int] = field(default_factory=dict)
     """Measured times of operators alone, by their names in the profile; empty without one."""
+    profile: str = ""
+    """The source of the profile that decisions were made with: hardware that ranks are checked against."""
     serial: SerialStep | None = None
     """What the step would take without any overlap, as the profile says; None without one."""
 

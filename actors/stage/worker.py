@@ -29,7 +29,7 @@ from braid.actors.stage.messages import Rendezvous, RunPlan, Samples, StepResult
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.profiling import Profiler
+from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.streams import device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.fusion import fused_parts
@@ -78,7 +78,8 @@ class Worker:
             timeout=timeout,
         )
         self._build(plan, schedule)
-        self._open_data(Path(plan.data))
+        if plan.data:
+            self._open_data(Path(plan.data))
 
     def _join(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
         bind_gloo(self.address)
@@ -251,6 +252,10 @@ class Worker:
             self._streams.close()
             dist.destroy_process_group()
         self._store = None
+
+    def hardware(self) -> str:
+        """What this rank computes on, as profiles name it."""
+        return hardware(self._device)
 
     def process_id(self) -> int:
         """The operating system's id of this rank's process."""

@@ -227,8 +227,9 @@ def _with_programs(
         if not decisions:
             if kind.pairs is not PairMethod.TURNS:
                 raise ValueError(
-                    f"overlap.schedule={schedule.name} needs a pairing: make one with "
-                    f"`braid plan --output plan.yaml` and set overlap.plan"
+                    f"overlap.schedule={schedule.name} needs a pairing: measure the run with "
+                    f"`braid profile`, or make a plan with `braid plan --output plan.yaml` and set "
+                    f"overlap.plan"
                 )
             decisions = {"layer|layer": PairingDecision(method=PairMethod.TURNS)}
         for key, decision in decisions.items():

@@ -1,0 +1,67 @@
+"""``braid profile``: what a run's operators cost on this hardware, alone and together."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from braid.actors.config import Config, load_config
+
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
+]
+
+
+def profile(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    launcher: Annotated[str | None, typer.Option(help="ray or processes.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the profile to this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the heat map to this file.")] = None,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure even if that was done before.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
+) -> None:
+    """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
+    from braid.jobs.heat_map import heat_map, svg_map, terminal_map
+    from braid.jobs.planning import write_text
+
+    extra = [f"cluster.launcher={launcher}"] if launcher else []
+    resolved = load_config(config, [*(overrides or []), *extra]).located()
+    found = _measure(resolved, anew)
+    if output is not None:
+        write_text(output, found.profile.to_json(), "--output")
+    heat = heat_map(found.profile)
+    if svg is not None:
+        write_text(svg, svg_map(heat), "--svg")
+    if as_json:
+        typer.echo(json.dumps(json.loads(found.profile.to_json())))
+        return
+    console = Console()
+    if heat.columns:
+        console.print(terminal_map(heat))
+    else:
+        console.print("this layout has no communication inside layers: nothing to overlap there")
+    how = "measured before; --anew measures again" if found.reused else f"measured in {found.seconds:.0f} s"
+    console.print(f"profile {found.path} ({how})", highlight=False, soft_wrap=True)
+
+
+def _measure(config: Config, anew: bool) -> Any:
+    from braid.actors.controller.processes import ProcessLauncher
+    from braid.actors.controller.profiling import find_or_measure
+    from braid.jobs.session import ray_nodes, ray_session
+    from braid.jobs.tokenizer import load_tokenizer
+
+    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    if config.cluster.launcher == "processes":
+        launcher = ProcessLauncher(config)
+        launcher.check(config.layout().ranks)
+        return find_or_measure(config, shape, launcher, anew=anew)
+    with ray_session(config):
+        from braid.actors.controller.placement import RayLauncher
+
+        ray_launcher = RayLauncher(config)
+        ray_launcher.check(config.layout().ranks)
+        return find_or_measure(config, shape, ray_launcher, ray_nodes(), anew=anew)
