@@ -232,6 +232,7 @@ class ClusterConfig(_Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
     threads_per_rank: Positive = 1
+    spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 

@@ -164,6 +164,59 @@ def bench_training(
         show(Console(), result)
 
 
+@bench.command("overlap")
+def bench_overlap(
+    layout: Annotated[str, typer.Option(help="tp2, pp2 or tp2pp2.")] = "tp2",
+    hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 16,
+    link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
+    ] = None,
+    schedules: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
+    peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
+    ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
+    from braid.jobs.benchmarks import overlap
+    from braid.jobs.benchmarks.hosts import HostsError
+
+    if layout not in overlap.LAYOUTS:
+        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap.LAYOUTS)}")
+    if link_mbit is not None and alpha is not None:
+        raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    case = overlap.OverlapCase(
+        layout=layout,
+        hidden=hidden,
+        layers=layers,
+        tokens=tokens,
+        micro_batches=micro_batches,
+        mbit=link_mbit,
+        alpha=alpha,
+    )
+    console = Console(stderr=True)
+    try:
+        result = overlap.run(
+            case,
+            schedules=schedules.split(",") if schedules else None,
+            peers=peers,
+            rounds=rounds,
+            ray=ray,
+            progress=lambda text: console.print(text, highlight=False),
+        )
+    except HostsError as error:
+        raise ConfigError(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        overlap.show(Console(width=max(Console().width, 140)), result)
+
+
 register(app, bench)
 app.command()(profile)
 

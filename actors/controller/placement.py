@@ -37,7 +37,7 @@ class RayLauncher:
     def start(self, ranks: int) -> WorkerGroup:
         """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
-        group = placement_group([self._bundle] * ranks, strategy="PACK")
+        group = placement_group([self._bundle] * ranks, strategy="SPREAD" if self._cluster.spread else "PACK")
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
             raise ConfigError(self._too_small(ranks))

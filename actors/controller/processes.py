@@ -7,7 +7,7 @@ import multiprocessing.connection
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -32,7 +32,11 @@ class Place:
 class ProcessLauncher:
     """Starts one process per rank, by default all on this machine's loopback."""
 
-    def __init__(self, config: Config, places: Sequence[Place] | None = None) -> None:
+    def __init__(
+        self, config: Config, places: Sequence[Place] | None = None, serve: "Serve | None" = None
+    ) -> None:
+        """``serve``: makes what each process serves, by default a `Worker`."""
+        self._serve = serve or _worker
         self._threads = config.cluster.threads_per_rank
         self._cpus_per_rank = config.cluster.cpus_per_rank
         self._places = places
@@ -50,13 +54,13 @@ class ProcessLauncher:
     def start(self, ranks: int) -> WorkerGroup:
         """Start the processes."""
         self.check(ranks)
-        return ProcessGroup(self._places or [Place()] * ranks, self._threads)
+        return ProcessGroup(self._places or [Place()] * ranks, self._threads, self._serve)
 
 
 class ProcessGroup:
     """One child process per rank, each at the end of a private pipe."""
 
-    def __init__(self, places: Sequence[Place], threads: int) -> None:
+    def __init__(self, places: Sequence[Place], threads: int, serve: "Serve") -> None:
         self.addresses = [place.address for place in places]
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
@@ -65,7 +69,7 @@ class ProcessGroup:
             mine, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, place, theirs, os.getpid(), threads),
+                args=(rank, place, theirs, os.getpid(), threads, serve),
                 name=f"braid rank {rank}",
                 daemon=True,
             )
@@ -134,17 +138,25 @@ class ProcessGroup:
                 process.join()
 
 
-def _serve(rank: int, place: Place, connection: Connection, parent: int, threads: int) -> None:
+Serve = Callable[[int, str], Any]
+"""Makes, in a rank's process, the object whose methods are called: from the rank and its address."""
+
+
+def _worker(rank: int, address: str) -> Any:
+    from braid.actors.stage.worker import Worker
+
+    return Worker(rank, address)
+
+
+def _serve(rank: int, place: Place, connection: Connection, parent: int, threads: int, serve: Serve) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
     _die_with_parent(parent)
     if place.namespace is not None:
-        _enter(place.namespace)
+        enter_namespace(place.namespace)
     for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    from braid.actors.stage.worker import Worker
-
-    worker = Worker(rank, place.address)
+    worker = serve(rank, place.address)
     while True:
         try:
             method, arguments = connection.recv()
@@ -164,12 +176,14 @@ def _serve(rank: int, place: Place, connection: Connection, parent: int, threads
             break
 
 
-def _enter(namespace: str) -> None:
-    """Move this thread, and all that it starts, into a network namespace (Linux, root)."""
+def enter_namespace(namespace: str | int) -> None:
+    """Move this thread, and what it starts, into a network namespace by name or open file (Linux, root)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as handle:
-        if libc.setns(handle.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+    handle = namespace if isinstance(namespace, int) else os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    failed = libc.setns(handle, _CLONE_NEWNET)
+    os.close(handle)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 def _die_with_parent(parent: int) -> None:

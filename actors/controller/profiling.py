@@ -101,26 +101,23 @@ def _oef(
     for rank in samples:
         for pair_of, measured in rank.together.items():
             together[pair_of] += measured
-    oef: dict[str, float] = {}
-    by_class: dict[str, list[tuple[float, float]]] = defaultdict(list)
     users = defaultdict(list)
     for key, name in spare_of.items():
         users[name].append(key)
+    effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
         alone = solo[key] if key in solo else spares[key]
         other = median(one.other_ns for one in times) if name == COMPUTE else spares[name]
-        shorter = min(alone, other)
-        if not shorter:
-            continue
-        effect = (alone + other - median(one.both_ns for one in times)) / shorter
-        effect = max(-1.0, min(1.0, effect))
-        link = "gemm" if name == COMPUTE else classes[users[name][0]]
-        by_class["|".join(sorted((classes[key], link)))].append((effect, shorter))
-        if name != COMPUTE and alone >= SHORT * other:
-            oef |= {"|".join(sorted((key, user))): effect for user in users[name]}
-    for kinds, effects in by_class.items():
-        weight = sum(share for _, share in effects)
-        oef[kinds] = sum(effect * share for effect, share in effects) / weight
+        if min(alone, other) > 0:
+            link = "gemm" if name == COMPUTE else classes[users[name][0]]
+            found = [(alone + other - one.both_ns) / min(alone, other) for one in times]
+            keys = () if name == COMPUTE or alone < SHORT * other else tuple(users[name])
+            effects["|".join(sorted((classes[key], link)))].append(
+                _Effect(key, keys, found, min(alone, other))
+            )
+    oef: dict[str, float] = {}
+    for kinds, measured_effects in effects.items():
+        oef |= _class_effects(kinds, measured_effects)
     for kind in ("gemm", "attention", "memory"):
         # Links that were not measured together with an operator are taken to cost what the other one does.
         for link, instead in (("inter", "intra"), ("intra", "inter")):
@@ -129,6 +126,49 @@ def _oef(
                 oef[pair] = oef[known]
     oef.setdefault("inter|intra", 0.0)
     return oef
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """Measured overlap of an operator with a class of transfers."""
+
+    key: str
+    transfers: tuple[str, ...]
+    """Those that the pair is listed with; none where it is too short to stand for itself."""
+    values: Sequence[float]
+    weight_ns: float
+
+
+def _class_effects(kinds: str, effects: Sequence[_Effect]) -> dict[str, float]:
+    """The effect of a class of pairs, and of each pair: nearer to its own median the surer that one is.
+
+    A pair's own median counts with the share that the spread between pairs has in all spread.
+    """
+    common = _weighted_median([(median(one.values), one.weight_ns) for one in effects])
+    between = median((median(one.values) - common) ** 2 for one in effects)
+    found = {kinds: _within(common)}
+    for one in effects:
+        own = median(one.values)
+        deviation = median(abs(value - own) for value in one.values) * 1.5
+        error = deviation**2 / len(one.values) if len(one.values) > 2 else float("inf")
+        trust = between / (between + error) if between > 0 else 0.0
+        value = _within(common + trust * (own - common))
+        found |= {"|".join(sorted((one.key, user))): value for user in one.transfers}
+    return found
+
+
+def _within(effect: float) -> float:
+    """From slower by as much as the shorter one takes to hidden altogether."""
+    return max(-1.0, min(1.0, effect))
+
+
+def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    half = sum(weight for _, weight in values) / 2
+    for value, weight in sorted(values):
+        half -= weight
+        if half <= 0:
+            return value
+    return 0.0
 
 
 def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:

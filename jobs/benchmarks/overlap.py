@@ -1,0 +1,440 @@
+"""Schedules and peers on two emulated hosts, alternating in one run: what overlap is worth on a real link.
+
+Everything is real but the hosts: processes, sockets, gloo, TCP over a veth pair whose rate ``tbf`` limits
+(`braid.jobs.benchmarks.hosts`). A row is the median of the rounds; a step is a whole training step with all
+micro-batches and the optimizer.
+"""
+
+import contextlib
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from braid.actors.config import Config, parse_config
+from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.planning import build_schedule, decide_run, model_graphs
+from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
+from braid.actors.controller.profiling import measure
+from braid.actors.stage.messages import Rendezvous, RunPlan, SerialStep, StepResult
+from braid.jobs.benchmarks.cases import Spread, prepare_text
+from braid.jobs.benchmarks.hosts import Hosts, ray_cluster, two_hosts
+from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
+from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.planner.compose import run as simulate_run
+from braid.scheduling.profile import Profile
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.spec import ModelShape
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+}
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid"),
+    "pp2": ("megatron", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", "braid", "braid_v"),
+    "tp2pp2": ("megatron", "interleaved", "intra_batch", "wavelet", "dhelix", "braid", "braid_v"),
+}
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "tp2": ("torch_tp",),
+    "pp2": ("torch_1f1b", "torch_dualpipev", "torch_dualpipev_threads"),
+    "tp2pp2": ("torch_tp_1f1b",),
+}
+FIRST_GUESS_MBIT = 600.0
+"""Link rate at which the rate for a wanted alpha is worked out."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapCase:
+    """What is trained, and over which link."""
+
+    layout: str = "tp2"
+    hidden: int = 1024
+    layers: int = 2
+    tokens: int = 512
+    """Of a micro-batch: one sample."""
+    micro_batches: int = 16
+    mbit: float | None = None
+    alpha: float | None = None
+    """Instead of a rate: the share of communication in the serial step that the rate is set for."""
+    seed: int = 1
+
+    def config(self, schedule: str, **cluster: Any) -> Config:
+        """The run's configuration under a schedule."""
+        return parse_config(
+            {
+                "model": {
+                    "hidden": self.hidden,
+                    "layers": self.layers,
+                    "heads": max(1, self.hidden // 64),
+                    "sequence": self.tokens,
+                },
+                "train": {
+                    "global_batch": self.micro_batches,
+                    "micro_batch": 1,
+                    "steps": 100_000,
+                    "warmup_steps": 100,
+                    "seed": self.seed,
+                },
+                "parallel": dict(LAYOUTS[self.layout]),
+                "overlap": {"schedule": schedule},
+                "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
+            }
+        )
+
+    @property
+    def name(self) -> str:
+        """The model in one line."""
+        return (
+            f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
+            f"{self.micro_batches} micro-batches, {self.layout}, fp32"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapRow:
+    """One schedule or peer; medians over the rounds."""
+
+    schedule: str
+    seconds_per_step: float
+    spread_seconds: float
+    """Distance of the quartiles."""
+    tokens_per_second: float
+    speedup: float
+    """Over `megatron`: median of the ratios round by round."""
+    alpha: float | None = None
+    limit_speedup: float | None = None
+    recovered: float | None = None
+    hidden_fraction: float | None = None
+    slowdown_fraction: float | None = None
+    launch_gap_fraction: float | None = None
+    bubble_fraction: float | None = None
+    peak_bytes: int = 0
+    """Of the largest process."""
+    activation_bytes: int | None = None
+    """Most that slots and messages held at once."""
+    predicted_seconds: float | None = None
+    """Simulated with the measured profile before anything ran."""
+    loss: float = 0.0
+    """Of the last step: the same for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapResult:
+    """A case, measured."""
+
+    model: str
+    link_mbit: float
+    rounds: int
+    ray: bool
+    rows: tuple[OverlapRow, ...]
+    seed: int
+    load_before: tuple[float, float, float]
+
+    def row(self, schedule: str) -> OverlapRow:
+        """The row of a schedule."""
+        return next(row for row in self.rows if row.schedule == schedule)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers, for ``--json``."""
+        return asdict(self)
+
+
+@dataclass
+class _Side:
+    """A schedule's or a peer's ranks and what was measured of them."""
+
+    name: str
+    group: WorkerGroup
+    seconds: list[float] = field(default_factory=list)
+    results: list[list[StepResult]] = field(default_factory=list)
+    peak_bytes: int = 0
+    loss: float = 0.0
+    predicted: float | None = None
+    activation_bytes: int | None = None
+
+
+def run(
+    case: OverlapCase,
+    *,
+    schedules: Sequence[str] | None = None,
+    peers: bool = True,
+    rounds: int = 7,
+    ray: bool = False,
+    memory: bool = True,
+    progress: Progress = lambda text: None,
+) -> OverlapResult:
+    """Measure a case. `HostsError` where this machine cannot make hosts."""
+    names = list(schedules or SCHEDULES[case.layout])
+    if "megatron" not in names:
+        names.insert(0, "megatron")
+    load = os.getloadavg()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-")))
+        data = str(prepare_text(folder))
+        link = stack.enter_context(two_hosts())
+        bench = _Bench(case, link, data, progress)
+        mbit = bench.set_rate()
+        profile = bench.profile()
+        launchers = stack.enter_context(bench.launchers(ray))
+        sides = [bench.start(name, profile, launchers, stack) for name in names]
+        if peers and not ray:
+            sides += [bench.start_peer(name, stack) for name in PEERS[case.layout]]
+        _alternate(sides, rounds, case, progress)
+        if memory:
+            for side in sides:
+                if side.name in names:
+                    side.activation_bytes = max(side.group.call_all("activation_bytes", rounds + 1))
+    serial = next(side for side in sides if side.name == "megatron")
+    tokens = case.tokens * case.micro_batches
+    return OverlapResult(
+        model=case.name,
+        link_mbit=mbit,
+        rounds=rounds,
+        ray=ray,
+        rows=tuple(_row(side, serial, tokens) for side in sides),
+        seed=case.seed,
+        load_before=load,
+    )
+
+
+class _Bench:
+    """Starts what a case compares."""
+
+    def __init__(self, case: OverlapCase, link: Hosts, data: str, progress: Progress) -> None:
+        self._case, self._link, self._data, self._progress = case, link, data, progress
+        config = case.config("megatron")
+        self._shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+        hosts = link.places(config.layout().ranks)
+        self._places = [Place(host.address, host.namespace) for host in hosts]
+        self._known: Profile | None = None
+
+    def set_rate(self) -> float:
+        """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
+        case = self._case
+        mbit = case.mbit or FIRST_GUESS_MBIT
+        self._link.shape(mbit)
+        if case.alpha is None:
+            return mbit
+        for turn in range(3):
+            self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
+            self._known = self._measure()
+            numbers = self._simulated("megatron", self._known)
+            communication = numbers.communication_seconds
+            alpha = communication / numbers.step_seconds
+            if abs(alpha - case.alpha) < 0.01 or turn == 2:
+                break
+            compute = numbers.step_seconds - communication
+            wanted = compute * case.alpha / (1 - case.alpha)
+            mbit = round(mbit * communication / wanted, 1)
+            self._link.shape(mbit)
+        return mbit
+
+    def profile(self) -> Profile:
+        """Measured costs at the rate that was set."""
+        self._progress("measuring operators alone and beside communication")
+        return self._measure(rounds=15)
+
+    def _measure(self, rounds: int = 5) -> Profile:
+        config = self._case.config("megatron")
+        schedule = build_schedule(config, self._shape).to_text()
+        plan = RunPlan(config=config, shape=self._shape, schedule=schedule, data="")
+        return measure(plan, self._processes(config), model_graphs(config, self._shape), rounds)
+
+    def _processes(self, config: Config) -> ProcessLauncher:
+        return ProcessLauncher(config, self._places)
+
+    def _simulated(self, schedule: str, profile: Profile) -> Any:
+        return simulate_run(*decide_run(self._case.config(schedule), self._shape, profile)).numbers(1)
+
+    @contextlib.contextmanager
+    def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:
+        """How ranks are started: as processes, or as actors of a Ray cluster over the two hosts."""
+        if not ray:
+            yield self._processes
+            return
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(_import_paths())}
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        ranks = len(self._places)
+        home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        with ray_cluster(self._link.hosts, env, cpus=ranks) as address:
+            enter_namespace(self._link.hosts[0].namespace)
+            try:
+                from braid.jobs.session import ray_session
+
+                with ray_session(self._case.config("megatron", address=address)):
+                    from braid.actors.controller.placement import RayLauncher
+
+                    yield lambda config: RayLauncher(
+                        config.model_copy(
+                            update={"cluster": config.cluster.model_copy(update={"spread": True})}
+                        )
+                    )
+            finally:
+                enter_namespace(home)
+
+    def start(
+        self,
+        name: str,
+        profile: Profile,
+        launchers: Callable[[Config], Launcher],
+        stack: contextlib.ExitStack,
+    ) -> _Side:
+        """The ranks of a schedule, ready to train."""
+        self._progress(f"starting {name}")
+        config = self._case.config(name)
+        schedule: Schedule = build_schedule(config, self._shape, profile)
+        plan = RunPlan(
+            config=config,
+            shape=self._shape,
+            schedule=schedule.to_text(),
+            data=self._data,
+            solo_ns=profile.solo_ns,
+        )
+        group = launchers(config).start(config.layout().ranks)
+        stack.callback(group.shutdown)
+        _meet(group, plan)
+        return _Side(name, group, predicted=self._simulated(name, profile).step_seconds)
+
+    def start_peer(self, name: str, stack: contextlib.ExitStack) -> _Side:
+        """The ranks of a peer, ready to train."""
+        self._progress(f"starting {name}")
+        config = self._case.config("megatron")
+        group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
+        stack.callback(group.shutdown)
+        _meet(group, PeerPlan(kind=name, config=config, shape=self._shape, data=self._data))
+        return _Side(name, group)
+
+
+def _import_paths() -> list[str]:
+    import braid
+
+    root = str(Path(next(iter(braid.__path__))).resolve().parent)
+    return [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
+    port = group.call(0, "open_store", plan.config.cluster.group_timeout_s)
+    group.call_all("setup", plan, Rendezvous(address=group.addresses[0], port=port, generation=1))
+
+
+def _alternate(sides: Sequence[_Side], rounds: int, case: OverlapCase, progress: Progress) -> None:
+    """A step of every side in each round, in an order that is drawn anew; the first round is not counted."""
+    order = random.Random(case.seed)
+    tokens = case.tokens * case.micro_batches
+    for turn in range(rounds + 1):
+        progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
+        for side in order.sample(list(sides), len(sides)):
+            results = side.group.call_all("train_step", turn)
+            if isinstance(results[0], StepResult):
+                seconds = max(result.seconds for result in results)
+                side.loss = sum(result.loss_sum for result in results) / tokens
+                side.peak_bytes = max(result.peak_bytes for result in results)
+                if turn:
+                    side.results.append(results)
+            else:
+                seconds = max(result[0] for result in results)
+                side.loss = results[0][1]
+                side.peak_bytes = max(result[2] for result in results)
+            if turn:
+                side.seconds.append(seconds)
+
+
+def _row(side: _Side, serial: _Side, tokens: int) -> OverlapRow:
+    seconds = Spread.of(side.seconds)
+    row = OverlapRow(
+        schedule=side.name,
+        seconds_per_step=seconds.median,
+        spread_seconds=seconds.high - seconds.low,
+        tokens_per_second=tokens / seconds.median,
+        speedup=Spread.of_ratios(serial.seconds, side.seconds).median,
+        peak_bytes=side.peak_bytes,
+        loss=side.loss,
+    )
+    if not side.results:
+        return row
+    numbers = [[result.overlap for result in step] for step in side.results]
+
+    def share(name: str) -> float | None:
+        """Median over the rounds of a time's share of the step, mean over the ranks."""
+        values = [[getattr(rank, name) for rank in step] for step in numbers]
+        if any(value is None for step in values for value in step):
+            return None
+        return median(mean(step) / 1e9 / s for step, s in zip(values, side.seconds, strict=True))
+
+    communication = [mean(rank.communication_ns for rank in step) for step in numbers]
+    hidden = [mean(rank.hidden_ns for rank in step) for step in numbers]
+    in_serial = [mean(r.overlap.communication_ns for r in step) / 1e9 for step in serial.results]
+    step = SerialStep(
+        seconds=median(serial.seconds),
+        alpha=median(c / s for c, s in zip(in_serial, serial.seconds, strict=True)),
+    )
+    return replace(
+        row,
+        alpha=step.alpha,
+        limit_speedup=step.limit_speedup,
+        recovered=None if side is serial else step.recovered(seconds.median),
+        hidden_fraction=median(h / c if c else 1.0 for h, c in zip(hidden, communication, strict=True)),
+        slowdown_fraction=share("slowdown_ns"),
+        launch_gap_fraction=share("launch_gap_ns"),
+        bubble_fraction=share("bubble_ns"),
+        activation_bytes=side.activation_bytes,
+        predicted_seconds=side.predicted,
+    )
+
+
+def show(console: Console, result: OverlapResult) -> None:
+    """Print the table."""
+    how = "Ray actors" if result.ray else "processes"
+    console.print(
+        f"{result.model}; two emulated hosts (network namespaces), link {result.link_mbit:g} Mbit/s, "
+        f"{how}; medians of {result.rounds} alternating rounds, ± half the distance of the quartiles; "
+        f"load {result.load_before[0]:.1f}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    table = Table()
+    table.add_column("schedule")
+    for name in (
+        "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", "slowdown", "gap", "bubble",
+        "peak MiB", "slots MiB", "simulated s",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        table.add_row(
+            row.schedule,
+            f"{row.seconds_per_step:.3f}",
+            f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speedup:.3f}",
+            *(
+                "-" if value is None else f"{value:.1%}"
+                for value in (
+                    row.recovered,
+                    row.hidden_fraction,
+                    row.slowdown_fraction,
+                    row.launch_gap_fraction,
+                    row.bubble_fraction,
+                )
+            ),
+            f"{row.peak_bytes / 2**20:.0f}",
+            "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
+            "-" if row.predicted_seconds is None else f"{row.predicted_seconds:.3f}",
+        )
+    console.print(table)
+    serial = result.row("megatron")
+    console.print(
+        f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
+        highlight=False,
+    )
