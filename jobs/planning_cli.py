@@ -171,7 +171,7 @@ def explain(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A plan, a configuration or a preset.", metavar="A")],
+    first: Annotated[str, typer.Argument(help="A plan, configuration, preset or trace.", metavar="A")],
     second: Annotated[str, typer.Argument(help="What to compare it with.", metavar="B")],
     cluster: Annotated[
         str | None, typer.Option(help="Cluster preset or file (default: the plans').", metavar="PRESET|FILE")
@@ -179,9 +179,21 @@ def compare(
     nodes: Nodes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate two plans or configurations and set their numbers side by side."""
+    """Set two plans or configurations side by side, simulated; or two traces, operator by operator.
+
+    Traces are JSON files: runs/NAME/trace/predicted.json and measured.json, or those of simulate --trace.
+    """
     from braid.jobs import planning_view
 
+    if first.endswith(".json") and second.endswith(".json"):
+        from braid.scheduling.compare_traces import compare_traces, read_trace
+
+        compared = compare_traces(read_trace(Path(first)), read_trace(Path(second)))
+        if as_json:
+            typer.echo(json.dumps(compared.as_json()))
+        else:
+            planning_view.show_traces(Console(), first, second, compared)
+        return
     outcomes = {name: _outcome(name, cluster, nodes) for name in (first, second)}
     if as_json:
         content: dict[str, Any] = {

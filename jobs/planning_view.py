@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.compare_traces import TraceComparison
 from braid.scheduling.draw_simulation import pair_text, paired_run, pass_letter
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.compose import Outcome
@@ -346,5 +347,39 @@ def show_presets(console: Console) -> None:
             str(m.hidden),
             str(m.sequence),
             model_source(name),
+        )
+    console.print(table)
+
+
+def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:
+    """Two traces: their steps, and the operators that make the difference."""
+    totals = Table(title=f"A {first}, B {second}", title_justify="left")
+    totals.add_column("")
+    for name in ("A", "B", "B / A"):
+        totals.add_column(name, justify="right")
+    lines = ("step ms", "step_ns"), ("compute ms", "compute_ns"), ("communication ms", "communication_ns")
+    for name, key in lines:
+        a, b = getattr(compared.first, key), getattr(compared.second, key)
+        totals.add_row(name, f"{a / 1e6:.2f}", f"{b / 1e6:.2f}", f"{b / a:.3f}" if a else "-")
+    hidden = compared.first.hidden_fraction, compared.second.hidden_fraction
+    totals.add_row("hidden", *(f"{share:.1%}" for share in hidden), "")
+    console.print(totals)
+    table = Table(
+        title="operators, by what they add to the difference of a rank's step", title_justify="left"
+    )
+    for name in ("operator", "stream"):
+        table.add_column(name)
+    for name in ("times A", "times B", "A ms", "B ms", "B / A", "difference ms"):
+        table.add_column(name, justify="right")
+    for row in compared.operators:
+        table.add_row(
+            row.operator,
+            row.stream,
+            str(row.first_count),
+            str(row.second_count),
+            f"{row.first_ns / 1e6:.3f}",
+            f"{row.second_ns / 1e6:.3f}",
+            f"{row.second_ns / row.first_ns:.2f}" if row.first_ns else "-",
+            f"{row.difference_ns / 1e6:+.2f}",
         )
     console.print(table)

@@ -10,7 +10,7 @@ from typing import Any
 from braid.actors.config import AUTO, Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Launcher
-from braid.actors.controller.planning import Candidate, build_schedule, rank_schedules, serial_step
+from braid.actors.controller.planning import Candidate, build_schedule, predict, rank_schedules, serial_step
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished
@@ -19,6 +19,7 @@ from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
 
 
@@ -83,8 +84,14 @@ def plan_run(
     plan = RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=data)
     if profile is None:
         return plan
-    serial = serial_step(config, shape, profile)
-    return replace(plan, solo_ns=profile.solo_ns, profile=profile.source, serial=serial)
+    predicted = chrome_trace(predict(config, shape, profile, schedule).spans())
+    return replace(
+        plan,
+        solo_ns=profile.solo_ns,
+        profile=profile.source,
+        serial=serial_step(config, shape, profile),
+        files={"profile.json": profile.to_json(), "trace/predicted.json": predicted},
+    )
 
 
 def prepare_data(config: Config, executor: Executor, show: Show) -> Prepared:

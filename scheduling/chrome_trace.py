@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import Span
 
-_ROWS = {Stream.COMPUTE: 0, Stream.INTRA: 1, Stream.INTER: 2}
+ROWS = {Stream.COMPUTE: 0, Stream.INTRA: 1, Stream.INTER: 2}
+"""The thread that a stream is shown as."""
 
 
 def chrome_trace(spans: Iterable[Span]) -> str:
@@ -23,7 +24,7 @@ def chrome_trace(spans: Iterable[Span]) -> str:
                 "cat": span.strand,
                 "ph": "X",
                 "pid": span.rank,
-                "tid": _ROWS[span.stream],
+                "tid": ROWS[span.stream],
                 "ts": span.start_ns / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
                 "args": {
@@ -45,6 +46,6 @@ def _names(rank: int) -> list[dict[str, object]]:
     ]
     names += [
         {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": stream.value}}
-        for stream, row in _ROWS.items()
+        for stream, row in ROWS.items()
     ]
     return names

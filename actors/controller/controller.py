@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config
@@ -26,6 +26,7 @@ from braid.actors.controller.records import (
     overlap_fields,
 )
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
+from braid.scheduling.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,8 @@ class Controller:
         self._rendezvous(group)
         facts = group.call(0, "data_facts")
         done = self._restore(group, resumed, facts)
-        directory.describe(self._config, self._plan.shape, self._plan.schedule, group.describe())
+        plan = self._plan
+        directory.describe(self._config, plan.shape, plan.schedule, group.describe(), plan.files)
         records = directory.rewind(done + 1)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
         yield Started(
@@ -106,7 +108,8 @@ class Controller:
         )
         step = done
         while step < last and not self._stop.is_set():
-            record = self._step(group, step, facts, validates=self._validates_after(step + 1, last))
+            traced = directory if step + 1 == last else None
+            record = self._step(group, step, facts, traced, validates=self._validates_after(step + 1, last))
             directory.append(record)
             records.append(record)
             yield StepDone(record=record)
@@ -163,8 +166,19 @@ class Controller:
         due = step == last or (every > 0 and step % every == 0)
         return due and self._config.data.validation_fraction > 0
 
-    def _step(self, group: WorkerGroup, step: int, facts: dict[str, Any], *, validates: bool) -> StepRecord:
+    def _step(
+        self,
+        group: WorkerGroup,
+        step: int,
+        facts: dict[str, Any],
+        traced: RunDirectory | None,
+        *,
+        validates: bool,
+    ) -> StepRecord:
+        """One step; its trace goes to ``traced``."""
         results: list[StepResult] = group.call_all("train_step", step)
+        if traced is not None:
+            traced.write_trace(self._trace(group, step))
         train = self._config.train
         tokens = train.global_batch * self._plan.shape.sequence
         bits = self._validate(group, facts) if validates else None
@@ -180,6 +194,12 @@ class Controller:
             peak_bytes=tuple(result.peak_bytes for result in results),
             validation_bits_per_byte=bits,
         )
+
+    def _trace(self, group: WorkerGroup, step: int) -> list[Span]:
+        """All ranks' spans of the step that ran last, from the first one's begin."""
+        spans: list[Span] = [span for own in group.call_all("spans", step) for span in own]
+        begin = min((span.start_ns for span in spans), default=0)
+        return [replace(s, start_ns=s.start_ns - begin, end_ns=s.end_ns - begin) for s in spans]
 
     def _validate(self, group: WorkerGroup, facts: dict[str, Any]) -> float:
         results = group.call_all("validate")

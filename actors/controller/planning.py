@@ -14,6 +14,7 @@ from braid.scheduling.planner.compose import OVERLAPPING, Bench, decide, run
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
+from braid.scheduling.simulate import Simulation, simulate
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
 from braid.scheduling.validate import validate
 
@@ -93,6 +94,13 @@ def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[
             )
         )
     return sorted(candidates, key=lambda one: one.seconds)
+
+
+def predict(config: Config, shape: ModelShape, profile: Profile, schedule: Schedule) -> Simulation:
+    """What a schedule is expected to do, by simulation with measured costs."""
+    layout = config.layout()
+    parts = fused_parts(model_graphs(config, shape), layout, shape.layers, schedule.fused)
+    return simulate(schedule, layout, shape, parts, profile, dtype=config.train.dtype)
 
 
 def serial_step(config: Config, shape: ModelShape, profile: Profile) -> SerialStep:

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -14,8 +14,9 @@ from typing import IO, Any
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.stage.messages import SerialStep
+from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.trace import OverlapNumbers
+from braid.scheduling.trace import OverlapNumbers, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,14 @@ class RunDirectory:
             if path.name != ".lock":
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
-    def describe(self, config: Config, shape: ModelShape, schedule: str, cluster: dict[str, Any]) -> None:
+    def describe(
+        self,
+        config: Config,
+        shape: ModelShape,
+        schedule: str,
+        cluster: dict[str, Any],
+        files: Mapping[str, str],
+    ) -> None:
         """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
         if self._replaces:
             self._empty()
@@ -129,6 +137,14 @@ class RunDirectory:
         write_durably(self.path / "schedule.txt", schedule)
         write_durably(self.path / "cluster.json", json.dumps(cluster, indent=1))
         write_durably(self.path / "model.json", json.dumps(asdict(shape), indent=1))
+        for name, text in files.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            write_durably(self.path / name, text)
+
+    def write_trace(self, spans: Iterable[Span]) -> None:
+        """Write the spans of a step as ``trace/measured.json``."""
+        (self.path / "trace").mkdir(exist_ok=True)
+        write_durably(self.path / "trace" / "measured.json", chrome_trace(spans))
 
     @property
     def metrics(self) -> Path:

@@ -50,6 +50,8 @@ class RunPlan:
     """Measured times of operators alone, by their names in the profile; empty without one."""
     profile: str = ""
     """The source of the profile that decisions were made with: hardware that ranks are checked against."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Further files for the run directory: what decisions were made with (``profile.json``, ...)."""
     serial: SerialStep | None = None
     """What the step would take without any overlap, as the profile says; None without one."""
 

@@ -68,6 +68,9 @@ class Streams(Protocol):
     def nanoseconds(self, mark: Mark) -> int:
         """A mark as nanoseconds since some fixed point; waits for the device if need be."""
 
+    def epoch_ns(self) -> int:
+        """The wall clock at the fixed point that `nanoseconds` counts from."""
+
     def close(self) -> None:
         """End helper threads."""
 
@@ -111,6 +114,10 @@ class HostStreams:
         """Marks are nanoseconds already."""
         return int(mark)
 
+    def epoch_ns(self) -> int:
+        """The monotonic clock's zero on the wall clock."""
+        return time.time_ns() - time.perf_counter_ns()
+
     def close(self) -> None:
         """Ask the waiter threads to end; they are daemons, one stuck in a dead peer's transfer is left."""
         for waiting in self._queues.values():
@@ -152,7 +159,8 @@ class CudaStreams:
         self._compute = torch.cuda.current_stream(device)
         self._device = device
         self._side: dict[tuple[Stream, str], torch.cuda.Stream] = {}
-        self._origin = self.mark()
+        torch.cuda.synchronize(device)
+        self._origin, self._epoch_ns = self.mark(), time.time_ns()
 
     def mark(self) -> torch.cuda.Event:
         """An event on the compute stream."""
@@ -182,6 +190,10 @@ class CudaStreams:
         """Nanoseconds since the streams were made; waits for the event."""
         mark.synchronize()
         return int(self._origin.elapsed_time(mark) * 1e6)
+
+    def epoch_ns(self) -> int:
+        """The first event's time on the wall clock."""
+        return self._epoch_ns
 
     def close(self) -> None:
         """Nothing to end."""

@@ -63,7 +63,8 @@ class Recorder:
         )
 
     def spans(self, rank: int, step: int) -> list[Span]:
-        """All spans of the step."""
+        """All spans of the step; times are of the wall clock, so that ranks can be set beside each other."""
+        epoch = self._streams.epoch_ns()
         return [
             Span(
                 rank=rank,
@@ -74,8 +75,8 @@ class Recorder:
                 layer=label.layer,
                 operator=label.operator,
                 stream=label.stream,
-                start_ns=begin,
-                end_ns=end,
+                start_ns=epoch + begin,
+                end_ns=epoch + end,
                 bytes=label.bytes,
                 flops=label.flops,
             )
