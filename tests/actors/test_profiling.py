@@ -1,0 +1,156 @@
+"""From measurements to a profile: medians, overlap by equation 1, fits, and when a profile is used again."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.planning import model_graphs, rank_schedules, serial_step
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.profiling import (
+    check_hardware,
+    combine,
+    find_or_measure,
+    known_profile,
+    profile_key,
+)
+from braid.actors.stage.messages import COMPUTE, Samples, Together
+from braid.scheduling.operators import Stream
+from braid.scheduling.profile import operator_key
+
+VOCABULARY = 256
+
+
+def config_of(tmp_path: Path, **sections: Any) -> Config:
+    content: dict[str, Any] = {
+        "runs": str(tmp_path / "runs"),
+        "model": {"hidden": 32, "layers": 2, "heads": 4, "sequence": 16, "vocabulary": VOCABULARY},
+        "train": {"global_batch": 8, "micro_batch": 2},
+        "parallel": {"tp": 2},
+        "overlap": {"schedule": "braid"},
+        "cluster": {"launcher": "processes", "cpus_per_rank": 0.25},
+    }
+    for section, values in sections.items():
+        content[section] = {**content.get(section, {}), **values}
+    return parse_config(content)
+
+
+def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
+    """What a rank would measure if operators took these times and overlapped by one OEF."""
+    parts = model_graphs(config, config.check(VOCABULARY))
+    solo: dict[str, list[int]] = {}
+    spare_of: dict[str, str] = {}
+    for part in parts.values():
+        for op in (*part.forward.operators, *part.backward.operators):
+            key = operator_key(part.name, op)
+            time = 1_000_000 if op.kind.communicates else 800_000
+            solo[key] = [round(time * draw.uniform(0.999, 1.001)) for _ in range(9)]
+            if op.kind.communicates:
+                spare_of[key] = "tp/one"
+    together = {
+        (key, "tp/one"): [
+            Together(operator_ns=0, other_ns=0, both_ns=round(1_800_000 - oef * 800_000)) for _ in range(7)
+        ]
+        for key in solo
+        if key not in spare_of
+    }
+    together["layer/qkv", COMPUTE] = [Together(operator_ns=0, other_ns=800_000, both_ns=1_600_000)] * 5
+    return Samples(
+        solo_ns=solo,
+        together=together,
+        spares={"tp/one": [1_000_000] * 9},
+        spare_of=spare_of,
+        transfers={"pp/send_receive": [(1000, 3_000), (9000, 11_000), (1000, 3_100), (9000, 10_900)]},
+        optimizer_ns_per_parameter=[2.0, 3.0, 4.0],
+        hardware="CPU made up",
+    )
+
+
+def test_ranks_are_combined(tmp_path: Path) -> None:
+    config, draw = config_of(tmp_path), random.Random(1)
+    parts = model_graphs(config, config.check(VOCABULARY))
+    profile = combine([samples_of(config, draw, 0.75) for _ in range(2)], parts)
+    assert profile.source == "measured: 2 x CPU made up"
+    assert profile.solo_ns["layer/qkv"] == pytest.approx(800_000, rel=0.002)
+    assert profile.oef["gemm|intra"] == pytest.approx(0.75, abs=0.01)
+    assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.75, abs=0.01)
+    assert profile.oef["gemm|gemm"] == pytest.approx(0.0, abs=0.01), "two computations gain nothing"
+    fit = profile.transfers["pp/send_receive"]
+    assert fit.ns_per_byte == pytest.approx(0.9875)
+    assert fit.ns(5000) == pytest.approx(7000, rel=0.01)
+    assert fit.stream is Stream.INTER
+    assert profile.optimizer_ns_per_parameter == 3.0
+    assert all(profile.spread_ns[key] < 2_000 for key in profile.solo_ns)
+
+
+def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
+    """One pair that was measured as -1 once in a while does not get a value of its own."""
+    config, draw = config_of(tmp_path), random.Random(2)
+    parts = model_graphs(config, config.check(VOCABULARY))
+    samples = samples_of(config, draw, 0.8)
+    wild = [1_160_000 + place * 900_000 * (place % 2) for place in range(5)]
+    together = dict(samples.together)
+    together["layer/qkv", "tp/one"] = [Together(operator_ns=0, other_ns=0, both_ns=ns) for ns in wild]
+    profile = combine([replace(samples, together=together)], parts)
+    assert profile.oef["gemm|intra"] == pytest.approx(0.8, abs=0.02)
+    assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path) -> None:
+    """Real ranks on loopback: two processes, gloo."""
+    config = config_of(tmp_path)
+    shape = config.check(VOCABULARY)
+    assert known_profile(config, shape) is None
+    found = find_or_measure(config, shape, ProcessLauncher(config))
+    assert not found.reused
+    assert found.path.is_file()
+    parts = model_graphs(config, shape)
+    for part in parts.values():
+        for op in (*part.forward.operators, *part.backward.operators):
+            assert found.profile.operator_ns(part.name, op) >= 0
+    assert found.profile.solo_ns["layer/qkv"] > 0
+    again = find_or_measure(config, shape, ProcessLauncher(config))
+    assert again.reused
+    assert again.profile == found.profile
+    keys = {
+        profile_key(other, other.check(VOCABULARY), (machine,))
+        for machine in ("a", "b")
+        for other in (
+            config,
+            config_of(tmp_path, model={"hidden": 64}),
+            config_of(tmp_path, train={"dtype": "fp64"}),
+        )
+    }
+    assert len(keys) == 6
+    found.path.write_text("{}", encoding="utf-8")
+    assert known_profile(config, shape) is None, "a damaged profile is measured anew"
+    # Decisions made with it: all schedules are ranked, the serial one is no faster than the best.
+    ranked = rank_schedules(config, shape, found.profile)
+    assert {one.schedule for one in ranked} >= {"megatron", "wavelet", "dhelix", "braid"}
+    assert ranked == sorted(ranked, key=lambda one: one.seconds)
+    serial = serial_step(config, shape, found.profile)
+    assert 0 < serial.alpha < 1
+    assert serial.seconds == pytest.approx(next(o.seconds for o in ranked if o.schedule == "megatron"))
+    assert serial.recovered(serial.seconds) == 0
+    assert serial.recovered(serial.seconds / serial.limit_speedup) == pytest.approx(1)
+
+
+class OtherHardware:
+    """A group of ranks on something else."""
+
+    def call_all(self, method: str) -> list[str]:
+        assert method == "hardware"
+        return ["GPU that is not there"] * 2
+
+
+def test_a_profile_of_other_hardware_is_refused() -> None:
+    group: Any = OtherHardware()
+    with pytest.raises(
+        ConfigError, match=r"overlap.profile=p.json was measured on '2 x CPU made up'; these "
+    ):
+        check_hardware(group, "measured: 2 x CPU made up", "p.json")
+    check_hardware(group, "measured: 2 x GPU that is not there", "p.json")
+    check_hardware(group, "modelled: a40", "p.json")

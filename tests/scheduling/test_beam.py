@@ -1,0 +1,31 @@
+"""Beam search: valid orders, and near the best of small pairs."""
+
+import random
+
+import pytest
+
+from braid.jobs.benchmarks.pairing_cases import made_up_problem
+from braid.scheduling.planner.beam import beam_order
+from braid.scheduling.planner.list_schedule import exact_order, improved, issue_ns
+
+SEEDS = [random.SystemRandom().randrange(2**31) for _ in range(40)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_orders_are_valid_and_priced_as_the_machine_prices_them(seed: int) -> None:
+    problem = made_up_problem(random.Random(seed), (3, 9))
+    found = beam_order(problem)
+    assert sorted(found.operators) == list(range(len(problem.forward) + len(problem.backward)))
+    assert issue_ns(problem, found.operators) == pytest.approx(found.ns)
+    assert found.ns >= problem.lower_bound_ns * (1 - 1e-9)
+    better = improved(problem, found.operators, found.ns)
+    assert better.ns <= found.ns
+
+
+def test_small_pairs_are_ordered_about_as_well_as_can_be() -> None:
+    worst = []
+    for seed in SEEDS:
+        problem = made_up_problem(random.Random(seed), (3, 5))
+        found = beam_order(problem)
+        worst.append(improved(problem, found.operators, found.ns).ns / exact_order(problem).ns)
+    assert sum(ratio <= 1.02 for ratio in worst) >= 0.9 * len(worst), max(worst)
