@@ -8,13 +8,17 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
+from braid.actors.controller.profiling import combine
+from braid.actors.stage.messages import Samples
 from braid.jobs.planning import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.operators import Stream
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.compose import evaluate, prepare, run
-from braid.scheduling.profile import Profile
+from braid.scheduling.profile import Profile, operator_key, with_chunks
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import cluster
 
@@ -70,6 +74,33 @@ def test_with_a_profile_the_best_number_that_divides(rate: float, sequence: int)
     found = build_schedule(config, shape_of(config), profile_of(config, rate)).split
     times = {split: simulated(config, rate, split) for split in (2, 4, 8) if sequence % split == 0}
     assert times[found] == min(times.values())
+
+
+def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None:
+    """Two sizes of a gather, of 1 us + 1 ns a byte; a layer's own takes 5 us."""
+    config = configured()
+    parts = model_graphs(config, shape_of(config))
+    solo = {
+        operator_key(part.name, op): [5000]
+        for part in parts.values()
+        for graph in (part.forward, part.backward)
+        for op in graph.operators
+    }
+    samples = Samples(
+        solo_ns=solo,
+        together={},
+        spares={},
+        spare_of={},
+        transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
+        optimizer_ns_per_parameter=[1.0],
+        hardware="test",
+    )
+    profile = combine([samples], parts)
+    fit = profile.transfers["tp/all_gather"]
+    assert (fit.latency_ns, fit.ns_per_byte, fit.stream) == (pytest.approx(1000), 1.0, Stream.INTRA)
+    costs = with_chunks(profile, with_split_layers(parts, 4)["layer"])
+    assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
+    assert costs.solo_ns["layer/mlp_in.2of4"] == 5000 // 4
 
 
 def test_a_plan_says_how_many(tmp_path: Path) -> None:
