@@ -7,6 +7,7 @@ from rich.text import Text
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.scheduling.draw import cell_width, grid, summary
+from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import model_flops, rank_memory
 from braid.scheduling.schedule import Direction, Pair, Schedule
 from braid.scheduling.spec import ModelShape
@@ -55,7 +56,8 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     memory = Table(title="memory per rank (MiB, estimated)", title_justify="left")
     for name in ("stage", "parameters", "gradients", "optimizer", "activations", "working", "total"):
         memory.add_column(name, justify="right")
-    parts = model_graphs(config, shape)
+    members = model_graphs(config, shape)
+    parts = scheduled_parts(members, layout, shape.layers, fused=schedule.fused, split=schedule.split)
     for stage in range(layout.pp):
         rank = rank_memory(schedule, layout, shape, parts, config.train.dtype, stage)
         sizes = (

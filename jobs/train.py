@@ -10,7 +10,14 @@ from typing import Any
 from braid.actors.config import AUTO, Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Launcher
-from braid.actors.controller.planning import Candidate, build_schedule, predict, rank_schedules, serial_step
+from braid.actors.controller.planning import (
+    Candidate,
+    build_schedule,
+    predict,
+    rank_schedules,
+    schedule_costs,
+    serial_step,
+)
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished
@@ -87,7 +94,7 @@ def plan_run(
     predicted = chrome_trace(predict(config, shape, profile, schedule).spans())
     return replace(
         plan,
-        solo_ns=profile.solo_ns,
+        solo_ns=schedule_costs(config, shape, profile, schedule).solo_ns,
         profile=profile.source,
         serial=serial_step(config, shape, profile),
         files={"profile.json": profile.to_json(), "trace/predicted.json": predicted},

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import yaml
 
+from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
@@ -65,6 +66,15 @@ class Setting:
                 f"schedule={self.schedule!r}; set it to {placement.value!r}"
             )
         check_fit(self.model, self.layout, self.workload)
+        if self.local_tokens % self.split:
+            raise ValueError(
+                f"split={self.split} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
+            )
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, outside the tensor-parallel region."""
+        return part_sizes(self.model, self.layout, self.workload.micro_batch).local_tokens
 
     @property
     def micro_batches(self) -> int:

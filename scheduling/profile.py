@@ -9,12 +9,13 @@ operators, joined by ``|`` in alphabetical order (``gemm|intra``); a transfer is
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from braid.scheduling.fusion import split_place
-from braid.scheduling.operators import Kind, Operator, Stream
+from braid.scheduling.lowering.split import chunk_of
+from braid.scheduling.operators import Kind, Operator, Part, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
 VERSION: Final = 1
@@ -115,6 +116,29 @@ def operator_key(part: str, operator: Operator) -> str:
     name = operator.name.removesuffix(".again")
     place = split_place(name)
     return f"{part}/{name}" if place is None else f"{place[1]}/{place[2]}"
+
+
+def with_chunks(profile: Profile, part: Part) -> Profile:
+    """The profile with costs of the chunks of a split part (`braid.scheduling.lowering.split`).
+
+    They follow from those of the whole operators: a GEMM's chunks share its time, a collective's share what
+    exceeds the latency of its kind of transfer, where that was measured. What smaller GEMMs lose, and the
+    copies that bring rows to their places, are not in it.
+    """
+    solo, classes = dict(profile.solo_ns), dict(profile.classes)
+    for op in (*part.forward.operators, *part.backward.operators):
+        chunk = chunk_of(op.name)
+        own = operator_key(part.name, op)
+        if chunk is None or own in solo:
+            continue
+        origin = replace(op, name=chunk.whole)
+        whole = profile.operator_ns(part.name, origin)
+        fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
+        latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
+        solo[own] = round(latency + (whole - latency) / chunk.ways)
+        if (known := classes.get(operator_key(part.name, origin))) is not None:
+            classes[own] = known
+    return replace(profile, solo_ns=solo, classes=classes)
 
 
 def parse_profile(text: str, where: str) -> Profile:

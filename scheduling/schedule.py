@@ -30,6 +30,8 @@ The layers of a paired block are paired one by one, first forward layer with las
 the two has more (embedding, head, uneven layers) runs by its own program, the backward's before, the
 forward's after. With ``fused N`` up to N layers are one run, the ends of the model with them, and programs
 are of runs: ``embedding+2*layer|2*layer+head``, operators ``F:1.layer/qkv`` (`braid.scheduling.fusion`).
+With ``split N`` the layers' all-gathers and the GEMMs that read them are in N chunks of tokens, which are
+operators of their own: ``qkv.1of4`` (`braid.scheduling.lowering.split`).
 
 All ranks of a stage run the same lists in the same order. `braid.scheduling.schedule_parser` reads the
 text back.
@@ -291,6 +293,8 @@ class Schedule:
     pairs: Mapping[PairKey, PairProgram] = field(default_factory=dict)
     fused: int = 0
     """Most layers of a run (`braid.scheduling.fusion`); 0: programs are of single parts."""
+    split: int = 1
+    """Chunks of the layers' all-gathers and their GEMMs (`braid.scheduling.lowering.split`); 1: whole."""
 
     @property
     def trains(self) -> bool:
@@ -316,6 +320,7 @@ class Schedule:
             f"chunks {self.chunks}",
             f"micro_batches {self.micro_batches}",
             *([f"fused {self.fused}"] if self.fused else []),
+            *([f"split {self.split}"] if self.split > 1 else []),
         ]
         for number, stage in enumerate(self.stages):
             lines += ["", f"stage {number}", *_stage_lines(stage)]

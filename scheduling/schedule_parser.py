@@ -135,6 +135,11 @@ def parse(text: str) -> Schedule:
     fused = 0
     if body and (match := re.fullmatch(rf"fused {_NUMBER}", body[0][1])):
         fused, body = int(match[1]), body[1:]
+    split = 1
+    if body and (match := re.fullmatch(rf"split {_NUMBER}", body[0][1])):
+        if int(match[1]) < 2:
+            raise _wrong(body[0][0], f"{body[0][1]!r}: a split is into 2 chunks or more")
+        split, body = int(match[1]), body[1:]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
     stages = _parse_stages(body[:cut])
     if len(stages) != stage_count:
@@ -150,6 +155,7 @@ def parse(text: str) -> Schedule:
         splits=programs.splits,
         pairs=programs.pairs,
         fused=fused,
+        split=split,
     )
 
 

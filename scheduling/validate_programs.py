@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from braid.scheduling.lowering.split import chunk_of
 from braid.scheduling.operators import Graph, Operator, Part, Pass
 from braid.scheduling.schedule import (
     Action,
@@ -136,12 +137,23 @@ class _Pass:
             return f"{op.name} runs on {op.stream}"
         if op.name in self.done:
             return f"{op.name} is done already"
+        if not isinstance(action, Start) and (cause := self._incomplete(op)):
+            return cause
         if isinstance(action, Wait):
             return None if op.name in self.started else f"{op.name} is not started"
         if op.name in self.started:
             return f"{op.name} is started already"
         missing = [name for name in op.reads if name not in self.available]
         return f"{missing[0]} is read before it is there" if missing else None
+
+    def _incomplete(self, op: Operator) -> str | None:
+        """The last chunk completes the whole value, so all others must be there before it."""
+        chunk = chunk_of(op.name)
+        if chunk is None or chunk.number < chunk.ways:
+            return None
+        others = (f"{chunk.whole}.{number}of{chunk.ways}" for number in range(1, chunk.ways))
+        late = next((name for name in others if name not in self.done), None)
+        return f"{late} has to be done before the last chunk" if late else None
 
 
 def _begin(graph: Graph, given: tuple[str, ...]) -> _Pass:

@@ -1,21 +1,22 @@
 """From configuration to schedule: what the run will execute, without starting anything."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
-from braid.scheduling.fusion import fused_parts
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
+from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting, read_plan
-from braid.scheduling.planner.compose import OVERLAPPING, Bench, decide, run
-from braid.scheduling.profile import Profile
+from braid.scheduling.planner.compose import OVERLAPPING, SPLITS, Bench, decide, run
+from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
 from braid.scheduling.simulate import Simulation, simulate
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
+from braid.scheduling.spec import ModelShape, Placement
 from braid.scheduling.validate import validate
 
 FUSED = (0, 4)
@@ -33,7 +34,7 @@ def model_graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
     return model_parts(sizes, load_layer(config.model.layer), config.train.recompute)
 
 
-def setting_of(config: Config, shape: ModelShape, fused: int = 0) -> Setting:
+def setting_of(config: Config, shape: ModelShape, fused: int = 0, split: int = 1) -> Setting:
     """What the planner is told of a run."""
     return Setting(
         model=shape,
@@ -42,16 +43,23 @@ def setting_of(config: Config, shape: ModelShape, fused: int = 0) -> Setting:
         schedule=config.overlap.schedule,
         dtype=config.train.dtype,
         recompute=config.train.recompute,
+        split=split,
         fused=fused,
     )
 
 
 def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Bench, Choices]:
-    """Decisions for a run with measured costs: of layers one by one or fused, as the simulation says."""
-    members = model_graphs(config, shape)
+    """Decisions for a run with measured costs: layers fused or not, how many chunks, as the simulation says.
+
+    `ConfigError` if a schedule that splits collectives cannot cut the tokens evenly.
+    """
+    whole = model_graphs(config, shape)
     tried = []
-    for fused in FUSED if config.overlap.schedule in OVERLAPPING else (0,):
-        bench = Bench(setting_of(config, shape, fused), members, profile)
+    longest = FUSED if config.overlap.schedule in OVERLAPPING else (0,)
+    for fused, split in product(longest, _splits(config, shape)):
+        members = with_split_layers(whole, split)
+        costs = with_chunks(profile, members["layer"])
+        bench = Bench(setting_of(config, shape, fused, split), members, costs)
         choices, _ = decide(bench)
         tried.append((run(bench, choices).step_ns, bench, choices))
     _, bench, choices = min(tried, key=lambda one: one[0])
@@ -77,6 +85,8 @@ def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[
         alone = config.with_schedule(name)
         if config.parallel.pp == 1 and SCHEDULES[name].placement_on(1) is not Placement.LINEAR:
             continue  # pipelines of one stage are all the same
+        if config.parallel.tp == 1 and SCHEDULES[name].splits_collectives:
+            continue  # nothing to split
         try:
             alone.check(shape.vocabulary)
             bench, choices = decide_run(alone, shape, profile)
@@ -98,9 +108,16 @@ def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[
 
 def predict(config: Config, shape: ModelShape, profile: Profile, schedule: Schedule) -> Simulation:
     """What a schedule is expected to do, by simulation with measured costs."""
-    layout = config.layout()
-    parts = fused_parts(model_graphs(config, shape), layout, shape.layers, schedule.fused)
-    return simulate(schedule, layout, shape, parts, profile, dtype=config.train.dtype)
+    layout, members = config.layout(), model_graphs(config, shape)
+    parts = scheduled_parts(members, layout, shape.layers, fused=schedule.fused, split=schedule.split)
+    costs = schedule_costs(config, shape, profile, schedule)
+    return simulate(schedule, layout, shape, parts, costs, dtype=config.train.dtype)
+
+
+def schedule_costs(config: Config, shape: ModelShape, profile: Profile, schedule: Schedule) -> Profile:
+    """The profile with the costs of the chunks that a schedule cuts operators into."""
+    members = with_split_layers(model_graphs(config, shape), schedule.split)
+    return with_chunks(profile, members["layer"])
 
 
 def serial_step(config: Config, shape: ModelShape, profile: Profile) -> SerialStep:
@@ -121,14 +138,14 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
     micro_batches = config.workload().micro_batches(layout)
     file = config.overlap.schedule_file
     if file is None:
-        choices, fused = _choices(config, layout)
+        choices, fused, split = _choices(config, shape)
         if choices is None and profile is not None:
             bench, choices = decide_run(config, shape, profile)
-            fused = bench.setting.fused
-        parts = fused_parts(parts, layout, shape.layers, fused)
+            fused, split = bench.setting.fused, bench.setting.split
+        parts = scheduled_parts(parts, layout, shape.layers, fused=fused, split=split)
         try:
             schedule = training_schedule(
-                config.overlap.schedule, layout, micro_batches, parts, choices, fused
+                config.overlap.schedule, layout, micro_batches, parts, choices, fused, split
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -146,16 +163,45 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
                 f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
                 f"train.global_batch, train.micro_batch and parallel.dp give {micro_batches}"
             )
-        parts = fused_parts(parts, layout, shape.layers, schedule.fused)
+        _check_split(config, shape, schedule.split, f"overlap.schedule_file={file}")
+        parts = scheduled_parts(parts, layout, shape.layers, fused=schedule.fused, split=schedule.split)
     validate(schedule, layout, parts)
     return schedule
 
 
-def _choices(config: Config, layout: ParallelLayout) -> tuple[Choices | None, int]:
-    """The decisions of ``overlap.plan``, which has to be for this schedule and layout, and what it fuses."""
-    file = config.overlap.plan
+def _splits(config: Config, shape: ModelShape) -> tuple[int, ...]:
+    """The numbers of chunks that the run's schedule may take: 1 unless it splits and there is what to split.
+
+    `ConfigError` if the tokens of a micro-batch on a rank cannot be cut evenly.
+    """
+    name, layout = config.overlap.schedule, config.layout()
+    if not SCHEDULES[name].splits_collectives or layout.tp == 1:
+        return (1,)
+    _check_split(config, shape, SPLITS[0], f"overlap.schedule={name}")
+    tokens = part_sizes(shape, layout, config.train.micro_batch).local_tokens
+    return tuple(split for split in SPLITS if tokens % split == 0)
+
+
+def _check_split(config: Config, shape: ModelShape, split: int, source: str) -> None:
+    """`ConfigError` if ``split`` chunks, which ``source`` asks for, do not have equally many tokens."""
+    tokens = part_sizes(shape, config.layout(), config.train.micro_batch).local_tokens
+    if tokens % split:
+        raise ConfigError(
+            f"{source} cuts a micro-batch in {split} chunks, but a rank holds {tokens} tokens of it "
+            f"(train.micro_batch={config.train.micro_batch} x model.sequence={shape.sequence} / "
+            f"parallel.tp={config.parallel.tp}); make that a multiple of {split} or use another "
+            f"overlap.schedule"
+        )
+
+
+def _choices(config: Config, shape: ModelShape) -> tuple[Choices | None, int, int]:
+    """The decisions of ``overlap.plan``, which has to be for this schedule and layout; what it fuses, splits.
+
+    Without a plan there are no decisions, and as few chunks as can overlap.
+    """
+    file, layout = config.overlap.plan, config.layout()
     if file is None:
-        return None, 0
+        return None, 0, _splits(config, shape)[0]
     plan = read_plan(file)
     setting = plan.setting
     if setting.schedule != config.overlap.schedule:
@@ -170,4 +216,5 @@ def _choices(config: Config, layout: ParallelLayout) -> tuple[Choices | None, in
             f"{setting.recompute}; the configuration has {layout.describe()} with "
             f"{config.train.recompute}: plan anew"
         )
-    return replace(plan.choices, gathers=False), setting.fused
+    _check_split(config, shape, setting.split, f"overlap.plan={file}")
+    return replace(plan.choices, gathers=False), setting.fused, setting.split

@@ -185,7 +185,9 @@ def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
         (small, small_ns), (large, large_ns) = points[0], points[-1]
         slope = max(0.0, (large_ns - small_ns) / (large - small)) if large > small else 0.0
         fits[key] = TransferFit(
-            latency_ns=max(0.0, small_ns - slope * small), ns_per_byte=slope, stream=Stream.INTER
+            latency_ns=max(0.0, small_ns - slope * small),
+            ns_per_byte=slope,
+            stream=Stream.INTRA if key.startswith("tp/") else Stream.INTER,
         )
     return fits
 

@@ -7,14 +7,18 @@ after which action, which transfers are awaited at once. What cannot be bound fa
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.kernels.collectives.chunks import place_chunk, rows_of_chunk, whole_for
 from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.operators import Kind, Operator, Part, Pass
+from braid.scheduling.lowering.split import Chunk, chunk_of
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import (
     Action,
@@ -96,7 +100,12 @@ class Binder:
             frees = dying[turn]
             match action:
                 case Compute():
-                    bound[position] = self._compute(operator, instance, frees)
+                    chunk = chunk_of(operator.name)
+                    bound[position] = (
+                        self._compute(operator, instance, frees)
+                        if chunk is None
+                        else self._compute_chunk(operator, chunk, graph, instance, frees)
+                    )
                 case Start():
                     following = program[position + 1] if position + 1 < len(program) else None
                     awaited_next = following == Wait(action.operator, action.side)
@@ -124,13 +133,51 @@ class Binder:
 
         return run
 
+    def _compute_chunk(
+        self, operator: Operator, chunk: Chunk, graph: Graph, instance: PartInstance, frees: Iterable[str]
+    ) -> BoundAction:
+        """A GEMM on one chunk of what is gathered; its rows go to their places in the whole result."""
+        call = method_of(operator, instance)
+        writers = {name: op for op in graph.operators for name in op.writes}
+        if (
+            len(operator.reads) != 1
+            or operator.reads[0] not in writers
+            or len(_chunks_written(operator)) != 1
+        ):
+            raise ValueError(
+                f"operator {operator.name} of {instance.name} {instance.index} reads "
+                f"{', '.join(operator.reads)} and writes {', '.join(operator.writes)}; only what turns the "
+                f"gathered value alone into one other can run in chunks: use another overlap.schedule"
+            )
+        (source,), (target,), gone = operator.reads, _chunks_written(operator), tuple(frees)
+        ranks = self._ranks(writers[source])
+        name, layer = instance.locate(operator.name)
+        key = operator_key(instance.name, operator)
+        label = SpanLabel(name, operator.stream, layer, flops=operator.flops, key=key)
+        mark, record = self._streams.mark, self._recorder.compute
+
+        def run(values: Values, block: Block) -> None:
+            begin = mark()
+            (result,) = call(values[source])
+            _keep_chunk(values, target, result, chunk, ranks)
+            for name in gone:
+                del values[name]
+            record(label, block, begin, mark())
+
+        return run
+
+    def _ranks(self, operator: Operator) -> int:
+        """How many ranks take part in a collective."""
+        assert operator.axis is not None
+        return self._mesh.layout.degree(operator.axis)
+
     def _start(
         self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
     ) -> BoundAction:
         assert operator.axis is not None
         collective = COLLECTIVES[operator.kind]
         groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
-        (source,), key = operator.reads, _transfer_key(operator)
+        (source,), key, chunk = operator.reads, _transfer_key(operator), chunk_of(operator.name)
         precision = part.values[source].precision
         moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         name, layer = instance.locate(operator.name)
@@ -139,6 +186,8 @@ class Binder:
 
         def run(values: Values, block: Block) -> None:
             x, group = values[source], groups[block.strand]
+            if chunk is not None:
+                x = rows_of_chunk(x, chunk.number, chunk.ways)
             transfer = start(operator.stream, collective(x, group), awaited_next=awaited_next)
             values[key] = transfer
             record(label, block, transfer)
@@ -146,18 +195,38 @@ class Binder:
         return run
 
     def _wait(self, operator: Operator, frees: Iterable[str]) -> BoundAction:
-        (target,), key = operator.writes, _transfer_key(operator)
+        chunk, key = chunk_of(operator.name), _transfer_key(operator)
+        (target,) = operator.writes if chunk is None else _chunks_written(operator)
+        ranks = self._ranks(operator)
         gone = tuple(frees)
         wait = self._streams.wait
 
         def run(values: Values, block: Block) -> None:
             transfer: Transfer = values.pop(key)
             wait(transfer)
-            values[target] = transfer.take()
+            if chunk is None:
+                values[target] = transfer.take()
+            else:
+                _keep_chunk(values, target, transfer.take(), chunk, ranks)
             for name in gone:
                 del values[name]
 
         return run
+
+
+def _chunks_written(operator: Operator) -> tuple[str, ...]:
+    """Of a chunk: the chunks of values that it writes, without the wholes that the last one completes."""
+    return tuple(name for name in operator.writes if chunk_of(name) is not None)
+
+
+def _keep_chunk(values: Values, name: str, x: Tensor, chunk: Chunk, ranks: int) -> None:
+    """Keep a chunk of a value, and its rows in the whole value, which the first chunk to come makes."""
+    written = chunk_of(name)
+    assert written is not None
+    values[name] = x
+    if written.whole not in values:
+        values[written.whole] = whole_for(x, chunk.ways)
+    place_chunk(values[written.whole], x, chunk.number, chunk.ways, ranks)
 
 
 def _transfer_key(operator: Operator) -> str:

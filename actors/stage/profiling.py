@@ -24,7 +24,7 @@ from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import all_reduce, receive, send
+from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, receive, send
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Strand
@@ -226,7 +226,7 @@ class Profiler:
     # -- transfers outside layers --------------------------------------------------------------------------
 
     def _transfers(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
-        """Spare collectives alone; messages between stages and sums over replicas in several sizes."""
+        """Spare collectives alone; gathers, messages between stages, sums over replicas in two sizes."""
         for _ in range(rounds):
             for name in self._random.sample(sorted(self._spares), len(self._spares)):
                 spare = self._spares[name]
@@ -244,14 +244,17 @@ class Profiler:
                 if layout.pp > 1:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
                 if layout.dp > 1:
-                    measured["dp/all_reduce"].append((x.nbytes, self._sum(x)))
+                    measured["dp/all_reduce"].append((x.nbytes, self._alone("dp", all_reduce, x)))
+                if layout.tp > 1:
+                    ns = self._alone("tp", all_gather, x)
+                    measured["tp/all_gather"].append((x.nbytes * layout.tp, ns))
         return dict(measured)
 
-    def _sum(self, x: Tensor) -> int:
-        group = self.mesh.group("dp")
+    def _alone(self, axis: str, collective: Callable[[Tensor, dist.ProcessGroup], Launch], x: Tensor) -> int:
+        group = self.mesh.group(axis)
         dist.barrier(group)
         begin = self.streams.mark()
-        transfer = self.streams.start(Stream.INTER, all_reduce(x, group), awaited_next=True)
+        transfer = self.streams.start(Stream.INTER, collective(x, group), awaited_next=True)
         self.streams.wait(transfer)
         transfer.take()
         return self._between(begin, self.streams.mark())

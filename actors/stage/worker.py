@@ -32,9 +32,8 @@ from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.streams import device_streams
 from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.fusion import fused_parts
 from braid.scheduling.layers import part_sizes
-from braid.scheduling.lowering.lower import validation_schedule
+from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
 from braid.scheduling.trace import Span
@@ -103,7 +102,7 @@ class Worker:
         sizes = part_sizes(plan.shape, layout, train.micro_batch)
         parts = model_parts(sizes, definition, train.recompute)
         self._parts = parts
-        runs = fused_parts(parts, layout, plan.shape.layers, schedule.fused)
+        runs = scheduled_parts(parts, layout, plan.shape.layers, fused=schedule.fused, split=schedule.split)
         validate(schedule, layout, runs)
         evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
         validate(evaluation, layout, parts)

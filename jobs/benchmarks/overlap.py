@@ -20,7 +20,7 @@ from rich.table import Table
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.group import Launcher, WorkerGroup
-from braid.actors.controller.planning import build_schedule, decide_run, model_graphs
+from braid.actors.controller.planning import build_schedule, decide_run, model_graphs, schedule_costs
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, SerialStep, StepResult
@@ -300,7 +300,7 @@ class _Bench:
             shape=self._shape,
             schedule=schedule.to_text(),
             data=self._data,
-            solo_ns=profile.solo_ns,
+            solo_ns=schedule_costs(config, self._shape, profile, schedule).solo_ns,
         )
         group = launchers(config).start(config.layout().ranks)
         stack.callback(group.shutdown)

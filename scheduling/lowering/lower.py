@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from braid.scheduling.fusion import fused_parts
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
 from braid.scheduling.lowering.programs import (
@@ -13,6 +14,7 @@ from braid.scheduling.lowering.programs import (
     serial_program,
     split_programs,
 )
+from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
     Block,
@@ -167,6 +169,13 @@ class Choices:
     """Whether ranks hold only parts of the updated parameters and gather them (ZeRO)."""
 
 
+def scheduled_parts(
+    members: Mapping[str, Part], layout: ParallelLayout, layers: int, *, fused: int = 0, split: int = 1
+) -> dict[str, Part]:
+    """The graphs that a schedule's programs are of: embedding, layer and head, ``split``, then ``fused``."""
+    return fused_parts(with_split_layers(members, split), layout, layers, fused)
+
+
 def training_schedule(
     name: str,
     layout: ParallelLayout,
@@ -174,10 +183,11 @@ def training_schedule(
     parts: Mapping[str, Part],
     choices: Choices | None = None,
     fused: int = 0,
+    split: int = 1,
 ) -> Schedule:
     """Lower one of the named training schedules; `ValueError` for what does not exist or is missing.
 
-    ``parts``: the runs in use where layers are ``fused`` (`braid.scheduling.fusion.fused_parts`).
+    ``parts``: those of `scheduled_parts`, where layers are ``fused`` or ``split``.
     """
     if name not in SCHEDULES:
         raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
@@ -195,6 +205,7 @@ def training_schedule(
         stages=stages,
         programs=serial_programs(parts, trains=True),
         fused=fused,
+        split=split,
     )
     return _with_programs(schedule, kind, parts, choices)
 

@@ -50,7 +50,10 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     "folded": PipelineKind(generator=folded_w, placement=Placement.FOLDED, executable=True),
     "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED, executable=True),
     "intra_batch": PipelineKind(
-        generator=one_forward_one_backward, placement=Placement.LINEAR, splits_collectives=True
+        generator=one_forward_one_backward,
+        placement=Placement.LINEAR,
+        splits_collectives=True,
+        executable=True,
     ),
     "wavelet": PipelineKind(
         generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.TURNS, executable=True

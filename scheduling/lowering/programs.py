@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.split import is_chunk
+from braid.scheduling.lowering.split import chunk_of
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
 from braid.scheduling.schedule import (
     Barrier,
@@ -45,7 +45,7 @@ def serial_program(graph: Graph) -> Program:
 
 def chunked_program(graph: Graph) -> Program:
     """As `serial_program`, but chunks of a collective stay under way until a chunk of the GEMM needs them."""
-    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or is_chunk(op.name)}
+    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or chunk_of(op.name)}
     return _plain(_Issuer({None: graph}, lazy).run([(None, op.name) for op in graph.operators]))
 
 
@@ -145,6 +145,12 @@ class _Issuer:
 
     def _wait(self, side: Direction | None, name: str) -> None:
         self._under_way.remove((side, name))
+        chunk = chunk_of(name)
+        if chunk is not None and chunk.number == chunk.ways:
+            # The last chunk completes the whole value: none of the others may still be under way.
+            for other in [step for step in self._under_way if step[0] is side]:
+                if (found := chunk_of(other[1])) is not None and found.whole == chunk.whole:
+                    self._wait(*other)
         self.actions.append(Wait(name, side))
 
 

@@ -5,10 +5,30 @@ while chunk i+1 of the all-gather before it, or chunk i-1 of the reduce-scatter 
 """
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Value
+
+_CHUNK = re.compile(r"(.+)\.([1-9][0-9]*)of([1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Which chunk of which whole operator or value a name stands for."""
+
+    whole: str
+    number: int
+    """From 1."""
+    ways: int
+
+
+@lru_cache(maxsize=65536)
+def chunk_of(name: str) -> Chunk | None:
+    """What ``qkv.1of4`` is a chunk of; None for the name of something whole."""
+    match = _CHUNK.fullmatch(name)
+    return Chunk(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def split_collectives(part: Part, ways: int, only: Collection[str] | None = None) -> Part:
@@ -16,6 +36,7 @@ def split_collectives(part: Part, ways: int, only: Collection[str] | None = None
 
     ``only``: names of the collectives to split (default: all that have such a GEMM). Weight gradients keep
     the whole tensors. A chunk's result is part of the whole value's memory; the last chunk completes it.
+    (Executed, a chunk also has its rows side by side for itself while it is under way: 1/``ways`` more.)
     """
     if ways < 1:
         raise ValueError(f"chunks={ways} must be at least 1")
@@ -25,9 +46,12 @@ def split_collectives(part: Part, ways: int, only: Collection[str] | None = None
     return replace(part, forward=forward, backward=backward, values=values)
 
 
-def is_chunk(operator: str) -> bool:
-    """Whether an operator of that name is one of several chunks."""
-    return re.search(r"\.[0-9]+of[0-9]+$", operator) is not None
+def with_split_layers(parts: Mapping[str, Part], ways: int) -> dict[str, Part]:
+    """The parts of a model with all-gathers of the layers in ``ways`` chunks (``intra_batch``); 1: as is."""
+    if ways == 1:
+        return dict(parts)
+    layer = parts["layer"]
+    return {**parts, "layer": split_collectives(layer, ways, gathers_of(layer))}
 
 
 def gathers_of(part: Part) -> frozenset[str]:

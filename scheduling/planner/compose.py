@@ -12,7 +12,7 @@ from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
 from braid.scheduling.lowering.programs import PairingDecision
-from braid.scheduling.lowering.split import gathers_of, split_collectives
+from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.plan import PairingNote, Setting
@@ -27,7 +27,7 @@ from braid.scheduling.planner.list_schedule import (
 )
 from braid.scheduling.planner.pairing import Pairing, pair
 from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off
-from braid.scheduling.profile import Profile
+from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Block, Direction, Pair, Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.spec import Placement
@@ -49,7 +49,7 @@ class Bench:
 
     setting: Setting
     members: Mapping[str, Part]
-    """Embedding, layer and head."""
+    """Embedding, layer (split, where the setting says so) and head."""
     profile: Profile
 
     @cached_property
@@ -77,11 +77,11 @@ def prepare(setting: Setting, cluster: ClusterSpec, profile: Profile | None = No
         )
     axes = axis_placements(setting.layout, cluster.gpus_per_node)
     sizes = part_sizes(setting.model, setting.layout, setting.workload.micro_batch, axes, setting.context)
-    parts = built_in_parts(sizes, setting.recompute)
-    if setting.split > 1:
-        layer = parts["layer"]
-        parts["layer"] = split_collectives(layer, setting.split, gathers_of(layer))
-    costs = profile or analytic_profile(cluster, setting.layout, parts, DTYPE_BYTES[setting.dtype])
+    parts = with_split_layers(built_in_parts(sizes, setting.recompute), setting.split)
+    if profile is None:
+        costs = analytic_profile(cluster, setting.layout, parts, DTYPE_BYTES[setting.dtype])
+    else:
+        costs = with_chunks(profile, parts["layer"])
     return Bench(setting, parts, costs)
 
 
@@ -276,7 +276,13 @@ def lower(bench: Bench, choices: Choices, *, check: bool = True) -> Schedule:
     """The schedule of a setting and its decisions, validated unless the caller does that later."""
     setting = bench.setting
     schedule = training_schedule(
-        setting.schedule, setting.layout, setting.micro_batches, bench.parts, choices, setting.fused
+        setting.schedule,
+        setting.layout,
+        setting.micro_batches,
+        bench.parts,
+        choices,
+        setting.fused,
+        setting.split,
     )
     if check:
         validate(schedule, setting.layout, bench.parts)
@@ -323,8 +329,10 @@ def evaluate(
     A search over many settings leaves the validation of schedules (``check``) to the one it takes.
     """
     if SCHEDULES[setting.schedule].splits_collectives and setting.split == 1:
-        tried = [evaluate(replace(setting, split=split), cluster, profile, check=check) for split in SPLITS]
-        return min(tried, key=lambda outcome: outcome.numbers.step_seconds)
+        even = [split for split in SPLITS if setting.local_tokens % split == 0]
+        tried = [evaluate(replace(setting, split=split), cluster, profile, check=check) for split in even]
+        if tried:
+            return min(tried, key=lambda outcome: outcome.numbers.step_seconds)
     bench = prepare(setting, cluster, profile)
     choices, note = decide(bench)
     return _outcome(bench, choices, note, cluster, check=check)

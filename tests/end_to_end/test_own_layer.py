@@ -69,9 +69,9 @@ def plain_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "schedule"), [(1, "megatron"), (2, "megatron"), (2, "intra_batch")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_own_layer_against_autograd(tmp_path: Path, tp: int, recompute: str) -> None:
+def test_own_layer_against_autograd(tmp_path: Path, tp: int, schedule: str, recompute: str) -> None:
     data = prepare_text(tmp_path, seed=tp)
     run = run_layout(
         tmp_path / "runs",
@@ -79,6 +79,7 @@ def test_own_layer_against_autograd(tmp_path: Path, tp: int, recompute: str) -> 
         model={"layer": REFERENCE, "layers": 2},
         train={"steps": 6, "dtype": "fp64", "recompute": recompute},
         parallel={"tp": tp},
+        overlap={"schedule": schedule},
     )
     train = run.config.train
     settings = PlainSettings(**{name: getattr(train, name) for name in PlainSettings.__dataclass_fields__})

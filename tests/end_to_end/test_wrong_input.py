@@ -86,6 +86,16 @@ CASES = [
         ("parallel.late_layers=1", "first of 4 chunks", "lower it"),
         {"parallel": {"pp": 2, "late_layers": 1}, "overlap": {"schedule": "folded"}},
     ),
+    Case(
+        "tokens in chunks",
+        ("overlap.schedule=intra_batch", "33 tokens", "model.sequence=33", "parallel.tp=2", "multiple of 2"),
+        {"model": {"sequence": 33}, "parallel": {"tp": 2}, "overlap": {"schedule": "intra_batch"}},
+    ),
+    Case(
+        "schedule that is not executed",
+        ("overlap.schedule='bidirectional'", "planned and simulated", "intra_batch"),
+        {"overlap": {"schedule": "bidirectional"}, "parallel": {"pp": 2}},
+    ),
     Case("layers and pp", ("model.layers=4", "parallel.pp=3"), {"parallel": {"pp": 3}}),
     Case(
         "batch",

@@ -425,4 +425,4 @@ def test_generators_want_their_layout() -> None:
 
 
 def test_what_the_runtime_does_not_execute_is_named() -> None:
-    assert set(SCHEDULES) - set(EXECUTABLE) == {"intra_batch", "bidirectional"}
+    assert set(SCHEDULES) - set(EXECUTABLE) == {"bidirectional"}

@@ -88,6 +88,8 @@ SCHEDULES = st.builds(
         max_size=3,
     ),
     pairs=st.dictionaries(st.tuples(WORDS, WORDS), st.lists(PAIR_ACTIONS, max_size=8).map(tuple), max_size=3),
+    fused=st.integers(0, 8),
+    split=st.integers(1, 64),
 )
 
 SMALL = """\
@@ -300,6 +302,22 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("chunks 2", "chunks -2", "line 4: expected 'chunks' and a number, found 'chunks -2'"),
         ("chunks 2", "chunks ٢", "line 4: expected 'chunks' and a number, found 'chunks ٢'"),
         ("micro_batches 1", "micro_batches 1 2", "line 5: expected 'micro_batches' and a number, found"),
+        (
+            "micro_batches 1",
+            "micro_batches 1\nsplit 1",
+            "line 6: 'split 1': a split is into 2 chunks or more",
+        ),
+        (
+            "micro_batches 1",
+            "micro_batches 1\nsplit 0",
+            "line 6: 'split 0': a split is into 2 chunks or more",
+        ),
+        ("micro_batches 1", "micro_batches 1\nsplit 02", "line 6: expected 'stage 0', found 'split 02'"),
+        (
+            "micro_batches 1",
+            "micro_batches 1\nsplit 2\nfused 2",
+            "line 7: expected 'stage 0', found 'fused 2'",
+        ),
         ("stages 2", "stages 3", "line 3: the header says 3 stages, 2 follow"),
         ("stages 2", "stages 1", "line 3: the header says 1 stages, 2 follow"),
         ("stage 0\n", "", "line 7: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),

@@ -1,18 +1,26 @@
 """Collectives in chunks: the same data flow, the same work, the same saved values."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import PartSizes, built_in_parts, transformer_layer
-from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.lowering.split import split_collectives
-from braid.scheduling.operators import Graph, Kind, Operator, Part
+from braid.scheduling.lowering.split import Chunk, chunk_of, split_collectives
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
+from braid.scheduling.planner.compose import SPLITS, evaluate, lower, prepare, run
+from braid.scheduling.profile import Profile, TransferFit, with_chunks
+from braid.scheduling.schedule import Direction, Schedule, Start
+from braid.scheduling.schedule_parser import parse
+from braid.scheduling.simulate import Simulation
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.validate import validate
+from braid.scheduling.validate import ScheduleError, validate
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, layout_for, model_parts
+from tests.scheduling.plans import SMALL, cluster, setting
 
 MOE = ModelShape(
     family="moe",
@@ -206,3 +214,97 @@ def test_schedules_with_split_graphs_are_valid(ways: int, recompute: str, shape:
         # The second chunk of a gather is on the link while the GEMM works on the first.
         begin = texts.index(f"start attention_gather.2of{ways} on intra")
         assert begin < texts.index(f"compute qkv.1of{ways}") < texts.index(f"wait attention_gather.2of{ways}")
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        ("qkv.1of4", Chunk("qkv", 1, 4)),
+        ("1.layer/d.qkv.out.12of16", Chunk("1.layer/d.qkv.out", 12, 16)),
+        ("qkv", None),
+        ("qkv.1of", None),
+        ("qkv.0of4", None),
+        ("1of4", None),
+        ("qkv.1of4.again", None),
+    ],
+)
+def test_names_of_chunks(name: str, chunk: Chunk | None) -> None:
+    assert chunk_of(name) == chunk
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A small setting's schedule and simulated step."""
+
+    schedule: Schedule
+    simulation: Simulation
+
+
+def run_alone(schedule: str, split: int, profile: Profile | None = None) -> Alone:
+    bench = prepare(setting(schedule, tp=2, split=split), cluster(gpus=2), profile)
+    return Alone(lower(bench, Choices()), run(bench, Choices()))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_schedule_says_into_how_many_chunks(split: int) -> None:
+    schedule = run_alone("intra_batch", split).schedule
+    assert f"\nsplit {split}\n" in schedule.to_text()
+    assert parse(schedule.to_text()) == schedule
+    assert "split" not in run_alone("megatron", 1).schedule.to_text()
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("operator", ["attention_gather", "qkv"])
+def test_the_last_chunk_comes_last(operator: str, ways: int) -> None:
+    """It completes the whole value: with another chunk still missing, readers of the whole would err."""
+    parts = dict(model_parts(LLAMA, 2))
+    parts["layer"] = split_collectives(parts["layer"], ways)
+    layout = layout_for("intra_batch", 1, 2)
+    schedule = training_schedule("intra_batch", layout, 2, parts, split=ways)
+    validate(schedule, layout, parts)
+    program = [*schedule.programs["layer", Direction.FORWARD]]
+    own = [
+        n for n, a in enumerate(program) if a.operator.startswith(f"{operator}.") and not isinstance(a, Start)
+    ]
+    assert len(own) == ways
+    last = program.pop(own[-1])
+    program.insert(own[-2], last)
+    changed = replace(schedule, programs={**schedule.programs, ("layer", Direction.FORWARD): tuple(program)})
+    cause = f"'{last}': {operator}.{ways - 1}of{ways} has to be done before the last chunk"
+    with pytest.raises(ScheduleError, match=cause):
+        validate(changed, layout, parts)
+
+
+def test_chunks_must_be_equal() -> None:
+    """Of 12 tokens on a rank 8 chunks cannot be made; the planner does not try."""
+    model = replace(SMALL, sequence=24)
+    assert setting("intra_batch", tp=2, model=model, split=4).split == 4
+    with pytest.raises(ValueError, match=r"^split=8 does not divide a rank's 12 tokens of a micro-batch$"):
+        setting("intra_batch", tp=2, model=model, split=8)
+    found = evaluate(setting("intra_batch", tp=2, model=model), cluster(gpus=2, intra=2e8))
+    assert found.bench.setting.split in (2, 4)
+    odd = evaluate(setting("intra_batch", tp=2, model=replace(SMALL, sequence=26)), cluster(gpus=2))
+    assert odd.bench.setting.split == 1
+
+
+def test_costs_of_chunks_follow_from_those_of_the_whole() -> None:
+    """As a profile that was measured on whole operators has them."""
+    whole = prepare(setting("megatron", tp=2), cluster(gpus=2))
+    layer = split_collectives(whole.layer, 4)
+    profile = with_chunks(whole.profile, layer)
+    assert profile.solo_ns["layer/qkv.3of4"] == pytest.approx(whole.profile.solo_ns["layer/qkv"] / 4, abs=1)
+    assert profile.classes["layer/qkv.3of4"] == profile.classes["layer/qkv"]
+    assert {k: v for k, v in profile.solo_ns.items() if "of4" not in k} == whole.profile.solo_ns
+    gather = whole.profile.solo_ns["layer/attention_gather"]
+    fit = TransferFit(latency_ns=gather / 2, ns_per_byte=1.0, stream=Stream.INTRA)
+    slow = replace(whole.profile, transfers={**whole.profile.transfers, "tp/all_gather": fit})
+    chunk = with_chunks(slow, layer).solo_ns["layer/attention_gather.1of4"]
+    assert chunk == pytest.approx(gather / 2 + gather / 8, abs=1)
+    assert with_chunks(profile, layer) == profile
+
+
+def test_a_measured_profile_prices_every_number_of_chunks() -> None:
+    whole = prepare(setting("megatron", tp=2), cluster(gpus=2))
+    serial = run_alone("megatron", 1, whole.profile).simulation.step_ns
+    for split in SPLITS:
+        assert run_alone("intra_batch", split, whole.profile).simulation.step_ns < serial

@@ -1,0 +1,148 @@
+"""Into how many chunks a run's schedule cuts collectives: by default, by profile, by plan, by file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
+from braid.actors.controller.profiling import combine
+from braid.actors.stage.messages import Samples
+from braid.jobs.planning import Request, fixed_setting
+from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.lowering.split import with_split_layers
+from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.operators import Stream
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.compose import evaluate, prepare, run
+from braid.scheduling.profile import Profile, operator_key, with_chunks
+from braid.scheduling.spec import ModelShape
+from tests.scheduling.plans import cluster
+
+VOCABULARY = 256
+RATES = (2e8, 2e10)
+"""Bytes per second: of a link on which communication is most of a step, and of one on which latency is."""
+
+
+def configured(sequence: int = 64, micro_batch: int = 2, tp: int = 2, **overlap: Any) -> Config:
+    model = {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence}
+    return parse_config(
+        {
+            "name": "run",
+            "model": model,
+            "train": {"global_batch": 8, "micro_batch": micro_batch},
+            "parallel": {"tp": tp},
+            "overlap": {"schedule": "intra_batch", **overlap},
+        }
+    )
+
+
+def shape_of(config: Config) -> ModelShape:
+    return config.model.shape(VOCABULARY)
+
+
+def profile_of(config: Config, rate: float) -> Profile:
+    """Costs of whole operators, as a measured profile has them."""
+    parts = model_graphs(config, shape_of(config))
+    spec = cluster(gpus=config.parallel.tp, intra=rate)
+    return analytic_profile(spec, config.layout(), parts, DTYPE_BYTES[config.train.dtype])
+
+
+def simulated(config: Config, rate: float, split: int) -> int:
+    """Nanoseconds of a step with so many chunks."""
+    setting = replace(setting_of(config, shape_of(config)), split=split)
+    spec = cluster(gpus=config.parallel.tp, intra=rate)
+    return run(prepare(setting, spec, profile_of(config, rate)), Choices()).step_ns
+
+
+def test_two_chunks_without_a_profile_none_without_gathers() -> None:
+    config = configured()
+    assert build_schedule(config, shape_of(config)).split == 2
+    alone = configured(tp=1)
+    assert build_schedule(alone, shape_of(alone)).split == 1
+    whole = configured(schedule="megatron")
+    assert build_schedule(whole, shape_of(whole)).split == 1
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("sequence", [64, 12])
+def test_with_a_profile_the_best_number_that_divides(rate: float, sequence: int) -> None:
+    config = configured(sequence=sequence)
+    found = build_schedule(config, shape_of(config), profile_of(config, rate)).split
+    times = {split: simulated(config, rate, split) for split in (2, 4, 8) if sequence % split == 0}
+    assert times[found] == min(times.values())
+
+
+def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None:
+    """Two sizes of a gather, of 1 us + 1 ns a byte; a layer's own takes 5 us."""
+    config = configured()
+    parts = model_graphs(config, shape_of(config))
+    solo = {
+        operator_key(part.name, op): [5000]
+        for part in parts.values()
+        for graph in (part.forward, part.backward)
+        for op in graph.operators
+    }
+    samples = Samples(
+        solo_ns=solo,
+        together={},
+        spares={},
+        spare_of={},
+        transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
+        optimizer_ns_per_parameter=[1.0],
+        hardware="test",
+    )
+    profile = combine([samples], parts)
+    fit = profile.transfers["tp/all_gather"]
+    assert (fit.latency_ns, fit.ns_per_byte, fit.stream) == (pytest.approx(1000), 1.0, Stream.INTRA)
+    costs = with_chunks(profile, with_split_layers(parts, 4)["layer"])
+    assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
+    assert costs.solo_ns["layer/mlp_in.2of4"] == 5000 // 4
+
+
+def test_a_plan_says_how_many(tmp_path: Path) -> None:
+    config = configured()
+    spec = cluster(gpus=2, intra=2e8)
+    plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    file = tmp_path / "plan.yaml"
+    for split in (2, 8):
+        file.write_text(plan.to_yaml().replace(f"split: {plan.setting.split}\n", f"split: {split}\n"))
+        planned = configured(plan=str(file))
+        assert build_schedule(planned, shape_of(planned)).split == split
+    short = configured(sequence=12, plan=str(file))
+    with pytest.raises(ConfigError, match=r"^overlap\.plan=.* in 8 chunks, but a rank holds 12 tokens of it"):
+        build_schedule(short, shape_of(short))
+
+
+def test_a_file_says_how_many(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(build_schedule(config := configured(), shape_of(config)).to_text())
+    own = configured(schedule_file=str(file))
+    assert build_schedule(own, shape_of(own)).split == 2
+    odd = configured(sequence=31, micro_batch=2, schedule_file=str(file))
+    with pytest.raises(
+        ConfigError, match=r"^overlap\.schedule_file=.* in 2 chunks, but a rank holds 31 tokens"
+    ):
+        build_schedule(odd, shape_of(odd))
+    file.write_text(file.read_text().replace("split 2\n", ""))
+    with pytest.raises(ValueError, match=r"the graph has no operator 'attention_gather\.1of2'"):
+        build_schedule(own, shape_of(own))
+    file.write_text(file.read_text().replace("micro_batches 4\n", "micro_batches 4\nsplit 4\n"))
+    with pytest.raises(ValueError, match=r"the graph has no operator 'attention_gather\.1of2'"):
+        build_schedule(own, shape_of(own))
+
+
+def test_tokens_that_cannot_be_cut_are_named_with_a_remedy() -> None:
+    config = configured(sequence=31)
+    with pytest.raises(ConfigError) as caught:
+        build_schedule(config, shape_of(config))
+    assert str(caught.value) == (
+        "overlap.schedule=intra_batch cuts a micro-batch in 2 chunks, but a rank holds 31 tokens of it "
+        "(train.micro_batch=2 x model.sequence=31 / parallel.tp=2); make that a multiple of 2 or use another "
+        "overlap.schedule"
+    )
+    with pytest.raises(ConfigError, match="a rank holds 31 tokens of it"):
+        build_schedule(config, shape_of(config), profile_of(config, RATES[0]))
