@@ -7,12 +7,14 @@ after which action, which transfers are awaited at once. What cannot be bound fa
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
-from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
+from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.operators import Kind, Operator, Part, Pass
 from braid.scheduling.schedule import (
@@ -29,7 +31,7 @@ from braid.scheduling.schedule import (
 
 BoundAction = Callable[[Values, Block], None]
 
-COLLECTIVES = {
+COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
     Kind.ALL_GATHER: all_gather,
     Kind.REDUCE_SCATTER: reduce_scatter,
     Kind.ALL_REDUCE: all_reduce,
@@ -37,9 +39,17 @@ COLLECTIVES = {
 
 
 class Binder:
-    """Binds programs of one rank."""
+    """Binds programs of one rank; ``collectives`` are called with a tensor and the mesh's group."""
 
-    def __init__(self, mesh: Mesh, streams: Streams, recorder: Recorder, activation_bytes: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        streams: Streams,
+        recorder: Recorder,
+        activation_bytes: int,
+        collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
+    ) -> None:
+        self._collectives = collectives
         self._mesh = mesh
         self._streams = streams
         self._recorder = recorder
@@ -126,7 +136,7 @@ class Binder:
         self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
     ) -> BoundAction:
         assert operator.axis is not None
-        collective = COLLECTIVES[operator.kind]
+        collective = self._collectives[operator.kind]
         groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
         (source,), key = operator.reads, _transfer_key(operator)
         precision = part.values[source].precision
