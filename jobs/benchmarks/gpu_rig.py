@@ -130,7 +130,8 @@ class Rig:
                     tensor.normal_(0.0, INITIAL_DEVIATION, generator=generator)
                 else:
                     tensor.fill_(1.0)
-            tensor.main_grad = torch.zeros_like(tensor, dtype=main_gradient_dtype(self.dtype))  # type: ignore[attr-defined]
+            gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(self.dtype))
+            tensor.main_grad = gradient  # type: ignore[attr-defined]
         return model
 
     @property
@@ -211,7 +212,8 @@ class Rig:
 
     def gradients(self) -> list[Tensor]:
         """The buffers of all weight gradients."""
-        return [parameter.tensor.main_grad for parameter in self.model.parameters]  # type: ignore[attr-defined]
+        tensors = [parameter.tensor for parameter in self.model.parameters]
+        return [tensor.main_grad for tensor in tensors]  # type: ignore[attr-defined]
 
     def schedule(self, decision: PairingDecision | None) -> Schedule:
         """Programs of the layer alone, and of two strands together if a decision says how."""

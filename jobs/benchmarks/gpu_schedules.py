@@ -329,8 +329,8 @@ def _repeatable_kernels() -> Iterator[None]:
     """Torch takes deterministic kernels: the fast gradient of attention adds in the order of arrival."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # the other way to say so loads torch's compiler
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.set_deterministic_debug_mode("default")

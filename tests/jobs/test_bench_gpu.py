@@ -12,6 +12,7 @@ import torch
 from braid.jobs.bench import main
 from braid.jobs.benchmarks.gpu import QUICK, GpuBenchmark, check_device, run, show, table
 from braid.jobs.benchmarks.gpu_operators import OperatorTable, OperatorTime, effectiveness
+from braid.jobs.benchmarks.gpu_ranks import SharedTime
 from braid.jobs.benchmarks.gpu_rig import Rig, llama_8b
 from braid.jobs.benchmarks.gpu_schedules import (
     Chain,
@@ -31,7 +32,14 @@ from braid.scheduling.schedule import Direction
 
 CPU = torch.device("cpu")
 
-ALONE = """
+SHARED = [
+    SharedTime(
+        collective="all_gather", bytes=4_000_000, alone_ns=9_000, product_ns=5_000, together_ns=11_000
+    ),
+    SharedTime(collective="reduce_scatter", bytes=4_000_000, note="not on this device"),
+]
+
+ABSENT = """
 import runpy, sys
 
 class Absent:
@@ -40,25 +48,46 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}")
 
 sys.meta_path.insert(0, Absent())
+"""
+
+BENCH = """
 sys.argv = ["bench", *{arguments!r}]
 runpy.run_module("braid.jobs.bench", run_name="__main__")
 """
 
+SCHEDULES = """
+import json
+import torch
+from braid.jobs.benchmarks.gpu import QUICK
+from braid.jobs.benchmarks.gpu_operators import measure_operators
+from braid.jobs.benchmarks.gpu_rig import Rig
+from braid.jobs.benchmarks.gpu_schedules import measure_schedules
 
-def bench_without(names: tuple[str, ...], *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the benchmark where packages are not installed."""
-    code = ALONE.format(names=names, arguments=arguments)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+rig = Rig(shape=QUICK.shape, device=torch.device("cpu"), dtype=torch.float32)
+with rig.running():
+    found = measure_schedules(rig, measure_operators(rig, 1), pairs=2, rounds=1)
+print(json.dumps([[one.schedule for one in found.schedules], found.left_out]))
+"""
+
+
+def without(names: tuple[str, ...], code: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python code where packages are not installed."""
+    command = [sys.executable, "-c", ABSENT.format(names=names) + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")
 def result() -> GpuBenchmark:
-    return run(device=CPU, sizes=QUICK, seed=3)
+    """All but the processes, which have a test of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("braid.jobs.benchmarks.gpu.measure_ranks", lambda *arguments: (SHARED, ""))
+        return run(device=CPU, sizes=QUICK, seed=3)
 
 
+@pytest.mark.slow
 def test_it_runs_with_torch_and_numpy_alone_and_prints_one_object() -> None:
     absent = ("ray", "typer", "rich", "pydantic", "yaml", "scipy")
-    done = bench_without(absent, "gpu", "--device", "cpu", "--quick", "--json")
+    done = without(absent, BENCH.format(arguments=["gpu", "--device", "cpu", "--quick", "--json"]))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     read = json.loads(line)
@@ -76,7 +105,20 @@ def test_it_runs_with_torch_and_numpy_alone_and_prints_one_object() -> None:
     ]
     assert read["schedules"]["left_out"] == {}
     assert read["notes"] == {"fences": "fences need a CUDA device"}
+    assert [row["collective"] for row in read["shared"]] == ["all_gather", "reduce_scatter"]
+    for row in read["shared"]:
+        assert row["note"] == ""
+        assert min(row["alone_ns"], row["product_ns"], row["together_ns"]) > 0
     assert "schedules" in done.stderr
+
+
+def test_without_numpy_it_measures_what_needs_no_search() -> None:
+    done = without(("numpy", "scipy", "yaml"), SCHEDULES)
+    assert done.returncode == 0, done.stderr
+    schedules, left_out = json.loads(done.stdout)
+    assert schedules == ["serial", "wavelet"]
+    assert left_out.keys() == {"dhelix", "braid"}
+    assert all("No module named 'numpy'" in reason for reason in left_out.values())
 
 
 def test_every_schedule_computes_what_the_serial_one_does(result: GpuBenchmark) -> None:
@@ -159,11 +201,10 @@ def test_the_table_labels_what_communication_is(result: GpuBenchmark) -> None:
     assert max(map(len, text.splitlines())) < 180
 
 
-def test_ranks_that_share_a_device_are_timed(result: GpuBenchmark) -> None:
-    assert [one.collective for one in result.shared] == ["all_gather", "reduce_scatter"]
-    for one in result.shared:
-        assert not one.note
-        assert min(one.alone_ns, one.product_ns, one.together_ns) > 0
+def test_ranks_that_share_a_device_are_shown_or_excused(result: GpuBenchmark) -> None:
+    lines = show(result).splitlines()
+    assert "all_gather  4.0    9.0      5.0      11.0" in lines
+    assert "reduce_scatter: not measured; not on this device" in lines
 
 
 def test_columns_are_aligned() -> None:
@@ -202,7 +243,7 @@ def test_other_devices_are_refused(name: str) -> None:
 
 
 def test_without_torch_it_says_so() -> None:
-    done = bench_without(("torch",), "gpu")
+    done = without(("torch",), BENCH.format(arguments=["gpu"]))
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "braid: this benchmark needs PyTorch: No module named 'torch'\n"
