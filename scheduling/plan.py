@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
@@ -169,6 +167,8 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The plan as YAML that `parse_plan` reads back to an equal object."""
+        import yaml  # here, since pairings are searched for where it is not installed, too
+
         content = to_mapping(self)
         ordered = {"braid_plan": content.pop("braid_plan"), **content}
         return yaml.safe_dump(ordered, sort_keys=False, width=100)
@@ -189,6 +189,8 @@ def score_of(numbers: Numbers) -> Score:
 
 def parse_plan(text: str, where: str) -> Plan:
     """A plan from YAML; `ValueError` names the key, its value and what would be right."""
+    import yaml
+
     try:
         content: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:

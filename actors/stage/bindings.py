@@ -15,7 +15,7 @@ from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder, SpanLabel
 from braid.kernels.collectives.chunks import place_chunk, rows_of_chunk, whole_for
-from braid.kernels.collectives.primitives import all_gather, all_reduce, reduce_scatter
+from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.lowering.split import Chunk, chunk_of
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
@@ -34,7 +34,7 @@ from braid.scheduling.schedule import (
 
 BoundAction = Callable[[Values, Block], None]
 
-COLLECTIVES = {
+COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
     Kind.ALL_GATHER: all_gather,
     Kind.REDUCE_SCATTER: reduce_scatter,
     Kind.ALL_REDUCE: all_reduce,
@@ -42,9 +42,17 @@ COLLECTIVES = {
 
 
 class Binder:
-    """Binds programs of one rank."""
+    """Binds programs of one rank; ``collectives`` are called with a tensor and the mesh's group."""
 
-    def __init__(self, mesh: Mesh, streams: Streams, recorder: Recorder, activation_bytes: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        streams: Streams,
+        recorder: Recorder,
+        activation_bytes: int,
+        collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
+    ) -> None:
+        self._collectives = collectives
         self._mesh = mesh
         self._streams = streams
         self._recorder = recorder
@@ -175,7 +183,7 @@ class Binder:
         self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
     ) -> BoundAction:
         assert operator.axis is not None
-        collective = COLLECTIVES[operator.kind]
+        collective = self._collectives[operator.kind]
         groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
         (source,), key, chunk = operator.reads, _transfer_key(operator), chunk_of(operator.name)
         precision = part.values[source].precision

@@ -157,6 +157,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._compute = torch.cuda.current_stream(device)
+        self._origin_ns = 0
         self._device = device
         self._side: dict[tuple[Stream, str], torch.cuda.Stream] = {}
         torch.cuda.synchronize(device)
@@ -187,9 +188,16 @@ class CudaStreams:
         torch.cuda.synchronize(self._device)
 
     def nanoseconds(self, mark: Mark) -> int:
-        """Nanoseconds since the streams were made; waits for the event."""
+        """Nanoseconds since the streams were made; waits for the event.
+
+        CUDA counts in single-precision milliseconds, which after a minute are exact to four microseconds. So
+        the origin moves along, and marks within seconds of each other have exact distances.
+        """
         mark.synchronize()
-        return int(self._origin.elapsed_time(mark) * 1e6)
+        passed_ns = self._origin_ns + int(self._origin.elapsed_time(mark) * 1e6)
+        if passed_ns > self._origin_ns + _FAR_NS:
+            self._origin, self._origin_ns = mark, passed_ns
+        return passed_ns
 
     def epoch_ns(self) -> int:
         """The first event's time on the wall clock."""
@@ -197,6 +205,10 @@ class CudaStreams:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+_FAR_NS = 1_000_000_000
+"""Marks that are so much later than the origin become the origin."""
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
