@@ -248,6 +248,7 @@ class TelemetryConfig(_Section):
     """What is written down while training."""
 
     progress: bool = True
+    spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
 
 
 class ElasticConfig(_Section):

@@ -180,6 +180,9 @@ def bench_overlap(
     peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
     rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
     ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
+    spans_cost: Annotated[
+        bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
@@ -190,6 +193,11 @@ def bench_overlap(
         raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap.LAYOUTS)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    names = schedules.split(",") if schedules else None
+    for name in names or ():
+        if name not in overlap.SCHEDULES[layout]:
+            known = ", ".join(overlap.SCHEDULES[layout])
+            raise ConfigError(f"--schedules: {name!r} must be one of {known}")
     case = overlap.OverlapCase(
         layout=layout,
         hidden=hidden,
@@ -203,10 +211,11 @@ def bench_overlap(
     try:
         result = overlap.run(
             case,
-            schedules=schedules.split(",") if schedules else None,
+            schedules=names,
             peers=peers,
             rounds=rounds,
             ray=ray,
+            spans_cost=spans_cost,
             progress=lambda text: console.print(text, highlight=False),
         )
     except HostsError as error:
@@ -215,6 +224,21 @@ def bench_overlap(
         typer.echo(json.dumps(result.as_json()))
     else:
         overlap.show(Console(width=max(Console().width, 140)), result)
+
+
+@bench.command("agreement")
+def bench_agreement(
+    files: Annotated[list[Path], typer.Argument(help="Results of bench overlap --json.", metavar="FILE...")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """The simulator against measured steps: rank correlation, errors, and whether it picks the fastest."""
+    from braid.jobs.benchmarks.agreement import agreement, show
+
+    result = agreement(files)
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        show(Console(width=max(Console().width, 120)), result)
 
 
 register(app, bench)

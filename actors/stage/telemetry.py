@@ -84,6 +84,11 @@ class Recorder:
             for label, block, begin, end in self._intervals(compute)
         ]
 
+    @property
+    def count(self) -> int:
+        """Spans of the step so far."""
+        return len(self._compute) + len(self._transfers)
+
     def _intervals(self, compute: bool) -> Iterator[tuple[SpanLabel, Block | None, *Interval]]:
         at = self._streams.nanoseconds
         if compute:
@@ -92,3 +97,16 @@ class Recorder:
         else:
             for label, block, transfer in self._transfers:
                 yield label, block, at(transfer.begin), at(transfer.end)
+
+
+class NoRecorder(Recorder):
+    """Records nothing (``telemetry.spans: false``)."""
+
+    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
+        """Nothing."""
+
+    def transfer(self, label: SpanLabel, block: Block | None, transfer: Transfer) -> None:
+        """Nothing."""
+
+    def block(self, paired: bool, begin: Mark, end: Mark) -> None:
+        """Nothing."""

@@ -31,7 +31,7 @@ from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.streams import device_streams
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.telemetry import NoRecorder, Recorder
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -117,7 +117,8 @@ class Worker:
         )
         self._model.initialise(train.seed)
         self._streams = device_streams(self._device)
-        self._recorder = Recorder(self._streams, plan.solo_ns)
+        kind = Recorder if config.telemetry.spans else NoRecorder
+        self._recorder = kind(self._streams, plan.solo_ns)
         self._gradients = GradientBuckets(
             self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20
         )

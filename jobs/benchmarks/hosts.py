@@ -91,6 +91,7 @@ class Hosts:
 def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
     """Two namespaces that see only each other; whatever runs there is ended at the end, by id."""
     check_hosts()
+    _remove_orphans()
     mark = f"{os.getpid():x}"
     first, second = Host(f"braid-{mark}-0", "10.77.0.1"), Host(f"braid-{mark}-1", "10.77.0.2")
     hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
@@ -110,10 +111,23 @@ def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
             yield link
         finally:
             for host in hosts:
-                for process in host.processes():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+                _remove(host)
+
+
+def _remove(host: Host) -> None:
+    """End what runs on a host, by id, and the host."""
+    for process in host.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
+def _remove_orphans() -> None:
+    """Remove hosts whose maker was killed before it could: their names hold its process id."""
+    for path in Path("/run/netns").glob("braid-*-[01]"):
+        maker = int(path.name.split("-")[1], 16)
+        if not Path(f"/proc/{maker}").exists():
+            _remove(Host(path.name, ""))
 
 
 @contextlib.contextmanager
@@ -150,16 +164,21 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def _terminates() -> Iterator[None]:
-    """Let SIGTERM unwind as an interrupt does, so that hosts are removed."""
+    """Let the first SIGTERM or SIGINT unwind, so that hosts are removed, and nothing disturb that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    handled = (signal.SIGTERM, signal.SIGINT)
+
     def interrupt(number: int, frame: object) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -69,7 +69,7 @@ class OverlapCase:
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
     seed: int = 1
 
-    def config(self, schedule: str, **cluster: Any) -> Config:
+    def config(self, schedule: str, *, spans: bool = True, **cluster: Any) -> Config:
         """The run's configuration under a schedule."""
         return parse_config(
             {
@@ -88,6 +88,7 @@ class OverlapCase:
                 },
                 "parallel": dict(LAYOUTS[self.layout]),
                 "overlap": {"schedule": schedule},
+                "telemetry": {"spans": spans},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
         )
@@ -172,9 +173,13 @@ def run(
     rounds: int = 7,
     ray: bool = False,
     memory: bool = True,
+    spans_cost: bool = False,
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
-    """Measure a case. `HostsError` where this machine cannot make hosts."""
+    """Measure a case. `HostsError` where this machine cannot make hosts.
+
+    ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
+    """
     names = list(schedules or SCHEDULES[case.layout])
     if "megatron" not in names:
         names.insert(0, "megatron")
@@ -188,6 +193,8 @@ def run(
         profile = bench.profile()
         launchers = stack.enter_context(bench.launchers(ray))
         sides = [bench.start(name, profile, launchers, stack) for name in names]
+        if spans_cost:
+            sides.append(bench.start(names[-1], profile, launchers, stack, spans=False))
         if peers and not ray:
             sides += [bench.start_peer(name, stack) for name in PEERS[case.layout]]
         _alternate(sides, rounds, case, progress)
@@ -290,10 +297,13 @@ class _Bench:
         profile: Profile,
         launchers: Callable[[Config], Launcher],
         stack: contextlib.ExitStack,
+        *,
+        spans: bool = True,
     ) -> _Side:
         """The ranks of a schedule, ready to train."""
-        self._progress(f"starting {name}")
-        config = self._case.config(name)
+        shown = name if spans else f"{name}, no spans"
+        self._progress(f"starting {shown}")
+        config = self._case.config(name, spans=spans)
         schedule: Schedule = build_schedule(config, self._shape, profile)
         plan = RunPlan(
             config=config,
@@ -305,7 +315,7 @@ class _Bench:
         group = launchers(config).start(config.layout().ranks)
         stack.callback(group.shutdown)
         _meet(group, plan)
-        return _Side(name, group, predicted=self._simulated(name, profile).step_seconds)
+        return _Side(shown, group, predicted=self._simulated(name, profile).step_seconds)
 
     def start_peer(self, name: str, stack: contextlib.ExitStack) -> _Side:
         """The ranks of a peer, ready to train."""
@@ -362,8 +372,8 @@ def _row(side: _Side, serial: _Side, tokens: int) -> OverlapRow:
         peak_bytes=side.peak_bytes,
         loss=side.loss,
     )
-    if not side.results:
-        return row
+    if not any(result.overlap.communication_ns for step in side.results for result in step):
+        return row  # a peer, or spans were not recorded
     numbers = [[result.overlap for result in step] for step in side.results]
 
     def share(name: str) -> float | None:
