@@ -12,12 +12,15 @@ from braid.scheduling.profile import Profile
 _WORST, _NONE, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 """Colours of an OEF of -1, 0 and 1: red slows down, white gains nothing, blue hides all."""
 
-_CELL, _LABEL, _TOP = 54, 190, 120
+_CELL, _LABEL, _TOP = 110, 200, 150
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Overlap effectiveness of compute operators (rows) beside communication (columns)."""
+    """Overlap effectiveness of compute operators (rows) beside communication (columns).
+
+    Collectives with equal effects, being of one kind and size, are one column.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -32,12 +35,19 @@ def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
     keys = [key for key in profile.solo_ns if key.startswith(f"{part}/")]
     links = [key for key in keys if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in keys if key not in links and profile.solo_ns[key] > 0]
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for link in links:
+        effects = tuple(1.0 - profile.slowdown(row, link) for row in compute)
+        alike.setdefault(effects, []).append(link)
     return HeatMap(
         rows=tuple(map(_short, compute)),
-        columns=tuple(map(_short, links)),
+        columns=tuple(
+            _short(same[0]) + (f" and {len(same) - 1} alike" if len(same) > 1 else "")
+            for same in alike.values()
+        ),
         row_ns=tuple(profile.solo_ns[key] for key in compute),
-        column_ns=tuple(profile.solo_ns[key] for key in links),
-        values=tuple(tuple(1.0 - profile.slowdown(row, column) for column in links) for row in compute),
+        column_ns=tuple(profile.solo_ns[same[0]] for same in alike.values()),
+        values=tuple(zip(*alike, strict=True)),
         source=profile.source,
     )
 

@@ -1,4 +1,4 @@
-"""Simulator against reality: results of `braid bench overlap --json`, their step times beside simulated ones."""
+"""Simulator against reality: step times of `braid bench overlap --json` beside simulated ones."""
 
 import json
 from collections.abc import Sequence
