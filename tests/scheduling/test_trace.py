@@ -1,12 +1,26 @@
 """Interval arithmetic and the communication numbers, against counting nanosecond by nanosecond."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.trace import Communication, Interval, communication, length_ns, merge, overlap_ns
+from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.compare_traces import compare_traces, read_trace
+from braid.scheduling.operators import Stream
+from braid.scheduling.trace import (
+    Communication,
+    Executed,
+    Interval,
+    Span,
+    communication,
+    length_ns,
+    merge,
+    overlap_ns,
+    overlap_numbers,
+)
 
 LONGEST = 40
 INTERVALS = st.lists(
@@ -86,3 +100,71 @@ def test_an_example() -> None:
     numbers = communication(compute=[(0, 10), (20, 30)], transfers=[(5, 15), (8, 25)])
     assert numbers == Communication(communication_ns=20, exposed_ns=10)
     assert numbers.hidden_fraction == 0.5
+
+
+@given(INTERVALS, INTERVALS, st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=6))
+def test_overlap_numbers_add_up(
+    compute: list[Interval], transfers: list[Interval], lengths: list[tuple[int, int]]
+) -> None:
+    blocks: list[tuple[Interval, bool]] = []
+    now = 0
+    for gap, length in lengths:
+        blocks.append(((now + gap, now + gap + length), bool(length % 2)))
+        now += gap + length
+    numbers = overlap_numbers([Executed(interval=i) for i in compute], transfers, blocks)
+    plain = communication(compute, transfers)
+    assert numbers.communication_ns == plain.communication_ns
+    assert numbers.exposed_ns == plain.exposed_ns
+    assert numbers.hidden_fraction == pytest.approx(plain.hidden_fraction)
+    inside = sum(length for _, length in lengths)
+    whole = blocks[-1][0][1] - blocks[0][0][0] if blocks else 0
+    assert numbers.bubble_ns == whole - inside
+    assert 0 <= numbers.launch_gap_ns <= inside
+
+
+def test_slowdown_is_what_compute_takes_more_in_paired_blocks() -> None:
+    blocks = [((0, 100), True), ((100, 200), False)]
+    compute = [
+        Executed(interval=(0, 30), solo_ns=20),
+        Executed(interval=(40, 80), solo_ns=35),
+        Executed(interval=(110, 190), solo_ns=10),  # alone: not slowed by overlap
+    ]
+    assert overlap_numbers(compute, [(0, 90)], blocks).slowdown_ns == 15
+    unknown = [*compute, Executed(interval=(80, 85))]
+    assert overlap_numbers(unknown, [], blocks).slowdown_ns is None
+    assert overlap_numbers([Executed(interval=(110, 150))], [], blocks).slowdown_ns == 0
+
+
+def _span(operator: str, start: int, end: int, stream: Stream, rank: int = 0) -> Span:
+    return Span(
+        rank=rank,
+        step=0,
+        strand="alpha",
+        micro_batch=0,
+        chunk=0,
+        layer=0,
+        operator=operator,
+        stream=stream,
+        start_ns=start,
+        end_ns=end,
+    )
+
+
+def test_traces_are_compared_operator_by_operator(tmp_path: Path) -> None:
+    first = [_span("qkv", 0, 10_000, Stream.COMPUTE), _span("gather", 10_000, 30_000, Stream.INTRA)]
+    second = [_span("qkv", 0, 12_000, Stream.COMPUTE), _span("gather", 2_000, 52_000, Stream.INTRA)]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, spans in zip(paths, (first, second), strict=True):
+        path.write_text(chrome_trace(spans), encoding="utf-8")
+    compared = compare_traces(*map(read_trace, paths))
+    assert [row.operator for row in compared.operators] == ["gather", "qkv"]
+    gather, qkv = compared.operators
+    assert (gather.first_ns, gather.second_ns, gather.difference_ns) == (20_000, 50_000, 30_000)
+    assert qkv.difference_ns == 2_000
+    assert compared.first.hidden_fraction == 0
+    assert compared.second.hidden_fraction == pytest.approx(0.2)
+    assert compared.second.step_ns == 52_000
+    (tmp_path / "c.json").write_text('{"traceEvents": [{"ph": "X", "name": "other"}]}', encoding="utf-8")
+    for name, message in (("missing.json", "cannot be read"), ("c.json", "not one of Braid's")):
+        with pytest.raises(ValueError, match=message):
+            read_trace(tmp_path / name)
