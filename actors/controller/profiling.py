@@ -17,7 +17,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.actors.stage.messages import COMPUTE, Rendezvous, RunPlan, Samples, Together
+from braid.actors.stage.messages import COMPUTE, MESSAGE, Rendezvous, RunPlan, Samples, Together
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile, TransferFit, operator_key, read_profile
@@ -52,8 +52,6 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     solo = _medians([rank.solo_ns for rank in samples])
     spares = _medians([rank.spares for rank in samples])
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
-    for key, name in spare_of.items():
-        solo[key] = min(solo[key], spares[name]) if name in spares else solo[key]
     classes = {
         operator_key(part.name, op): operator_class(op)
         for part in parts.values()
@@ -109,9 +107,9 @@ def _oef(
         alone = solo[key] if key in solo else spares[key]
         other = median(one.other_ns for one in times) if name == COMPUTE else spares[name]
         if min(alone, other) > 0:
-            link = "gemm" if name == COMPUTE else classes[users[name][0]]
+            link = {COMPUTE: "gemm", MESSAGE: "inter"}.get(name) or classes[users[name][0]]
             found = [(alone + other - one.both_ns) / min(alone, other) for one in times]
-            keys = () if name == COMPUTE or alone < SHORT * other else tuple(users[name])
+            keys = () if alone < SHORT * other else tuple(users[name])
             effects["|".join(sorted((classes[key], link)))].append(
                 _Effect(key, keys, found, min(alone, other))
             )
@@ -124,6 +122,9 @@ def _oef(
             pair, known = "|".join(sorted((kind, link))), "|".join(sorted((kind, instead)))
             if pair not in oef and known in oef:
                 oef[pair] = oef[known]
+    for link in ("inter", "intra"):
+        for kind in ("gemm", "attention", "memory"):
+            oef.setdefault("|".join(sorted((kind, link))), 0.0)  # nothing is known to be gained
     oef.setdefault("inter|intra", 0.0)
     return oef
 

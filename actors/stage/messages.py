@@ -72,6 +72,10 @@ COMPUTE: Final = "compute"
 """What stands beside an operator when a second computation does."""
 
 
+MESSAGE: Final = "pp/message"
+"""What stands beside an operator when neighbouring stages exchange messages."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Together:
     """One measurement of an operator with something beside it; nanoseconds."""

@@ -4,6 +4,9 @@ The parts of the model run as they do in training, forward and backward, in the 
 that every operator finds the caches as it will find them then. Beside an operator a spare transfer is under
 way, or another computation, or nothing; which is drawn anew for every operator and round, so that load that
 comes and goes reaches all of them alike. All ranks draw the same numbers.
+
+Alone, operators run as in the serial schedule, without further barriers: what ranks wait for each other is
+part of what a collective takes there. Beside something, ranks begin every operator together.
 """
 
 import random
@@ -20,11 +23,11 @@ from torch import Tensor
 
 from braid.actors.stage.bindings import COLLECTIVES, method_of
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.messages import COMPUTE, Samples, Together
+from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, receive, send
+from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, receive, send, swap
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Strand
@@ -36,6 +39,8 @@ class _Spare:
 
     operator: Operator
     x: Tensor
+    part: str
+    """Where it was first met; stages that share the part know it."""
 
 
 @dataclass
@@ -64,6 +69,13 @@ class Profiler:
         self._instances = chosen
         tp = self.mesh.layout.tp > 1
         self._group = self.mesh.group("tp") if tp else None
+        # A message each way between two neighbouring stages; the last of an odd number has no partner.
+        self._message: tuple[Tensor, int] | None = None
+        stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
+        if stages > 1 and stages % 2 == 0:
+            shape = (context.sizes.local_tokens, self.model.shape.hidden)
+            x = torch.zeros(shape, device=context.device, dtype=context.dtype)
+            self._message = x, stage ^ 1
 
     @torch.no_grad()
     def run(self, rounds: int, optimizer_step: Callable[[], object], parameters: int) -> Samples:
@@ -72,6 +84,8 @@ class Profiler:
             for name in ("layer", "embedding", "head"):
                 if name in self._instances:
                     for beside in (False, True):
+                        # Stages hold different parts; those that they share must draw alike.
+                        self._random.seed(f"{self.seed} {turn} {name} {beside}")
                         self._pass(self.parts[name], self._instances[name], beside, counts=turn >= 0)
         transfers = self._transfers(rounds)
         updates = []
@@ -126,14 +140,20 @@ class Profiler:
         for operator in graph.operators:
             key = operator_key(part.name, operator)
             if operator.kind.communicates:
-                ns = self._communicate(operator, values, key)
+                ns = self._communicate(operator, values, key, meets=beside)
                 if counts and not beside:
                     self._solo[key].append(ns)
                 continue
             call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
-            choices: list[str] = [*sorted(self._spares), COMPUTE] if beside else []
+            choices: list[str] = []
+            if beside:
+                own = (name for name, spare in self._spares.items() if spare.part in ("layer", part.name))
+                choices = [*sorted(own), COMPUTE]
+            if beside and part.name == "layer" and self._message is not None:
+                choices.append(MESSAGE)
             choice = self._random.choice(choices) if choices else None
-            self._meet()
+            if beside:
+                self._meet()
             if choice is None:
                 begin = self.streams.mark()
                 results = call(*arguments)
@@ -146,14 +166,15 @@ class Profiler:
             if operator.writes:
                 values.update(zip(operator.writes, results, strict=True))
 
-    def _communicate(self, operator: Operator, values: Values, key: str) -> int:
+    def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
         (source,), (target,) = operator.reads, operator.writes
         x: Tensor = values[source]
         name = _class_of(operator, x)
         self._spare_of[key] = name
         if name not in self._spares:
-            self._spares[name] = _Spare(operator, torch.randn_like(x))
-        self._meet()
+            self._spares[name] = _Spare(operator, torch.randn_like(x), key.partition("/")[0])
+        if meets:
+            self._meet()
         begin = self.streams.mark()
         transfer = self._start(operator, x, awaited_next=True)
         self.streams.wait(transfer)
@@ -168,9 +189,8 @@ class Profiler:
     def _beside_transfer(
         self, call: Callable[..., Any], arguments: list[Any], key: str, name: str, counts: bool
     ) -> Any:
-        spare = self._spares[name]
         begin = self.streams.mark()
-        transfer = self._start(spare.operator, spare.x, awaited_next=False)
+        transfer = self._start_spare(name)
         started = self.streams.mark()
         results = call(*arguments)
         ended = self.streams.mark()
@@ -187,6 +207,15 @@ class Profiler:
                 )
             )
         return results
+
+    def _start_spare(self, name: str) -> Transfer:
+        if name == MESSAGE:
+            assert self._message is not None
+            x, peer = self._message
+            launch = swap(x, peer, self.mesh.group("pp"))
+            return self.streams.start(Stream.INTER, launch, awaited_next=False, lane="profile")
+        spare = self._spares[name]
+        return self._start(spare.operator, spare.x, awaited_next=False)
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
         """A second computation of the same length at the same time, which is expected not to pay."""
@@ -227,11 +256,12 @@ class Profiler:
 
     def _transfers(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
         """Spare collectives alone; gathers, messages between stages, sums over replicas in two sizes."""
+        self._random.seed(f"{self.seed} transfers")
         for _ in range(rounds):
-            for name in self._random.sample(sorted(self._spares), len(self._spares)):
-                spare = self._spares[name]
+            names = sorted(self._spares) + ([MESSAGE] if self._message is not None else [])
+            for name in self._random.sample(names, len(names)):
                 self._meet()
-                transfer = self._start(spare.operator, spare.x, awaited_next=False)
+                transfer = self._start_spare(name)
                 self.streams.wait(transfer)
                 self._spare_times[name].append(self._between(transfer.begin, transfer.end))
                 transfer.take()

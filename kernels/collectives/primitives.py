@@ -88,6 +88,18 @@ def receive(x: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Launch:
     return Launch(x, lambda: started(dist.irecv(x, rank, group=group, tag=tag)))
 
 
+def swap(x: Tensor, peer: int, group: dist.ProcessGroup) -> Launch:
+    """Send ``x`` to a rank of the group (by its number there) and receive as much from it."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+
+    def issue() -> Work:
+        arriving = started(dist.irecv(y, group=group, group_src=peer))
+        return _All([arriving, started(dist.isend(x, group=group, group_dst=peer))])
+
+    return Launch(y, issue)
+
+
 def started(work: dist.Work | None) -> dist.Work:
     """The work of an asynchronous call; torch returns none to ranks outside the group."""
     assert work is not None, "this rank is not in the group it communicates in"

@@ -23,7 +23,7 @@ from braid.scheduling.planner.compose import evaluate
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
 from tests.scheduling.plans import cluster
 
-STEPS = 8
+STEPS = 20
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama"},
     "gpt": {"family": "gpt", "kv_heads": 4},
