@@ -79,7 +79,11 @@ class Candidate:
 
 
 def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[Candidate]:
-    """All schedules that the runtime executes and the layout allows, the fastest first."""
+    """All schedules that the runtime executes and the layout allows, the fastest first.
+
+    `ValueError` for a cost that the profile does not have.
+    """
+    serial_step(config, shape, profile)  # a profile of something else fails here, not as no schedule at all
     candidates = []
     for name in EXECUTABLE:
         alone = config.with_schedule(name)
