@@ -25,7 +25,7 @@ from braid.actors.controller.processes import Place, ProcessLauncher, enter_name
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, SerialStep, StepResult
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.hosts import Hosts, ray_cluster, two_hosts
+from braid.jobs.benchmarks.hosts import Hosts, check_hosts, ray_cluster, two_hosts
 from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.planner.compose import run as simulate_run
@@ -76,7 +76,7 @@ class OverlapCase:
                 "model": {
                     "hidden": self.hidden,
                     "layers": self.layers,
-                    "heads": max(1, self.hidden // 64),
+                    "heads": max(2, self.hidden // 64),
                     "sequence": self.tokens,
                 },
                 "train": {
@@ -180,6 +180,7 @@ def run(
 
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
     """
+    check_hosts()
     names = list(schedules or SCHEDULES[case.layout])
     if "megatron" not in names:
         names.insert(0, "megatron")
