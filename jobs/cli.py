@@ -186,7 +186,7 @@ def bench_overlap(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
-    from braid.jobs.benchmarks import overlap
+    from braid.jobs.benchmarks import overlap, overlap_rows
     from braid.jobs.benchmarks.hosts import HostsError
 
     if layout not in overlap.LAYOUTS:
@@ -223,7 +223,7 @@ def bench_overlap(
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
-        overlap.show(Console(width=max(Console().width, 140)), result)
+        overlap_rows.show(Console(width=max(Console().width, 140)), result)
 
 
 @bench.command("agreement")

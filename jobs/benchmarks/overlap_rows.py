@@ -1,0 +1,164 @@
+"""What `braid bench overlap` measured, as rows and as a table."""
+
+from dataclasses import asdict, dataclass, field, replace
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from braid.actors.controller.group import WorkerGroup
+from braid.actors.stage.messages import SerialStep, StepResult
+from braid.jobs.benchmarks.cases import Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapRow:
+    """One schedule or peer; medians over the rounds."""
+
+    schedule: str
+    seconds_per_step: float
+    spread_seconds: float
+    """Distance of the quartiles."""
+    tokens_per_second: float
+    speedup: float
+    """Over `megatron`: median of the ratios round by round."""
+    alpha: float | None = None
+    limit_speedup: float | None = None
+    recovered: float | None = None
+    hidden_fraction: float | None = None
+    slowdown_fraction: float | None = None
+    launch_gap_fraction: float | None = None
+    bubble_fraction: float | None = None
+    peak_bytes: int = 0
+    """Of the largest process."""
+    activation_bytes: int | None = None
+    """Most that slots and messages held at once."""
+    predicted_seconds: float | None = None
+    """Simulated with the measured profile before anything ran."""
+    loss: float = 0.0
+    """Of the last step: the same for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapResult:
+    """A case, measured."""
+
+    model: str
+    link_mbit: float
+    rounds: int
+    ray: bool
+    rows: tuple[OverlapRow, ...]
+    seed: int
+    load_before: tuple[float, float, float]
+
+    def row(self, schedule: str) -> OverlapRow:
+        """The row of a schedule."""
+        return next(row for row in self.rows if row.schedule == schedule)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers, for ``--json``."""
+        return asdict(self)
+
+
+@dataclass
+class Side:
+    """A schedule's or a peer's ranks and what was measured of them."""
+
+    name: str
+    group: WorkerGroup
+    seconds: list[float] = field(default_factory=list)
+    results: list[list[StepResult]] = field(default_factory=list)
+    peak_bytes: int = 0
+    loss: float = 0.0
+    predicted: float | None = None
+    activation_bytes: int | None = None
+
+
+def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
+    seconds = Spread.of(side.seconds)
+    row = OverlapRow(
+        schedule=side.name,
+        seconds_per_step=seconds.median,
+        spread_seconds=seconds.high - seconds.low,
+        tokens_per_second=tokens / seconds.median,
+        speedup=Spread.of_ratios(serial.seconds, side.seconds).median,
+        peak_bytes=side.peak_bytes,
+        loss=side.loss,
+    )
+    if not any(result.overlap.communication_ns for step in side.results for result in step):
+        return row  # a peer, or spans were not recorded
+    numbers = [[result.overlap for result in step] for step in side.results]
+
+    def share(name: str) -> float | None:
+        """Median over the rounds of a time's share of the step, mean over the ranks."""
+        values = [[getattr(rank, name) for rank in step] for step in numbers]
+        if any(value is None for step in values for value in step):
+            return None
+        return median(mean(step) / 1e9 / s for step, s in zip(values, side.seconds, strict=True))
+
+    communication = [mean(rank.communication_ns for rank in step) for step in numbers]
+    hidden = [mean(rank.hidden_ns for rank in step) for step in numbers]
+    in_serial = [mean(r.overlap.communication_ns for r in step) / 1e9 for step in serial.results]
+    step = SerialStep(
+        seconds=median(serial.seconds),
+        alpha=median(c / s for c, s in zip(in_serial, serial.seconds, strict=True)),
+    )
+    return replace(
+        row,
+        alpha=step.alpha,
+        limit_speedup=step.limit_speedup,
+        recovered=None if side is serial else step.recovered(seconds.median),
+        hidden_fraction=median(h / c if c else 1.0 for h, c in zip(hidden, communication, strict=True)),
+        slowdown_fraction=share("slowdown_ns"),
+        launch_gap_fraction=share("launch_gap_ns"),
+        bubble_fraction=share("bubble_ns"),
+        activation_bytes=side.activation_bytes,
+        predicted_seconds=side.predicted,
+    )
+
+
+def show(console: Console, result: OverlapResult) -> None:
+    """Print the table."""
+    how = "Ray actors" if result.ray else "processes"
+    console.print(
+        f"{result.model}; two emulated hosts (network namespaces), link {result.link_mbit:g} Mbit/s, "
+        f"{how}; medians of {result.rounds} alternating rounds, ± half the distance of the quartiles; "
+        f"load {result.load_before[0]:.1f}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    table = Table()
+    table.add_column("schedule")
+    for name in (
+        "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", "slowdown", "gap", "bubble",
+        "peak MiB", "slots MiB", "simulated s",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        table.add_row(
+            row.schedule,
+            f"{row.seconds_per_step:.3f}",
+            f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speedup:.3f}",
+            *(
+                "-" if value is None else f"{value:.1%}"
+                for value in (
+                    row.recovered,
+                    row.hidden_fraction,
+                    row.slowdown_fraction,
+                    row.launch_gap_fraction,
+                    row.bubble_fraction,
+                )
+            ),
+            f"{row.peak_bytes / 2**20:.0f}",
+            "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
+            "-" if row.predicted_seconds is None else f"{row.predicted_seconds:.3f}",
+        )
+    console.print(table)
+    serial = result.row("megatron")
+    console.print(
+        f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
+        highlight=False,
+    )
