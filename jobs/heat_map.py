@@ -37,7 +37,7 @@ def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
     compute = [key for key in keys if key not in links and profile.solo_ns[key] > 0]
     alike: dict[tuple[float, ...], list[str]] = {}
     for link in links:
-        effects = tuple(1.0 - profile.slowdown(row, link) for row in compute)
+        effects = tuple(profile.effect(row, link) for row in compute)
         alike.setdefault(effects, []).append(link)
     return HeatMap(
         rows=tuple(map(_short, compute)),

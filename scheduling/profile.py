@@ -3,12 +3,12 @@
 One format for measured and modelled costs. A cost that is missing is a `ValueError`, never zero.
 
 Names: an operator is ``PART/OPERATOR`` (``layer/qkv.dgrad``); a pair is two of them, or two classes of
-operators, joined by ``|`` in alphabetical order (``gemm|intra``); a transfer is ``AXIS/KIND``
-(``dp/reduce_scatter``).
+operators, joined by ``|`` in alphabetical order (``gemm|intra``); what one of them suffers from the other
+stands under ``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``dp/reduce_scatter``).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from braid.scheduling.lowering.split import chunk_of
 from braid.scheduling.operators import Kind, Operator, Part, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,9 @@ class Profile:
     """Class of an operator (gemm, attention, memory, intra, inter), for pairs that are not listed."""
     oef: Mapping[str, float] = field(default_factory=dict)
     """Overlap effectiveness of pairs of operators or of classes (DHelix equation 1)."""
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """How much longer an operator or class takes while another one runs: 0.2 is a fifth. Where it was
+    measured, it stands for the one number of both sides that the OEF gives."""
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
@@ -63,6 +66,9 @@ class Profile:
         for name, value in self.solo_ns.items():
             if value < 0:
                 raise ValueError(f"solo_ns.{name}={value} must be zero or more")
+        for name, slowdown in self.slowdowns.items():
+            if not 0 <= slowdown <= 10:
+                raise ValueError(f"slowdowns.{name}={slowdown} must be between 0 and 10")
         for name, effect in self.oef.items():
             if not -10 <= effect <= 1.5:
                 raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
@@ -77,23 +83,38 @@ class Profile:
             )
         return self.solo_ns[key]
 
-    def slowdown(self, first: str, second: str) -> float:
-        """How much longer two operators (by key) take together: 1 - OEF.
+    def effect(self, first: str, second: str) -> float:
+        """The OEF of two operators (by key): their own, or that of their classes."""
+        for pair in self._names(first, second):
+            if (effect := self.oef.get("|".join(sorted(pair)))) is not None:
+                return effect
+        classes = "|".join(sorted(pair))
+        raise ValueError(
+            f"profile ({self.source}): no time of {first!r} together with {second!r} "
+            f"(neither the pair nor {classes!r})"
+        )
 
-        While both run, both advance at 1 / (1 + slowdown) of their rate, which gives exactly the time
-        together that the OEF was computed from.
+    def slowdown(self, first: str, second: str) -> float:
+        """How much longer ``first`` takes while ``second`` runs (operators by key).
+
+        It advances at 1 / (1 + slowdown) of its rate. With nothing but the OEF both sides suffer 1 - OEF,
+        which gives exactly the time together that the OEF was computed from.
         """
-        pair = "|".join(sorted((first, second)))
-        if pair not in self.oef:
-            # What is in no class is one: links and the optimizer are asked for by the name of their class.
-            classes = (self.classes.get(first, first), self.classes.get(second, second))
-            pair = "|".join(sorted(classes))
-        if pair not in self.oef:
-            raise ValueError(
-                f"profile ({self.source}): no time of {first!r} together with {second!r} "
-                f"(neither the pair nor {pair!r})"
-            )
-        return max(0.0, 1.0 - self.oef[pair])
+        for suffers, cause in self._names(first, second):
+            if (slowdown := self.slowdowns.get(f"{suffers}<{cause}")) is not None:
+                return slowdown
+        return max(0.0, 1.0 - self.effect(first, second))
+
+    def _names(self, first: str, second: str) -> Iterator[tuple[str, str]]:
+        """What a pair may be listed under, the most special first.
+
+        What is in no class is one: links and the optimizer are asked for by the name of their class.
+        """
+        classes = self.classes.get(first, first), self.classes.get(second, second)
+        yield first, second
+        yield first, classes[1]
+        yield classes[0], second
+        yield classes
 
     def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
         """Time of a transfer that is no operator of a layer (messages between stages, gradients)."""

@@ -63,6 +63,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         solo_ns={key: round(ns) for key, ns in solo.items()},
         classes={**classes, "optimizer": "memory"},
         oef=_oef(samples, solo, spares, spare_of, classes),
+        slowdowns=_slowdowns(samples, solo, spares, spare_of, classes),
         transfers=_transfers(samples),
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
@@ -156,6 +157,56 @@ def _class_effects(kinds: str, effects: Sequence[_Effect]) -> dict[str, float]:
         value = _within(common + trust * (own - common))
         found |= {"|".join(sorted((one.key, user))): value for user in one.transfers}
     return found
+
+
+def _slowdowns(
+    samples: Sequence[Samples],
+    solo: Mapping[str, float],
+    spares: Mapping[str, float],
+    spare_of: Mapping[str, str],
+    classes: Mapping[str, str],
+) -> dict[str, float]:
+    """What compute and transfers suffer from each other, apart: per class, and per transfer.
+
+    While two run together for some time, each gets done what it would do alone in a shorter one. The share
+    that is lost is summed up over all measurements of a kind, so that each counts by the time that it lasted.
+    """
+    users: dict[str, list[str]] = defaultdict(list)
+    for key, name in spare_of.items():
+        users[name].append(key)
+    losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for rank in samples:
+        for (key, name), pairs in rank.together.items():
+            if name == COMPUTE:
+                continue
+            alone, other = solo[key], spares[name]
+            kind = classes[key]
+            link = "inter" if name == MESSAGE else classes[users[name][0]]
+            for one in pairs:
+                together = min(one.operator_ns, one.other_ns)
+                lost = one.operator_ns - alone, one.other_ns - other
+                losses[f"{kind}<{link}"].append((together, lost[0]))
+                losses[f"{link}<{kind}"].append((together, lost[1]))
+                for user in users[name]:
+                    losses[f"{user}<{kind}"].append((together, lost[1]))
+    measured = {name: [one for one in values if one[0] > 0] for name, values in losses.items()}
+    return {name: _slowdown(values) for name, values in measured.items() if values}
+
+
+def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
+    """From times together and what was lost in them.
+
+    The tenths with the largest and the smallest shares are left out: something else took the processor.
+    """
+    ranked = sorted(losses, key=lambda one: one[1] / one[0])
+    cut = len(ranked) // 10
+    kept = ranked[cut : len(ranked) - cut]
+    share = sum(lost for _, lost in kept) / sum(together for together, _ in kept)
+    share = max(0.0, min(_MOST_LOST, share))
+    return share / (1 - share)
+
+
+_MOST_LOST = 0.8
 
 
 def _within(effect: float) -> float:

@@ -26,9 +26,9 @@ def made_up_problem(draw: random.Random, operators: tuple[int, int]) -> PairProb
     streams = (*forward.streams, *backward.streams)
     slowdown = np.zeros((len(streams), len(streams)))
     for i, first in enumerate(streams):
-        for j in range(i):
-            if first != streams[j]:
-                slowdown[i, j] = slowdown[j, i] = draw.uniform(0.0, LARGEST_SLOWDOWN)
+        for j, second in enumerate(streams):
+            if first != second:
+                slowdown[i, j] = draw.uniform(0.0, LARGEST_SLOWDOWN)
     barrier = draw.choice((0.0, draw.uniform(0.0, 2000.0)))
     return PairProblem(forward=forward, backward=backward, slowdown=slowdown, barrier_ns=barrier)
 

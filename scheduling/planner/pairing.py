@@ -16,7 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.planner.strands import FloatArray, PairProblem, StrandGraph, bits, fluid_ns
+from braid.scheduling.planner.strands import (
+    STREAM_PAIRS,
+    FloatArray,
+    PairProblem,
+    StrandGraph,
+    bits,
+    fluid_ns,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -61,9 +68,6 @@ class _Segments:
         return kept
 
 
-_STREAM_PAIRS = ((0, 1), (0, 2), (1, 2))
-
-
 def pair(problem: PairProblem) -> Pairing:
     """The cheapest pairing over all orders and segmentations."""
     return _Search(problem).best()
@@ -83,9 +87,9 @@ def _may_join(graph: StrandGraph, op: int, others: int) -> bool:
 def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     """P(i, j) of equation 2: time of two segments (masks) together; without a partner, of one alone.
 
-    The time is that of three streams with the segments' loads; two streams slow each other down by the mean
-    of their operators' slowdowns, weighted by the operators' times. For two single operators it is the
-    profiled time of the pair.
+    The time is that of three streams with the segments' loads; a stream is slowed down by another by
+    the mean of their operators' slowdowns, weighted by the operators' times. For two single operators it is
+    the profiled time of the pair.
     """
     count = len(problem.forward)
     operators = [*bits(forward), *(count + op for op in bits(backward))]
@@ -94,8 +98,8 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     loads = np.zeros((1, 3))
     for op in operators:
         loads[0, streams[op]] += solo[op]
-    means = np.zeros((1, 3))
-    for place, (a, b) in enumerate(_STREAM_PAIRS):
+    means = np.zeros((1, len(STREAM_PAIRS)))
+    for place, (a, b) in enumerate(STREAM_PAIRS):
         if loads[0, a] and loads[0, b]:
             means[0, place] = sum(
                 solo[i] * solo[j] * problem.slowdown[i, j]
@@ -138,7 +142,8 @@ class _Search:
         self._f = _segments(problem.forward)
         self._b = _segments(problem.backward)
         count = len(problem.forward)
-        self._across = problem.slowdown[:count, count:]
+        self._of_forward = problem.slowdown[:count, count:]
+        self._of_backward = problem.slowdown[count:, :count]
         self._own_f = self._own(self._f, problem.slowdown[:count, :count])
         self._own_b = self._own(self._b, problem.slowdown[count:, count:])
         self._loads_f = np.stack([self._f.on(s).sum(axis=1) for s in range(3)], axis=1)
@@ -153,8 +158,8 @@ class _Search:
 
     @staticmethod
     def _own(segments: _Segments, slowdown: FloatArray) -> FloatArray:
-        """Sums of time x time x slowdown within each segment, per pair of streams."""
-        sums = [((segments.on(a) @ slowdown) * segments.on(b)).sum(axis=1) for a, b in _STREAM_PAIRS]
+        """Sums of time x time x slowdown within each segment, per directed pair of streams."""
+        sums = [((segments.on(a) @ slowdown) * segments.on(b)).sum(axis=1) for a, b in STREAM_PAIRS]
         return np.stack(sums, axis=1)
 
     def _level_slices(self) -> list[tuple[IntArray, IntArray, IntArray]]:
@@ -177,9 +182,9 @@ class _Search:
         """P(i, j) of one forward segment and every backward segment."""
         loads = self._loads_f[segment] + self._loads_b
         sums = self._own_f[segment] + self._own_b
-        for place, (a, b) in enumerate(_STREAM_PAIRS):
-            sums[:, place] += self._b_on[b] @ (self._f_on[a][segment] @ self._across)
-            sums[:, place] += self._b_on[a] @ (self._f_on[b][segment] @ self._across)
+        for place, (a, b) in enumerate(STREAM_PAIRS):
+            sums[:, place] += self._b_on[b] @ (self._f_on[a][segment] @ self._of_forward)
+            sums[:, place] += self._b_on[a] @ (self._of_backward @ self._f_on[b][segment])
         return fluid_ns(loads, _means(sums, loads)) + self._problem.barrier_ns
 
     def best(self) -> Pairing:
@@ -228,7 +233,7 @@ class _Search:
 
 def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
     """Weighted mean slowdowns per pair of streams from sums of products; 0 where a stream is empty."""
-    products = np.stack([loads[:, a] * loads[:, b] for a, b in _STREAM_PAIRS], axis=1)
+    products = np.stack([loads[:, a] * loads[:, b] for a, b in STREAM_PAIRS], axis=1)
     return np.divide(sums, products, out=np.zeros_like(sums), where=products > 0)
 
 

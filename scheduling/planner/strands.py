@@ -13,6 +13,9 @@ from braid.scheduling.profile import Profile, operator_key
 STREAMS = tuple(Stream)
 """Streams by number: 0 computes, 1 and 2 communicate."""
 
+STREAM_PAIRS = ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1))
+"""A stream that suffers and the one that it suffers from."""
+
 FloatArray = NDArray[np.float64]
 
 
@@ -75,8 +78,8 @@ class StrandGraph:
 class PairProblem:
     """A forward and a backward pass to run together.
 
-    ``slowdown[i, j]`` is 1 - OEF of operators i and j, those of the forward pass first; operators of one
-    stream never run together.
+    ``slowdown[i, j]`` is how much longer operator i takes while j runs, those of the forward pass first;
+    operators of one stream never run together.
     """
 
     forward: StrandGraph
@@ -150,12 +153,12 @@ def pair_problem(
     slowdown = np.zeros((len(keys), len(keys)))
     cache: dict[tuple[str, str], float] = {}
     for i, (_, first) in enumerate(operators):
-        for j in range(i):
+        for j in range(len(keys)):
             if first.stream is not operators[j][1].stream:
                 pair = (keys[i], keys[j])
                 if pair not in cache:
                     cache[pair] = profile.slowdown(*pair)
-                slowdown[i, j] = slowdown[j, i] = cache[pair]
+                slowdown[i, j] = cache[pair]
     return PairProblem(
         forward=strand_graph(forward_part, forward, profile),
         backward=strand_graph(backward_part, backward, profile),
@@ -167,15 +170,15 @@ def pair_problem(
 def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
     """Time in which three streams finish their loads when all start together.
 
-    loads: (n, 3) in ns. slowdowns: (n, 3), of streams (0,1), (0,2), (1,2). While several streams run, each
-    advances at 1 / (1 + sum of its slowdowns by the others that run).
+    loads: (n, 3) in ns. slowdowns: (n, 6), of a stream by another as in `STREAM_PAIRS`. While several streams
+    run, each advances at 1 / (1 + sum of its slowdowns by the others that run).
     """
     remaining = loads.astype(float, copy=True)
     total = np.zeros(len(loads))
-    s01, s02, s12 = slowdowns.T
+    s01, s10, s02, s20, s12, s21 = slowdowns.T
     for _ in range(3):
         a0, a1, a2 = (remaining > 1e-9).T.astype(float)
-        pace = np.stack([1 + a1 * s01 + a2 * s02, 1 + a0 * s01 + a2 * s12, 1 + a0 * s02 + a1 * s12], axis=1)
+        pace = np.stack([1 + a1 * s01 + a2 * s02, 1 + a0 * s10 + a2 * s12, 1 + a0 * s20 + a1 * s21], axis=1)
         active = remaining > 1e-9
         left = np.where(active, remaining * pace, np.inf).min(axis=1)
         left = np.where(np.isfinite(left), left, 0.0)

@@ -33,6 +33,7 @@ from braid.scheduling.simulator.compile import (
 _EPSILON = 1e-6
 
 Slowdown = Callable[[Task, Task], float]
+"""How much longer the first task takes while the second one runs."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class RankRun:
     def _paces(self, heads: list[Queued], compute: Task | None = None) -> list[float]:
         paces = []
         for head in heads:
-            pace = 1.0 if compute is None else 1.0 + self.slowdown(compute, head.task)
+            pace = 1.0 if compute is None else 1.0 + self.slowdown(head.task, compute)
             for other in heads:
                 if other is not head:
                     shared = other.task.stream is head.task.stream

@@ -19,7 +19,7 @@ from braid.actors.controller.profiling import (
 )
 from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.scheduling.operators import Stream
-from braid.scheduling.profile import operator_key
+from braid.scheduling.profile import operator_key, parse_profile
 
 VOCABULARY = 256
 
@@ -97,6 +97,22 @@ def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
     profile = combine([replace(samples, together=together)], parts)
     assert profile.oef["gemm|intra"] == pytest.approx(0.8, abs=0.02)
     assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.8, abs=0.05)
+
+
+def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None:
+    """GEMMs of 0.8 ms take a tenth longer beside transfers of 1 ms, and those half as long again."""
+    config, draw = config_of(tmp_path), random.Random(3)
+    parts = model_graphs(config, config.check(VOCABULARY))
+    samples = samples_of(config, draw, 0.75)
+    both = 0.88e6 + 1e6 - 0.88e6 / 1.5  # the transfer's last part runs alone
+    times = [round(both * draw.uniform(0.99, 1.01)) for _ in range(20)] + [10_000_000]
+    together = dict(samples.together)
+    together["layer/qkv", "tp/one"] = [Together(operator_ns=880_000, other_ns=ns, both_ns=ns) for ns in times]
+    profile = combine([replace(samples, together=together)], parts)
+    assert profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.1, abs=0.01)
+    assert profile.slowdown("layer/mlp_gather", "layer/qkv") == pytest.approx(0.5, abs=0.05)
+    assert profile.slowdown("layer/qkv", "intra") == profile.slowdown("layer/qkv.dgrad", "intra")
+    assert parse_profile(profile.to_json(), "p.json") == profile
 
 
 def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path) -> None:

@@ -152,8 +152,9 @@ def _steps(bench: Bench) -> tuple[str, ...]:
 
 def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
     """`issue_ns` and the engine are two programs for one rule."""
-    for oef in (1.0, 0.8, 0.3):
+    for oef, apart in ((1.0, {}), (0.8, {}), (0.3, {}), (0.8, {"gemm<intra": 0.1, "intra<gemm": 0.9})):
         bench = with_free_ends(prepare(setting("wavelet", tp=4, micro_batches=2), cluster(gpus=4, oef=oef)))
+        bench = replace(bench, profile=replace(bench.profile, slowdowns=apart))
         problem = layer_pair(bench)
         expected = issue_ns(problem, turns_order(problem))
         runs = [r for r in simulated(bench).ranks[0].blocks if r.forward and r.backward]
