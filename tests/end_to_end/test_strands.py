@@ -186,7 +186,7 @@ def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:
     for overlap, parallel, message in (
         ({"schedule": "dhelix", "plan": plan}, {"tp": 2}, "is for overlap.schedule=braid, not dhelix"),
         ({"schedule": "braid", "plan": plan}, {"pp": 2}, "is for tp 2 with train.recompute=none"),
-        ({"schedule": "braid"}, {"tp": 2}, "needs a pairing: make one with"),
+        ({"schedule": "braid"}, {"tp": 2}, "needs a pairing: measure the run"),
     ):
         with pytest.raises(ValueError, match=message):
             run_layout(
