@@ -247,7 +247,11 @@ class Worker:
                 yield piece.source.name, piece.of_local(parameter.tensor)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """The end: leave the process groups."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the process groups; `setup` may follow, for another generation or another run."""
         if dist.is_initialized():
             self._streams.close()
             dist.destroy_process_group()

@@ -4,6 +4,7 @@ Shared by the end-to-end tests. The plain run knows nothing of ours but the orde
 values: it reads the token files itself.
 """
 
+import atexit
 import json
 import random
 import sysconfig
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
@@ -121,8 +123,53 @@ def small_config(path: Path, **overrides: Mapping[str, Any]) -> Config:
     return parse_config({"name": name, "runs": str(path), **content})
 
 
+class KeptRanks:
+    """A launcher whose ranks stay for the next run that wants as many: starting them takes most of a short
+    run's time. A group that failed is ended and not used again."""
+
+    _idle: ClassVar[dict[int, WorkerGroup]] = {}
+
+    def __init__(self, config: Config) -> None:
+        self._fresh = ProcessLauncher(config)
+
+    def check(self, ranks: int) -> None:
+        """As for ranks that are started anew."""
+        self._fresh.check(ranks)
+
+    def start(self, ranks: int) -> WorkerGroup:
+        """Ranks that an earlier run has left, or new ones."""
+        return _Lent(self._idle.pop(ranks, None) or self._fresh.start(ranks), self._idle)
+
+    @classmethod
+    def end(cls) -> None:
+        """End all ranks that are left."""
+        while cls._idle:
+            cls._idle.popitem()[1].shutdown()
+
+
+atexit.register(KeptRanks.end)
+
+
+class _Lent:
+    """A group that goes back instead of ending."""
+
+    def __init__(self, group: WorkerGroup, idle: dict[int, WorkerGroup]) -> None:
+        self._group, self._idle = group, idle
+        self.addresses, self.describe = group.addresses, group.describe
+        self.call, self.call_all = group.call, group.call_all
+
+    def shutdown(self) -> None:
+        """Leave the run's process groups and wait for the next run."""
+        try:
+            self._group.call_all("leave")
+        except WorkerError:
+            self._group.shutdown()
+        else:
+            self._idle[len(self.addresses)] = self._group
+
+
 def run_layout(path: Path, data: Path, until: int | None = None, **overrides: Mapping[str, Any]) -> Run:
-    """Train through `Controller` and `ProcessLauncher`, perhaps only ``until`` a step.
+    """Train through `Controller` and processes, perhaps only ``until`` a step.
 
     ``overrides`` come by section: ``parallel={"tp": 2}``.
     """
@@ -130,7 +177,7 @@ def run_layout(path: Path, data: Path, until: int | None = None, **overrides: Ma
     shape = config.check(BYTES_VOCABULARY)
     schedule = build_schedule(config, shape).to_text()
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-    events = tuple(Controller(plan, ProcessLauncher(config), RunOptions(until=until)).run())
+    events = tuple(Controller(plan, KeptRanks(config), RunOptions(until=until)).run())
     return Run(config=config, shape=shape, directory=config.run_directory, events=events)
 
 

@@ -396,7 +396,7 @@ def test_what_a_schedule_cannot_run_is_refused_with_key_value_and_remedy() -> No
 def test_paired_blocks_need_a_decision(name: str) -> None:
     assert refused(name, 2, 8) == (
         f"overlap.schedule={name} needs a pairing: measure the run with `braid profile`, or make a plan "
-        f"overlap.plan"
+        f"with `braid plan --output plan.yaml` and set overlap.plan"
     )
 
 
