@@ -232,6 +232,7 @@ class ClusterConfig(_Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
     threads_per_rank: Positive = 1
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
@@ -249,6 +250,9 @@ class TelemetryConfig(_Section):
 
     progress: bool = True
     spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
+    trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
+    page: bool = True  # the live page of the run, on this machine's loopback
+    page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
 
 
 class ElasticConfig(_Section):

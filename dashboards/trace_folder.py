@@ -13,15 +13,14 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import (
     KINDS,
-    STRANDS,
     Batch,
     Label,
     Records,
     concatenated,
     decode,
+    span_of,
 )
 from braid.scheduling.trace import Span
 
@@ -123,24 +122,6 @@ class TraceFolder:
             ]
         begin = min((span.start_ns for span in found), default=0)
         return [_moved(span, -begin) for span in found]
-
-
-def span_of(rank: int, record: np.void, label: Label) -> Span:
-    """A record with its label as the span that simulator and runtime share."""
-    return Span(
-        rank=rank,
-        step=int(record["step"]),
-        strand=STRANDS[record["strand"]],
-        micro_batch=int(record["micro_batch"]),
-        chunk=int(record["chunk"]),
-        layer=label.layer,
-        operator=label.operator,
-        stream=Stream(label.stream),
-        start_ns=int(record["start_ns"]),
-        end_ns=int(record["end_ns"]),
-        bytes=label.bytes,
-        flops=label.flops,
-    )
 
 
 def _moved(span: Span, by_ns: int) -> Span:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from braid.actors.controller.planning import Candidate
 from braid.actors.controller.profiling import Profiled
-from braid.actors.controller.records import Event, Finished, Saved, Started, StepDone, StepRecord
+from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
 from braid.jobs.prepare import Prepared
 from braid.jobs.prepare import Progress as Preparation
 from braid.jobs.train import Chosen, Profiling
@@ -88,6 +88,8 @@ class Display:
                 self._begin(event)
             case StepDone():
                 self._step(event.record)
+            case Incident():
+                self._say(f"warning {event.text}")
             case Saved():
                 self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s")
             case Finished():

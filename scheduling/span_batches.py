@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.operators import Stream
+from braid.scheduling.trace import Span
 
 Records = NDArray[np.void]
 """(spans,) of `RECORD`."""
@@ -60,6 +61,8 @@ class Label:
     flops: int = 0
     shapes: str = ""
     """Of its inputs and outputs, for people."""
+    key: str = ""
+    """Its name in a profile."""
     solo_ns: int | None = None
     """What it takes with nothing beside it, where that was measured."""
 
@@ -127,6 +130,24 @@ def _label_fields(label: Label) -> dict[str, Any]:
     """Fields that are not what they are by default."""
     fields = asdict(label)
     return {name: value for name, value in fields.items() if value not in ("", 0, None) or name == "layer"}
+
+
+def span_of(rank: int, record: np.void, label: Label) -> Span:
+    """A record with its label as the span that simulator and runtime share."""
+    return Span(
+        rank=rank,
+        step=int(record["step"]),
+        strand=STRANDS[record["strand"]],
+        micro_batch=int(record["micro_batch"]),
+        chunk=int(record["chunk"]),
+        layer=label.layer,
+        operator=label.operator,
+        stream=Stream(label.stream),
+        start_ns=int(record["start_ns"]),
+        end_ns=int(record["end_ns"]),
+        bytes=label.bytes,
+        flops=label.flops,
+    )
 
 
 def concatenated(arrays: Sequence[Records]) -> Records:

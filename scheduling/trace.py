@@ -3,10 +3,16 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from braid.scheduling.operators import Stream
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds, end excluded."""
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +87,6 @@ def communication(compute: Iterable[Interval], transfers: Iterable[Interval]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Executed:
-    """A compute operator's interval and what it takes when nothing runs beside it (None: not known)."""
-
-    interval: Interval
-    solo_ns: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class OverlapNumbers:
     """What overlap came to on one rank in one step (design section 7); nanoseconds."""
 
@@ -114,32 +112,54 @@ class OverlapNumbers:
 
 
 def overlap_numbers(
-    compute: Sequence[Executed], transfers: Iterable[Interval], blocks: Sequence[tuple[Interval, bool]]
+    compute: IntArray, solo_ns: IntArray, transfers: IntArray, blocks: IntArray, paired: BoolArray
 ) -> OverlapNumbers:
-    """The numbers of one rank and step; of every block, whether it is a paired one."""
-    busy, in_flight = merge(one.interval for one in compute), merge(transfers)
-    inside = merge(interval for interval, _ in blocks)
-    paired = [interval for interval, is_pair in blocks if is_pair]
-    running = merge([*busy, *in_flight])
-    bubble = inside[-1][1] - inside[0][0] - length_ns(inside) if inside else 0
+    """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
+
+    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. blocks:
+    of all blocks; ``paired`` (n,): which are paired ones.
+    """
+    busy, in_flight, inside = union(compute), union(transfers), union(blocks)
+    running = union(np.concatenate([busy, in_flight]))
+    bubble = int(inside[-1, 1] - inside[0, 0] - _length(inside)) if len(inside) else 0
     return OverlapNumbers(
-        communication_ns=length_ns(in_flight),
-        hidden_ns=overlap_ns(in_flight, busy),
-        slowdown_ns=_slowdown_ns(compute, paired),
-        launch_gap_ns=length_ns(inside) - overlap_ns(inside, running),
+        communication_ns=_length(in_flight),
+        hidden_ns=_length(in_flight) + _length(busy) - _length(running),
+        slowdown_ns=_slowdown_ns(compute, solo_ns, blocks[paired]),
+        launch_gap_ns=_length(union(np.concatenate([inside, running]))) - _length(running),
         bubble_ns=bubble,
-        compute_ns=length_ns(busy),
+        compute_ns=_length(busy),
     )
 
 
-def _slowdown_ns(compute: Iterable[Executed], paired: Sequence[Interval]) -> int | None:
+def union(intervals: IntArray) -> IntArray:
+    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish. As `merge`."""
+    found = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(found):
+        return np.zeros((0, 2), np.int64)
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(found[:, 1])
+    begins = np.flatnonzero(np.concatenate([[True], found[1:, 0] > reached[:-1]]))
+    ends = np.concatenate([begins[1:] - 1, [len(found) - 1]])
+    return np.stack([found[begins, 0], reached[ends]], axis=1)
+
+
+def intervals(pairs: Iterable[Interval]) -> IntArray:
+    """Pairs of begin and end as an array (n, 2)."""
+    return np.array(list(pairs), np.int64).reshape(-1, 2)
+
+
+def _length(disjoint: IntArray) -> int:
+    return int((disjoint[:, 1] - disjoint[:, 0]).sum())
+
+
+def _slowdown_ns(compute: IntArray, solo_ns: IntArray, paired: IntArray) -> int | None:
     """None if the solo time of some operator in a paired block is not known."""
-    total = place = 0
-    for one in sorted(compute, key=lambda one: one.interval):
-        while place < len(paired) and paired[place][1] <= one.interval[0]:
-            place += 1
-        if place < len(paired) and one.interval[0] >= paired[place][0]:
-            if one.solo_ns is None:
-                return None
-            total += one.interval[1] - one.interval[0] - one.solo_ns
-    return total
+    if not len(paired):
+        return 0
+    paired = paired[np.argsort(paired[:, 0])]
+    place = np.searchsorted(paired[:, 0], compute[:, 0], side="right") - 1
+    inside = (place >= 0) & (compute[:, 0] < paired[place, 1])
+    if (solo_ns[inside] < 0).any():
+        return None
+    return int((compute[inside, 1] - compute[inside, 0] - solo_ns[inside]).sum())

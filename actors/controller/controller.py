@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.group import Collector, Launcher, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
     Finished,
+    Incident,
     RunDirectory,
     Saved,
     Started,
@@ -24,8 +25,10 @@ from braid.actors.controller.records import (
     StepRecord,
     build_report,
     overlap_fields,
+    rank_fields,
 )
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
+from braid.scheduling.memory import model_flops
 from braid.scheduling.trace import Span
 
 
@@ -61,11 +64,14 @@ class Controller:
         try:
             store = CheckpointStore(directory.path / "checkpoints")
             resumed, notes = self._find_checkpoint(store)
-            group = self._launcher.start(self._config.layout().ranks)
-            try:
-                yield from self._train(group, directory, store, resumed, notes)
-            finally:
-                group.shutdown()
+            traces = directory.path / "trace"
+            budget = self._config.telemetry.trace_mb_per_rank << 20
+            with self._launcher.collector(traces, budget) as collector:
+                group = self._launcher.start(self._config.layout().ranks)
+                try:
+                    yield from self._train(group, collector, directory, store, resumed, notes)
+                finally:
+                    group.shutdown()
         finally:
             directory.close()
 
@@ -86,6 +92,7 @@ class Controller:
     def _train(
         self,
         group: WorkerGroup,
+        collector: Collector,
         directory: RunDirectory,
         store: CheckpointStore,
         resumed: tuple[str, Manifest] | None,
@@ -97,6 +104,7 @@ class Controller:
         plan = self._plan
         directory.describe(self._config, plan.shape, plan.schedule, group.describe(), plan.files)
         records = directory.rewind(done + 1)
+        group.call_all("stream_spans", collector.target, self._generation)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
         yield Started(
             first_step=done + 1,
@@ -106,19 +114,22 @@ class Controller:
             run_directory=str(directory.path),
             notes=tuple(notes),
         )
+        directory.note("started", done, self._generation, f"{self._config.layout().ranks} ranks", notes=notes)
+        watch = _Watch(collector, directory)
         step = done
         while step < last and not self._stop.is_set():
             traced = directory if step + 1 == last else None
-            record = self._step(group, step, facts, traced, validates=self._validates_after(step + 1, last))
-            directory.append(record)
-            records.append(record)
-            yield StepDone(record=record)
+            event = self._step(group, step, facts, traced, validates=self._validates_after(step + 1, last))
+            directory.append(event.record, event.ranks)
+            records.append(event.record)
+            yield event
             step += 1
+            yield from watch.look(step, self._generation, event.ranks)
             every = self._config.checkpoint.every
             if every and step % every == 0:
-                yield self._save(group, store, step, facts)
+                yield self._save(group, store, step, facts, directory)
         if self._last_saved != step and step > done:
-            yield self._save(group, store, step, facts)
+            yield self._save(group, store, step, facts, directory)
         validation = next(
             (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
             None,
@@ -126,6 +137,7 @@ class Controller:
         complete = step == self._config.train.steps
         report = build_report(records, self._config, validation, complete=complete, serial=self._plan.serial)
         directory.write_report(report)
+        directory.note("finished", step, self._generation, "complete" if complete else "stopped early")
         yield Finished(complete=complete, report=report)
 
     def _rendezvous(self, group: WorkerGroup) -> None:
@@ -174,7 +186,7 @@ class Controller:
         traced: RunDirectory | None,
         *,
         validates: bool,
-    ) -> StepRecord:
+    ) -> StepDone:
         """One step; its trace goes to ``traced``."""
         results: list[StepResult] = group.call_all("train_step", step)
         if traced is not None:
@@ -183,7 +195,8 @@ class Controller:
         tokens = train.global_batch * self._plan.shape.sequence
         bits = self._validate(group, facts) if validates else None
         slowest = max(results, key=lambda result: result.seconds)
-        return StepRecord(
+        now = time.time()
+        record = StepRecord(
             step=step + 1,
             loss=sum(result.loss_sum for result in results) / tokens,
             grad_norm=results[0].gradient_norm,
@@ -193,7 +206,18 @@ class Controller:
             **overlap_fields([result.overlap for result in results]),
             peak_bytes=tuple(result.peak_bytes for result in results),
             validation_bits_per_byte=bits,
+            time=now,
+            generation=self._generation,
+            mfu=self._mfu(tokens, slowest.seconds),
         )
+        return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)})
+
+    def _mfu(self, tokens: int, seconds: float) -> float | None:
+        peak = self._config.cluster.peak_tflops
+        if peak is None:
+            return None
+        ranks = self._config.layout().ranks
+        return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
 
     def _trace(self, group: WorkerGroup, step: int) -> list[Span]:
         """All ranks' spans of the step that ran last, from the first one's begin."""
@@ -206,7 +230,14 @@ class Controller:
         loss = sum(result[0] for result in results) / sum(result[1] for result in results)
         return float(loss / math.log(2) / facts["validation_bytes_per_token"])
 
-    def _save(self, group: WorkerGroup, store: CheckpointStore, step: int, facts: dict[str, Any]) -> Saved:
+    def _save(
+        self,
+        group: WorkerGroup,
+        store: CheckpointStore,
+        step: int,
+        facts: dict[str, Any],
+        directory: RunDirectory,
+    ) -> Saved:
         begin = time.perf_counter()
         written = store.begin(step, self._generation)
         group.call_all("save", str(written))
@@ -219,4 +250,41 @@ class Controller:
         )
         store.collect(self._config.checkpoint.keep)
         self._last_saved = step
-        return Saved(step=step, path=str(path), seconds=time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        directory.note("saved", step, self._generation, f"{path.name} in {seconds:.1f} s", seconds=seconds)
+        return Saved(step=step, path=str(path), seconds=seconds)
+
+
+class _Watch:
+    """Tells when telemetry loses something or cannot keep up; each trouble once."""
+
+    def __init__(self, collector: Collector, directory: RunDirectory) -> None:
+        self._collector, self._directory = collector, directory
+        self._looked = time.monotonic()
+        self._told: set[str] = set()
+
+    def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
+        """What is new, every few seconds."""
+        if time.monotonic() - self._looked < _WATCH_SECONDS:
+            return
+        self._looked = time.monotonic()
+        counts = self._collector.counts()
+        found = {
+            "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
+            "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
+            "records": self._directory.trouble,
+            "dropped": "ranks record faster than spans can be streamed: some are dropped"
+            if any(ranks["dropped_spans"])
+            else "",
+            "sampled": "spans of some steps only, to stay within 1 % of the time"
+            if max(ranks["sampled_every"]) > 1
+            else "",
+        }
+        for kind, text in found.items():
+            if text and kind not in self._told:
+                self._told.add(kind)
+                self._directory.note("telemetry", step, generation, text)
+                yield Incident(kind="telemetry", text=text, step=step)
+
+
+_WATCH_SECONDS = 5.0

@@ -1,7 +1,11 @@
 """The ranks of one generation as the controller sees them, wherever they run."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
+
+from braid.actors.controller.span_files import SpanCounts
 
 
 class WorkerError(RuntimeError):
@@ -43,11 +47,25 @@ class WorkerGroup(Protocol):
         """End all ranks; nothing is left running."""
 
 
+class Collector(Protocol):
+    """Takes the spans that ranks stream."""
+
+    @property
+    def target(self) -> Any:
+        """What ranks are told (`Worker.stream_spans`)."""
+
+    def counts(self) -> SpanCounts:
+        """What became of the spans so far."""
+
+
 class Launcher(Protocol):
     """Starts worker groups; picklable, so that it can be handed to a controller elsewhere."""
 
     def check(self, ranks: int) -> None:
         """Raise `ConfigError` if it is plain already that there is no room for that many ranks."""
+
+    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
+        """Where ranks stream their spans to; it writes them into a folder."""
 
     def start(self, ranks: int) -> WorkerGroup:
         """Start that many ranks; `ConfigError` if there is no room for them."""

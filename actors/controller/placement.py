@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import StageActor
 
 _EXIT_SECONDS = 5.0
@@ -34,6 +37,19 @@ class RayLauncher:
         if not fits and not grows:
             raise ConfigError(self._too_small(ranks))
 
+    @contextlib.contextmanager
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator["ActorCollector"]:
+        """An actor on this node, whose files it writes."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        remote: Any = ray.remote(SpanFiles)
+        actor: Any = remote.options(num_cpus=0, scheduling_strategy=here).remote(files, bytes_per_rank)
+        try:
+            yield ActorCollector(actor)
+        finally:
+            with contextlib.suppress(RayError):
+                ray.get(actor.close.remote(), timeout=_EXIT_SECONDS)
+            ray.kill(actor)
+
     def start(self, ranks: int) -> WorkerGroup:
         """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
@@ -55,6 +71,21 @@ class RayLauncher:
             f"{sum(node['Alive'] for node in ray.nodes())} node(s); "
             f"lower parallel.dp, parallel.tp or parallel.pp, add nodes, or free what other jobs hold"
         )
+
+
+class ActorCollector:
+    """An actor that takes spans, as ranks and the controller know it."""
+
+    def __init__(self, actor: Any) -> None:
+        self.target = actor
+
+    def counts(self) -> SpanCounts:
+        """What became of the spans so far; unknown once the actor is gone."""
+        try:
+            counts: SpanCounts = ray.get(self.target.counts.remote(), timeout=_EXIT_SECONDS)
+        except RayError as error:
+            return SpanCounts(trouble=f"the collector of spans is gone: {str(error).splitlines()[0]}")
+        return counts
 
 
 class ActorGroup:

@@ -8,13 +8,16 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
+from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
@@ -50,6 +53,10 @@ class ProcessLauncher:
                 f"machine has {cpus} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks share "
                 f"CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
             )
+
+    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
+        """A thread of this process at the end of a Unix socket."""
+        return socket_collector(SpanFiles(files, bytes_per_rank))
 
     def start(self, ranks: int) -> WorkerGroup:
         """Start the processes."""

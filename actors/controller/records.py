@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
-from braid.actors.stage.messages import SerialStep
+from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers, Span
@@ -38,6 +39,11 @@ class StepRecord:
     bubble_seconds: float
     peak_bytes: tuple[int, ...]
     validation_bits_per_byte: float | None = None
+    time: float = 0.0
+    """Wall clock at the step's end, seconds since 1970."""
+    generation: int = 1
+    mfu: float | None = None
+    """Share of the ranks' peak FLOP/s (``cluster.peak_tflops``) that the model's took; None if not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,8 @@ class StepDone:
     """A training step is over."""
 
     record: StepRecord
+    ranks: dict[str, Any]
+    """A line of ``ranks.jsonl``: lists with an entry per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,17 @@ class Finished:
     report: dict[str, Any]
 
 
-Event = Started | StepDone | Saved | Finished
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """Something that does not belong to every run: a line of ``events.jsonl``."""
+
+    kind: str
+    """``telemetry``, ``failed``, ``restarted``, ...: what the live page marks."""
+    text: str
+    step: int
+
+
+Event = Started | StepDone | Saved | Finished | Incident
 
 
 class RunDirectory:
@@ -93,6 +111,8 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
         self._replaces = existed and not resume and (self.path / "config.yaml").exists()
+        self.trouble = ""
+        """Why a line could not be written; empty if all could."""
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -155,12 +175,27 @@ class RunDirectory:
         """Drop the metrics of steps that will run again; returns the ones that stay."""
         kept = [record for record in read_metrics(self.metrics) if record.step < first_step]
         write_durably(self.metrics, "".join(_line(record) for record in kept))
+        ranks = [line for line in read_lines(self.path / "ranks.jsonl") if line["step"] < first_step]
+        write_durably(self.path / "ranks.jsonl", "".join(json.dumps(line) + "\n" for line in ranks))
         return kept
 
-    def append(self, record: StepRecord) -> None:
-        """Add a step's line."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+    def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
+        """Add a step's lines: of the whole run, and by rank."""
+        self._add("metrics.jsonl", asdict(record))
+        self._add("ranks.jsonl", ranks)
+
+    def note(self, kind: str, step: int, generation: int, text: str, **facts: Any) -> None:
+        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks."""
+        line = {"time": time.time(), "kind": kind, "step": step, "generation": generation, "text": text}
+        self._add("events.jsonl", {**line, **facts})
+
+    def _add(self, name: str, content: dict[str, Any]) -> None:
+        """Append a line to a file; what does not fit on the disk is left out, and `trouble` says so."""
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(content) + "\n")
+        except OSError as error:
+            self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Write ``report.json``."""
@@ -182,13 +217,19 @@ def _line(record: StepRecord) -> str:
 
 def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a metrics file; a last line that a crash cut short is left out."""
-    records = []
+    return [
+        StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])}) for content in read_lines(path)
+    ]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one per line; a last one that was cut short is left out."""
+    lines = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
-                content = json.loads(line)
-                records.append(StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])}))
-    return records
+                lines.append(json.loads(line))
+    return lines
 
 
 def build_report(
@@ -219,6 +260,23 @@ def build_report(
             "exposed_seconds": sum(r.exposed_seconds for r in records),
         },
         "overlap": overlap_report(timed, serial),
+    }
+
+
+def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
+    """What a line of ``ranks.jsonl`` says of every rank."""
+
+    def seconds(name: str) -> list[float | None]:
+        values = [getattr(result.overlap, f"{name}_ns") for result in results]
+        return [None if ns is None else ns / 1e9 for ns in values]
+
+    parts = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
+    return {
+        "seconds": [result.seconds for result in results],
+        **{f"{name}_seconds": seconds(name) for name in parts},
+        "peak_bytes": [result.peak_bytes for result in results],
+        "dropped_spans": [result.dropped_spans for result in results],
+        "sampled_every": [result.sampled_every for result in results],
     }
 
 

@@ -1,8 +1,16 @@
 """The Ray shell around a rank: the only Ray import of the stage."""
 
-import ray
+import contextlib
+from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
+from braid.actors.stage.span_stream import Sink
 from braid.actors.stage.worker import Worker
+
+_UNDER_WAY = 8
+"""Batches of spans that may be on their way to the collector."""
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -12,6 +20,9 @@ class StageActor(Worker):
     def __init__(self, rank: int) -> None:
         super().__init__(rank, ray.util.get_node_ip_address())
 
+    def _span_sink(self, target: Any) -> Sink:
+        return ActorSink(target)
+
     def node(self) -> dict[str, str | int]:
         """Where this rank runs."""
         return {
@@ -19,3 +30,30 @@ class StageActor(Worker):
             "node": ray.get_runtime_context().get_node_id(),
             "process": self.process_id(),
         }
+
+
+class ActorSink:
+    """Pushes batches of spans to the collector's actor, a few at a time."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+        self._under_way: list[Any] = []
+
+    def send(self, batch: bytes) -> bool:
+        """Push, unless too many are on their way; `OSError` once the collector is gone."""
+        if len(self._under_way) >= _UNDER_WAY:
+            done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
+            try:
+                ray.get(done)
+            except RayError as error:
+                raise OSError(f"the collector of spans is gone: {error}") from None
+            if len(self._under_way) >= _UNDER_WAY:
+                return False
+        self._under_way.append(self._collector.take.remote(batch))
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until what was pushed has arrived."""
+        if self._under_way:
+            with contextlib.suppress(RayError):
+                ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)

@@ -5,6 +5,7 @@ after which action, which transfers are awaited at once. What cannot be bound fa
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
-from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.chunks import place_chunk, rows_of_chunk, whole_for
 from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
@@ -31,6 +32,7 @@ from braid.scheduling.schedule import (
     Start,
     Wait,
 )
+from braid.scheduling.span_batches import Label
 
 BoundAction = Callable[[Values, Block], None]
 
@@ -127,12 +129,17 @@ class Binder:
         reads, writes, gone = operator.reads, operator.writes, tuple(frees)
         name, layer = instance.locate(operator.name)
         key = operator_key(instance.name, operator)
-        label = SpanLabel(name, operator.stream, layer, flops=operator.flops, key=key)
+        label = Label(operator=name, stream=operator.stream, layer=layer, flops=operator.flops, key=key)
         mark, record = self._streams.mark, self._recorder.compute
 
         def run(values: Values, block: Block) -> None:
+            nonlocal label
             begin = mark()
-            results = call(*[values[name] for name in reads])
+            inputs = [values[name] for name in reads]
+            results = call(*inputs)
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of(inputs, results if writes else ()))
+            del inputs
             if writes:
                 values.update(zip(writes, results, strict=True))
             for name in gone:
@@ -161,12 +168,15 @@ class Binder:
         ranks = self._ranks(writers[source])
         name, layer = instance.locate(operator.name)
         key = operator_key(instance.name, operator)
-        label = SpanLabel(name, operator.stream, layer, flops=operator.flops, key=key)
+        label = Label(operator=name, stream=operator.stream, layer=layer, flops=operator.flops, key=key)
         mark, record = self._streams.mark, self._recorder.compute
 
         def run(values: Values, block: Block) -> None:
+            nonlocal label
             begin = mark()
             (result,) = call(values[source])
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of([values[source]], [result]))
             _keep_chunk(values, target, result, chunk, ranks)
             for name in gone:
                 del values[name]
@@ -189,13 +199,22 @@ class Binder:
         precision = part.values[source].precision
         moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         name, layer = instance.locate(operator.name)
-        label = SpanLabel(name, operator.stream, layer, bytes=moved)
+        label = Label(
+            operator=name,
+            stream=operator.stream,
+            layer=layer,
+            bytes=moved,
+            key=operator_key(instance.name, operator),
+        )
         start, record = self._streams.start, self._recorder.transfer
 
         def run(values: Values, block: Block) -> None:
+            nonlocal label
             x, group = values[source], groups[block.strand]
             if chunk is not None:
                 x = rows_of_chunk(x, chunk.number, chunk.ways)
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of([x], ()))
             transfer = start(operator.stream, collective(x, group), awaited_next=awaited_next)
             values[key] = transfer
             record(label, block, transfer)
@@ -220,6 +239,16 @@ class Binder:
                 del values[name]
 
         return run
+
+
+def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
+    """Shapes of what an operator reads and writes, for people: ``512x1024, 1024 -> 512x1024``."""
+
+    def told(values: Iterable[Any]) -> str:
+        found = (tuple(value.shape) for value in values if isinstance(value, Tensor))
+        return ", ".join("x".join(map(str, shape)) or "1" for shape in found)
+
+    return f"{told(inputs)} -> {told(results)}".removesuffix(" -> ") or "-"
 
 
 def _chunks_written(operator: Operator) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.actors.stage.bindings import Binder
+from braid.actors.stage.bindings import Binder, shapes_of
 from braid.actors.stage.blocks import BlockRunner, MicroBatch
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
-from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import receive, send
 from braid.scheduling.fusion import carrying
 from braid.scheduling.lowering.lower import successor
@@ -35,6 +35,7 @@ from braid.scheduling.schedule import (
     WaitReduce,
     WaitSend,
 )
+from braid.scheduling.span_batches import Label
 
 
 class Update(Protocol):
@@ -84,6 +85,8 @@ class Executor:
         self._inputs: dict[Block, Tensor | None] = {}
         self._sending: dict[Block, Transfer] = {}
         self._receiving: dict[Block, Transfer] = {}
+        self._labels: dict[Block, Label] = {}
+        """Of messages that are sent."""
         self._blocks = BlockRunner(
             schedule=schedule,
             parts=parts,
@@ -148,7 +151,7 @@ class Executor:
         received = self._inputs.pop(block.whole, None) if block.travels else None
         begin = self._streams.mark()
         result = self._blocks.run(block, received, batches[block.micro_batch], loss_scale)
-        self._recorder.block(False, begin, self._streams.mark())
+        self._recorder.block(False, block, begin, self._streams.mark())
         self._hand_on(block, result)
 
     def _run_pair(
@@ -158,7 +161,7 @@ class Executor:
         batch = batches[pair.forward.micro_batch]
         begin = self._streams.mark()
         results = self._blocks.run_pair(pair, received, batch, loss_scale, keeps_late=keeps_late)
-        self._recorder.block(True, begin, self._streams.mark())
+        self._recorder.block(True, pair.forward, begin, self._streams.mark())
         for block, result in zip((pair.forward, pair.backward), results, strict=True):
             self._hand_on(block, result)
 
@@ -178,7 +181,12 @@ class Executor:
         launch = send(x, peer, group, tag)
         transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
         self._sending[block] = transfer
-        self._recorder.transfer(SpanLabel(f"send {block}", Stream.INTER, bytes=x.nbytes), block, transfer)
+        label = self._labels.get(block)
+        if label is None:
+            label = self._labels[block] = Label(
+                operator=f"send {block}", stream=Stream.INTER, bytes=x.nbytes, shapes=shapes_of([x], ())
+            )
+        self._recorder.transfer(label, block, transfer)
 
     def _receive(self, block: Block, stage: int, awaited_next: bool) -> None:
         x = torch.empty(self._message_shape, dtype=self._dtype, device=self._device)

@@ -11,9 +11,10 @@ from torch import Tensor
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.streams import Streams, Transfer
-from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import all_reduce
 from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import Label
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class GradientBuckets:
             self._fill(chunk, members, _groups(members[0], mesh))
             for (chunk, _, _), members in _partition(parameters, bucket_bytes)
         ]
+        self._labels = [
+            Label(operator=f"gradients.{number}", stream=Stream.INTER, bytes=bucket.buffer.nbytes)
+            for number, bucket in enumerate(self.buckets)
+        ]
         self._norm = _GlobalNorm(parameters, mesh)
 
     @staticmethod
@@ -66,7 +71,7 @@ class GradientBuckets:
                 continue
             for position, group in enumerate(bucket.groups):
                 last = position == len(bucket.groups) - 1
-                label = SpanLabel(f"gradients.{number}", Stream.INTER, bytes=bucket.buffer.nbytes)
+                label = self._labels[number]
                 launch = all_reduce(bucket.buffer, group)
                 transfer = self._streams.start(Stream.INTER, launch, awaited_next=not last)
                 self._recorder.transfer(label, None, transfer)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.streams import Mark, Streams, Transfer
-from braid.actors.stage.telemetry import Recorder, SpanLabel
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.autograd import Graph
 from braid.scheduling.schedule import Block
+from braid.scheduling.span_batches import Label
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""
@@ -47,7 +48,7 @@ class MemoryMeter(Recorder):
         self.executor: Executor | None = None
         self.peak_bytes = 0
 
-    def compute(self, label: SpanLabel, block: Block | None, begin: Mark, end: Mark) -> None:
+    def compute(self, label: Label, block: Block | None, begin: Mark, end: Mark) -> None:
         """An operator ran."""
         if self.executor is not None:
             self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))

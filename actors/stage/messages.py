@@ -66,6 +66,10 @@ class StepResult:
     seconds: float
     overlap: OverlapNumbers
     peak_bytes: int
+    dropped_spans: int = 0
+    """Spans that could not be streamed so far."""
+    sampled_every: int = 1
+    """Spans of every so many steps are streamed."""
 
 
 COMPUTE: Final = "compute"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
+from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.streams import device_streams
 from braid.actors.stage.telemetry import NoRecorder, Recorder
 from braid.scheduling.layers import part_sizes
@@ -49,6 +51,7 @@ class Worker:
         self.rank = rank
         self.address = address
         self._store: dist.TCPStore | None = None
+        self._stream: SpanStream | None = None
 
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
@@ -168,12 +171,18 @@ class Worker:
         batches = self._batches(self._train_data, self._mine(ids))
         update = _Update(self._gradients, self._optimizer, step)
         loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+        seconds = time.perf_counter() - begin
+        records = self._recorder.records(step)
+        if self._stream is not None:
+            self._stream.put(self._recorder.labels, records, step)
         return StepResult(
             loss_sum=loss_sum if self._mesh.position["tp"] == 0 else 0.0,
             gradient_norm=update.gradient_norm,
             lr=update.lr,
-            seconds=time.perf_counter() - begin,
-            overlap=self._recorder.numbers(),
+            seconds=seconds,
+            overlap=self._recorder.numbers(records),
+            dropped_spans=self._stream.dropped if self._stream else 0,
+            sampled_every=self._stream.every if self._stream else 1,
             peak_bytes=self._peak_bytes(),
         )
 
@@ -226,6 +235,14 @@ class Worker:
         self._gradients.zero()
         return meter.peak_bytes
 
+    def stream_spans(self, target: Any, generation: int) -> None:
+        """Stream the spans of all further steps to a collector (here: the path of a Unix socket)."""
+        if self._config.telemetry.spans:
+            self._stream = SpanStream(self.rank, generation, self._span_sink(target))
+
+    def _span_sink(self, target: Any) -> Sink:
+        return SocketSink(target)
+
     def spans(self, step: int) -> list[Span]:
         """The spans of the step that ran last."""
         return self._recorder.spans(self.rank, step)
@@ -252,6 +269,9 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the process groups; `setup` may follow, for another generation or another run."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         if dist.is_initialized():
             self._streams.close()
             dist.destroy_process_group()

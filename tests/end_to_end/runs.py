@@ -10,6 +10,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
@@ -135,6 +136,10 @@ class KeptRanks:
     def check(self, ranks: int) -> None:
         """As for ranks that are started anew."""
         self._fresh.check(ranks)
+
+    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
+        """As for ranks that are started anew."""
+        return self._fresh.collector(files, bytes_per_rank)
 
     def start(self, ranks: int) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""

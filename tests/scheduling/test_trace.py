@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +13,16 @@ from braid.scheduling.compare_traces import compare_traces, read_trace
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import (
     Communication,
-    Executed,
     Interval,
+    OverlapNumbers,
     Span,
     communication,
+    intervals,
     length_ns,
     merge,
     overlap_ns,
     overlap_numbers,
+    union,
 )
 
 LONGEST = 40
@@ -102,6 +105,21 @@ def test_an_example() -> None:
     assert numbers.hidden_fraction == 0.5
 
 
+def numbers_of(
+    compute: list[tuple[int, int, int | None]],
+    transfers: list[Interval],
+    blocks: list[tuple[Interval, bool]],
+) -> OverlapNumbers:
+    """From tuples: of compute operators begin, end and solo time; of blocks whether they are paired."""
+    return overlap_numbers(
+        intervals((begin, end) for begin, end, _ in compute),
+        np.array([-1 if solo is None else solo for _, _, solo in compute], np.int64),
+        intervals(transfers),
+        intervals(interval for interval, _ in blocks),
+        np.array([paired for _, paired in blocks], bool),
+    )
+
+
 @given(INTERVALS, INTERVALS, st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=6))
 def test_overlap_numbers_add_up(
     compute: list[Interval], transfers: list[Interval], lengths: list[tuple[int, int]]
@@ -111,7 +129,7 @@ def test_overlap_numbers_add_up(
     for gap, length in lengths:
         blocks.append(((now + gap, now + gap + length), bool(length % 2)))
         now += gap + length
-    numbers = overlap_numbers([Executed(interval=i) for i in compute], transfers, blocks)
+    numbers = numbers_of([(*i, None) for i in compute], transfers, blocks)
     plain = communication(compute, transfers)
     assert numbers.communication_ns == plain.communication_ns
     assert numbers.exposed_ns == plain.exposed_ns
@@ -124,15 +142,16 @@ def test_overlap_numbers_add_up(
 
 def test_slowdown_is_what_compute_takes_more_in_paired_blocks() -> None:
     blocks = [((0, 100), True), ((100, 200), False)]
-    compute = [
-        Executed(interval=(0, 30), solo_ns=20),
-        Executed(interval=(40, 80), solo_ns=35),
-        Executed(interval=(110, 190), solo_ns=10),  # alone: not slowed by overlap
-    ]
-    assert overlap_numbers(compute, [(0, 90)], blocks).slowdown_ns == 15
-    unknown = [*compute, Executed(interval=(80, 85))]
-    assert overlap_numbers(unknown, [], blocks).slowdown_ns is None
-    assert overlap_numbers([Executed(interval=(110, 150))], [], blocks).slowdown_ns == 0
+    # The last one runs alone: it was not slowed by overlap.
+    compute: list[tuple[int, int, int | None]] = [(0, 30, 20), (40, 80, 35), (110, 190, 10)]
+    assert numbers_of(compute, [(0, 90)], blocks).slowdown_ns == 15
+    assert numbers_of([*compute, (80, 85, None)], [], blocks).slowdown_ns is None
+    assert numbers_of([(110, 150, None)], [], blocks).slowdown_ns == 0
+
+
+@given(INTERVALS)
+def test_union_of_an_array_is_that_of_a_list(pairs: list[Interval]) -> None:
+    assert [(int(a), int(b)) for a, b in union(intervals(pairs))] == merge(pairs)
 
 
 def _span(operator: str, start: int, end: int, stream: Stream, rank: int = 0) -> Span:

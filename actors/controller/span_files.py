@@ -1,0 +1,204 @@
+"""Keeps the spans that ranks stream in the run directory, within a budget of bytes per rank."""
+
+import contextlib
+import os
+import selectors
+import socket
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from braid.scheduling.span_batches import Batch, Label, decode
+
+FILES = 4
+"""Files per rank; the budget is shared between them."""
+_READ = 1 << 18
+
+
+@dataclass
+class _Rank:
+    """Where a rank's next batch goes."""
+
+    labels: list[Label] = field(default_factory=list)
+    number: int = -1
+    file: IO[bytes] | None = None
+    size: int = 0
+    generation: int = -1
+    expected: int = 0
+    """Sequence number of its next batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanCounts:
+    """What became of the spans of a run so far."""
+
+    written: int = 0
+    lost: int = 0
+    """Not written: the disk was full, or batches were missing or damaged."""
+    dropped: dict[int, int] = field(default_factory=dict)
+    """By rank: what it dropped itself."""
+    every: dict[int, int] = field(default_factory=dict)
+    """By rank: it records every so many steps."""
+    trouble: str = ""
+    """Why something could not be written; empty if everything was."""
+
+
+class SpanFiles:
+    """Appends batches to ``trace/rank-RRRRR.NNNN.spans``; where there are too many, the oldest one goes.
+
+    Every file begins with all labels, so that each can be read alone. Not being able to write ends nothing:
+    it is counted and told.
+    """
+
+    def __init__(self, directory: Path, bytes_per_rank: int) -> None:
+        self._directory = directory
+        self._file_bytes = max(1 << 16, bytes_per_rank // FILES)
+        self._ranks: dict[int, _Rank] = defaultdict(_Rank)
+        self._counts = SpanCounts()
+        self._lock = threading.Lock()
+
+    def take(self, data: bytes) -> int:
+        """Write the whole batches in some bytes; how many bytes they were. `ValueError` for damaged ones."""
+        done = 0
+        with self._lock:
+            for batch, end in decode(data):
+                self._write(batch, data[done:end])
+                done = end
+        return done
+
+    def counts(self) -> SpanCounts:
+        """What became of all spans so far."""
+        return self._counts
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for rank in self._ranks.values():
+                if rank.file is not None:
+                    rank.file.close()
+                    rank.file = None
+
+    def _write(self, batch: Batch, data: bytes) -> None:
+        rank, counts = self._ranks[batch.rank], self._counts
+        if batch.generation != rank.generation:
+            rank.labels, rank.generation, rank.expected = [], batch.generation, 0
+            rank.size = self._file_bytes  # a file holds one generation
+        rank.labels[batch.first_label :] = batch.labels
+        counts = replace(
+            counts,
+            lost=counts.lost + (batch.sequence - rank.expected if batch.sequence > rank.expected else 0),
+            dropped={**counts.dropped, batch.rank: batch.dropped},
+            every={**counts.every, batch.rank: batch.every},
+        )
+        rank.expected = batch.sequence + 1
+        try:
+            if rank.file is None or rank.size >= self._file_bytes:
+                self._open_next(batch, rank)
+            assert rank.file is not None
+            rank.file.write(data)
+            rank.file.flush()
+            rank.size += len(data)
+            self._counts = replace(counts, written=counts.written + len(batch.records))
+        except OSError as error:
+            # The file may end within a batch now: the next one begins anew.
+            if rank.file is not None:
+                with contextlib.suppress(OSError):
+                    rank.file.close()
+                rank.file = None
+            self._counts = replace(counts, lost=counts.lost + len(batch.records), trouble=str(error))
+
+    def _open_next(self, batch: Batch, rank: _Rank) -> None:
+        if rank.file is not None:
+            rank.file.close()
+            rank.file = None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if rank.number < 0:
+            old = [int(path.name.split(".")[1]) for path in self._directory.glob(_name(batch.rank, "*"))]
+            rank.number = max(old, default=-1)
+        rank.number += 1
+        rank.file = (self._directory / _name(batch.rank, f"{rank.number:04d}")).open("wb")
+        known = rank.labels[: batch.first_label]
+        head = replace(batch, first_label=0, labels=tuple(known), records=batch.records[:0]).encode()
+        rank.file.write(head)
+        rank.size = len(head)
+        for path in sorted(self._directory.glob(_name(batch.rank, "*")))[:-FILES]:
+            path.unlink(missing_ok=True)
+
+
+def _name(rank: int, number: str) -> str:
+    return f"rank-{rank:05d}.{number}.spans"
+
+
+@dataclass(frozen=True)
+class SocketCollector:
+    """Collects from ranks that are processes of this machine."""
+
+    target: str
+    """The path of a Unix socket."""
+    files: SpanFiles
+
+    def counts(self) -> SpanCounts:
+        """What became of the spans so far."""
+        return self.files.counts()
+
+
+@contextlib.contextmanager
+def socket_collector(files: SpanFiles) -> Iterator[SocketCollector]:
+    """Collect for as long as the context lasts; then everything that has arrived is in the files."""
+    with tempfile.TemporaryDirectory(prefix="braid-spans-") as folder:
+        path = os.path.join(folder, "spans")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+        listener.listen()
+        reading, stop = os.pipe()
+        thread = threading.Thread(target=_collect, args=(listener, reading, files), name="span collector")
+        thread.start()
+        try:
+            yield SocketCollector(path, files)
+        finally:
+            os.close(stop)
+            thread.join()
+            os.close(reading)
+            listener.close()
+            files.close()
+
+
+def _collect(listener: socket.socket, stop: int, files: SpanFiles) -> None:
+    """Read from all ranks until told to stop; one that sends what is no batch is not listened to any more."""
+    buffers: dict[socket.socket, bytearray] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(stop, selectors.EVENT_READ)
+        stopping = False
+        while not stopping:
+            ready = selector.select()
+            stopping = any(key.fileobj == stop for key, _ in ready)
+            for key, _ in ready:
+                if key.fileobj is listener:
+                    rank, _ = listener.accept()
+                    buffers[rank] = bytearray()
+                    selector.register(rank, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket) and not _read(key.fileobj, buffers, files):
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    del buffers[key.fileobj]
+        for rank in buffers:
+            rank.setblocking(False)
+            while _read(rank, buffers, files):
+                pass  # what is still on its way
+            rank.close()
+
+
+def _read(rank: socket.socket, buffers: dict[socket.socket, bytearray], files: SpanFiles) -> bool:
+    """Read what there is; False at the end."""
+    try:
+        data = rank.recv(_READ)
+        buffers[rank] += data
+        del buffers[rank][: files.take(bytes(buffers[rank]))]
+    except (OSError, ValueError):
+        return False
+    return bool(data)
