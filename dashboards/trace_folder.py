@@ -36,6 +36,8 @@ class RankTrace:
     generation: int = 0
     dropped: int = 0
     every: int = 1
+    begins_anew: bool = False
+    """Whether no record of the present generation has come yet."""
     damage: str = ""
     """Why a file was not read to its end."""
 
@@ -93,14 +95,16 @@ class TraceFolder:
     def _take(self, trace: RankTrace, batch: Batch) -> None:
         records = batch.records
         if batch.generation != trace.generation:
-            # The ranks began anew, maybe from an earlier step: what was recorded of it before does not count.
-            first = int(records["step"].min()) if len(records) else None
-            trace.steps = {step: kept for step, kept in trace.steps.items() if first is None or step < first}
-            trace.generation = batch.generation
+            trace.generation, trace.begins_anew = batch.generation, True
         trace.dropped, trace.every = batch.dropped, batch.every
         trace.labels.update(enumerate(batch.labels, start=batch.first_label))
         if not len(records):
             return
+        if trace.begins_anew:
+            # Maybe from an earlier step: what was recorded of it before does not count.
+            first = int(records["step"].min())
+            trace.steps = {step: kept for step, kept in trace.steps.items() if step < first}
+            trace.begins_anew = False
         for step in np.unique(records["step"]):
             trace.steps.setdefault(int(step), []).append(records[records["step"] == step])
         for old in sorted(trace.steps)[: -self.keep]:

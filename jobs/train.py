@@ -1,6 +1,7 @@
 """Start a run: prepare the data, plan, drive the controller, hand its events to a display."""
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,13 @@ from braid.actors.controller.planning import (
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished
-from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.messages import RunPlan, SerialStep
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.simulate import Simulation
 from braid.scheduling.spec import ModelShape
 
 
@@ -91,14 +93,43 @@ def plan_run(
     plan = RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=data)
     if profile is None:
         return plan
-    predicted = chrome_trace(predict(config, shape, profile, schedule).spans())
+    simulation, serial = predict(config, shape, profile, schedule), serial_step(config, shape, profile)
     return replace(
         plan,
         solo_ns=schedule_costs(config, shape, profile, schedule).solo_ns,
         profile=profile.source,
-        serial=serial_step(config, shape, profile),
-        files={"profile.json": profile.to_json(), "trace/predicted.json": predicted},
+        serial=serial,
+        files={
+            "profile.json": profile.to_json(),
+            "predicted.json": json.dumps(prediction(simulation, config, serial, profile.source), indent=1),
+            "trace/predicted.json": chrome_trace(simulation.spans()),
+        },
     )
+
+
+_PREDICTED = (
+    "step_seconds",
+    "hidden_fraction",
+    "communication_seconds",
+    "exposed_seconds",
+    "slowdown_seconds",
+    "launch_gap_seconds",
+    "bubble_seconds",
+)
+
+
+def prediction(
+    simulation: Simulation, config: Config, serial: SerialStep, source: str
+) -> dict[str, float | str]:
+    """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
+    numbers = simulation.numbers(config.train.micro_batch)
+    return {
+        "source": source,
+        **{name: getattr(numbers, name) for name in _PREDICTED},
+        "serial_seconds": serial.seconds,
+        "alpha": serial.alpha,
+        "limit_speedup": serial.limit_speedup,
+    }
 
 
 def prepare_data(config: Config, executor: Executor, show: Show) -> Prepared:

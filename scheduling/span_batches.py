@@ -10,7 +10,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
@@ -126,10 +126,12 @@ def _batch(header: dict[str, Any], body: bytes | memoryview) -> Batch:
     return Batch(**header, labels=labels, records=np.frombuffer(body, RECORD))
 
 
+_DEFAULTS = {known.name: known.default for known in fields(Label)}
+
+
 def _label_fields(label: Label) -> dict[str, Any]:
     """Fields that are not what they are by default."""
-    fields = asdict(label)
-    return {name: value for name, value in fields.items() if value not in ("", 0, None) or name == "layer"}
+    return {name: value for name, value in asdict(label).items() if value != _DEFAULTS.get(name, ...)}
 
 
 def span_of(rank: int, record: np.void, label: Label) -> Span:

@@ -4,7 +4,6 @@ The training thread never waits and never fails here. What the ring cannot hold 
 streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.
 """
 
-import contextlib
 import socket
 import threading
 import time
@@ -55,7 +54,7 @@ class SpanStream:
         self._closing = False
         self._broken = False
         self._labels: Sequence[Label] = ()
-        self._told_labels = self._sequence = self._dropped = 0
+        self._told_labels = self._sequence = self._dropped = self._in_hand = 0
         self._every = 1
         self._interval_s, self._budget = interval_s, budget
         self._spent_ns = 0
@@ -104,9 +103,8 @@ class SpanStream:
         while True:
             last = self._closing
             begin = time.thread_time_ns()
-            with contextlib.suppress(OSError):
-                while (unsent := unsent or self._next()) is not None and self._try(unsent):
-                    unsent = None
+            while (unsent := unsent or self._next()) is not None and self._try(unsent):
+                unsent = None
             if self._broken:
                 return
             self._spent_ns += time.thread_time_ns() - begin
@@ -125,9 +123,9 @@ class SpanStream:
         except OSError:
             with self._lock:  # nobody listens: all that comes is dropped, and counted
                 self._broken = True
-                self._dropped += self._count
+                self._dropped += self._count + self._in_hand
                 self._count = 0
-            raise
+            return False
 
     def _adapt(self, share: float) -> None:
         if share > self._budget:
@@ -146,6 +144,7 @@ class SpanStream:
             records = np.empty(count, RECORD)
             records[:straight] = self._ring[self._first : self._first + straight]
             records[straight:] = self._ring[: count - straight]
+            self._in_hand = count
             self._first = (self._first + count) % capacity
             self._count -= count
             labels, dropped = self._labels, self._dropped
