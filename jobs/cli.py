@@ -11,6 +11,7 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
+from braid.jobs.bench_cli import bench
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
 
@@ -134,120 +135,9 @@ def schedule(
         typer.echo(made.to_text(), nl=False)
 
 
-bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-
-@bench.command("training")
-def bench_training(
-    rounds: Annotated[int, typer.Option(help="Rounds of each side.", min=1)] = 9,
-    steps: Annotated[int, typer.Option(help="Steps in a round.", min=1)] = 2,
-    threads: Annotated[int, typer.Option(help="Threads of a rank.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    ray: Annotated[bool, typer.Option(help="Also compare Ray actors with plain processes.")] = True,
-) -> None:
-    """One rank against a plain PyTorch loop; Ray actors against plain processes."""
-    from braid.jobs.benchmarks.cases import CASES
-    from braid.jobs.benchmarks.training import run, show
-
-    console = Console(stderr=True)
-    result = run(
-        rounds=rounds,
-        steps=steps,
-        threads=threads,
-        launcher_case=CASES[0] if ray else None,
-        progress=lambda text: console.print(text, highlight=False),
-    )
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        show(Console(), result)
-
-
-@bench.command("overlap")
-def bench_overlap(
-    layout: Annotated[str, typer.Option(help="tp2, pp2 or tp2pp2.")] = "tp2",
-    hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
-    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
-    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 16,
-    link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
-    ] = None,
-    schedules: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
-    peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
-    rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
-    ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
-    spans_cost: Annotated[
-        bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
-    from braid.jobs.benchmarks import overlap, overlap_rows
-    from braid.jobs.benchmarks.hosts import HostsError
-
-    if layout not in overlap.LAYOUTS:
-        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap.LAYOUTS)}")
-    if link_mbit is not None and alpha is not None:
-        raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
-    names = schedules.split(",") if schedules else None
-    for name in names or ():
-        if name not in overlap.SCHEDULES[layout]:
-            known = ", ".join(overlap.SCHEDULES[layout])
-            raise ConfigError(f"--schedules: {name!r} must be one of {known}")
-    case = overlap.OverlapCase(
-        layout=layout,
-        hidden=hidden,
-        layers=layers,
-        tokens=tokens,
-        micro_batches=micro_batches,
-        mbit=link_mbit,
-        alpha=alpha,
-    )
-    console = Console(stderr=True)
-    try:
-        result = overlap.run(
-            case,
-            schedules=names,
-            peers=peers,
-            rounds=rounds,
-            ray=ray,
-            spans_cost=spans_cost,
-            progress=lambda text: console.print(text, highlight=False),
-        )
-    except HostsError as error:
-        raise ConfigError(str(error)) from None
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        overlap_rows.show(Console(width=max(Console().width, 140)), result)
-
-
-@bench.command("agreement")
-def bench_agreement(
-    files: Annotated[list[Path], typer.Argument(help="Results of bench overlap --json.", metavar="FILE...")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """The simulator against measured steps: rank correlation, errors, and whether it picks the fastest."""
-    from braid.jobs.benchmarks.agreement import agreement, show
-
-    result = agreement(files)
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        show(Console(width=max(Console().width, 120)), result)
-
-
 register(app, bench)
 app.command()(profile)
-
-
-@bench.callback()
-def _bench_root() -> None:
-    pass
 
 
 def _version(value: bool) -> None:

@@ -1,0 +1,143 @@
+"""``braid bench``: measurements, as ratios within one run."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from braid.actors.config import ConfigError, load_config
+
+bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+
+
+@bench.command("training")
+def bench_training(
+    rounds: Annotated[int, typer.Option(help="Rounds of each side.", min=1)] = 9,
+    steps: Annotated[int, typer.Option(help="Steps in a round.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of a rank.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    ray: Annotated[bool, typer.Option(help="Also compare Ray actors with plain processes.")] = True,
+) -> None:
+    """One rank against a plain PyTorch loop; Ray actors against plain processes."""
+    from braid.jobs.benchmarks.cases import CASES
+    from braid.jobs.benchmarks.training import run, show
+
+    console = Console(stderr=True)
+    result = run(
+        rounds=rounds,
+        steps=steps,
+        threads=threads,
+        launcher_case=CASES[0] if ray else None,
+        progress=lambda text: console.print(text, highlight=False),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        show(Console(), result)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    layout: Annotated[str, typer.Option(help="tp2, pp2 or tp2pp2.")] = "tp2",
+    hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 16,
+    link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
+    ] = None,
+    schedules: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
+    peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
+    ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
+    spans_cost: Annotated[
+        bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
+    from braid.jobs.benchmarks import overlap, overlap_rows
+    from braid.jobs.benchmarks.hosts import HostsError
+
+    if layout not in overlap.LAYOUTS:
+        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap.LAYOUTS)}")
+    if link_mbit is not None and alpha is not None:
+        raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    names = schedules.split(",") if schedules else None
+    for name in names or ():
+        if name not in overlap.SCHEDULES[layout]:
+            known = ", ".join(overlap.SCHEDULES[layout])
+            raise ConfigError(f"--schedules: {name!r} must be one of {known}")
+    case = overlap.OverlapCase(
+        layout=layout,
+        hidden=hidden,
+        layers=layers,
+        tokens=tokens,
+        micro_batches=micro_batches,
+        mbit=link_mbit,
+        alpha=alpha,
+    )
+    console = Console(stderr=True)
+    try:
+        result = overlap.run(
+            case,
+            schedules=names,
+            peers=peers,
+            rounds=rounds,
+            ray=ray,
+            spans_cost=spans_cost,
+            progress=lambda text: console.print(text, highlight=False),
+        )
+    except HostsError as error:
+        raise ConfigError(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        overlap_rows.show(Console(width=max(Console().width, 140)), result)
+
+
+@bench.command("agreement")
+def bench_agreement(
+    files: Annotated[list[Path], typer.Argument(help="Results of bench overlap --json.", metavar="FILE...")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """The simulator against measured steps: rank correlation, errors, and whether it picks the fastest."""
+    from braid.jobs.benchmarks.agreement import agreement, show
+
+    result = agreement(files)
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        show(Console(width=max(Console().width, 120)), result)
+
+
+@bench.command("telemetry")
+def bench_telemetry(
+    config: Annotated[Path | None, typer.Argument(help="A run's YAML file (default: the demo's).")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each side.", min=5)] = 60,
+    seconds: Annotated[float, typer.Option(help="For how long spans are pushed.", min=0.5)] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """What telemetry costs a run, and how many spans a second its stream carries."""
+    from braid.jobs.benchmarks import telemetry
+
+    console = Console(stderr=True)
+    result = telemetry.run(
+        load_config(config or Path(__file__).parent / "recipes" / "demo.yaml"),
+        steps=steps,
+        seconds=seconds,
+        progress=lambda text: console.print(text, highlight=False),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        telemetry.show(Console(width=max(Console().width, 110)), result)
+
+
+@bench.callback()
+def _bench_root() -> None:
+    pass

@@ -1,0 +1,238 @@
+"""What telemetry costs a run, and how many spans its stream carries.
+
+The price: two whole runs of one configuration, step by step in turns, one with spans, stream and files, one
+without; a step is what the controller needs from one to the next. The stream: processes that push spans
+through ring and socket into files, as ranks do, as fast as they can and at a given rate.
+"""
+
+import contextlib
+import multiprocessing
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from braid.actors.config import Config, parse_config
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.records import Event, StepDone
+from braid.actors.controller.span_files import SpanFiles, socket_collector
+from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.span_stream import SocketSink, SpanStream
+from braid.jobs.benchmarks.cases import Spread, prepare_text
+from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import RECORD, Label
+
+ON, OFF = "with telemetry", "without"
+PER_STEP = 2000
+"""Spans that a made-up step has."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Seconds per step of both sides, and their ratio step by step."""
+
+    case: str
+    steps: int
+    on: Spread
+    off: Spread
+    ratio: Spread
+    spans_per_step: float
+    """Of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Spans per second that reached the files."""
+
+    ranks: int
+    asked_per_second: float | None
+    """By all ranks together; None: as many as they could."""
+    written_per_second: float
+    dropped: int
+    lost: int
+    grown_bytes: int
+    """Largest growth of a rank's resident memory while streaming."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryBenchmark:
+    """Everything."""
+
+    prices: tuple[Price, ...]
+    throughputs: tuple[Throughput, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers, for ``--json``."""
+        return asdict(self)
+
+
+def run(
+    config: Config, *, steps: int = 60, seconds: float = 5.0, progress: Progress = lambda text: None
+) -> TelemetryBenchmark:
+    """Measure the price on a configuration and the stream's throughput."""
+    with tempfile.TemporaryDirectory(prefix="braid-bench-") as name:
+        folder = Path(name)
+        progress(f"{config.name}: {steps} steps {ON} and {OFF} by turns")
+        price = measure_price(config, folder, steps)
+        throughputs = []
+        for rate in (None, 200_000.0):
+            shown = "as fast as they can" if rate is None else f"{rate:,.0f} a second"
+            progress(f"two ranks push spans, {shown}, for {seconds:g} s")
+            throughputs.append(measure_throughput(folder, ranks=2, rate=rate, seconds=seconds))
+    return TelemetryBenchmark(prices=(price,), throughputs=tuple(throughputs))
+
+
+# -- price -------------------------------------------------------------------------------------------------
+
+
+def measure_price(config: Config, folder: Path, steps: int) -> Price:
+    """Two runs in turns; the first five steps do not count."""
+    data = prepare_text(folder)
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, Iterator[Event]] = {}
+        for name, spans in ((ON, True), (OFF, False)):
+            side = _side(config, folder / name, spans, steps + 5)
+            events = Controller(_plan(side, data), ProcessLauncher(side), RunOptions()).run()
+            stack.callback(events.close)  # type: ignore[attr-defined]
+            sides[name] = events
+        for events in sides.values():
+            next(events)  # started
+        seconds: dict[str, list[float]] = {ON: [], OFF: []}
+        spans_per_step = 0.0
+        draw = random.Random(config.train.seed)
+        for turn in range(steps + 5):
+            for name in draw.sample([ON, OFF], 2):
+                begin = time.perf_counter()
+                event = next(sides[name])
+                passed = time.perf_counter() - begin
+                while not isinstance(event, StepDone):
+                    event = next(sides[name])
+                if turn >= 5:
+                    seconds[name].append(passed)
+    from braid.dashboards.trace_folder import TraceFolder
+
+    traces = TraceFolder(folder / ON / config.name / "trace")
+    traces.refresh()
+    if traces.steps:
+        spans_per_step = len(traces.spans(traces.steps[-1]))
+    return Price(
+        case=config.name,
+        steps=steps,
+        on=Spread.of(seconds[ON]),
+        off=Spread.of(seconds[OFF]),
+        ratio=Spread.of_ratios(seconds[ON], seconds[OFF]),
+        spans_per_step=spans_per_step,
+    )
+
+
+def _side(config: Config, runs: Path, spans: bool, steps: int) -> Config:
+    content = config.model_dump(mode="json")
+    content["runs"] = str(runs)
+    content["telemetry"]["spans"] = spans
+    content["train"] |= {"steps": steps, "validate_every": 0}
+    content["data"]["validation_fraction"] = 0.0
+    content["cluster"] |= {"launcher": "processes", "cpus_per_rank": 0.25}
+    return parse_config(content)
+
+
+def _plan(config: Config, data: Path) -> RunPlan:
+    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    schedule = build_schedule(config, shape).to_text()
+    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+
+# -- throughput --------------------------------------------------------------------------------------------
+
+
+def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> Throughput:
+    """Processes push made-up steps through ring, socket and collector into files."""
+    files = SpanFiles(folder / f"stream-{rate}", 64 << 20)
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with socket_collector(files) as collector:
+        own = None if rate is None else rate / ranks
+        processes = [
+            context.Process(target=_push, args=(n, collector.target, own, seconds, results))
+            for n in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        found = [results.get(timeout=seconds + 60) for _ in processes]
+        for process in processes:
+            process.join()
+    counts = files.counts()
+    return Throughput(
+        ranks=ranks,
+        asked_per_second=rate,
+        written_per_second=counts.written / max(took for took, _, _ in found),
+        dropped=sum(dropped for _, dropped, _ in found),
+        lost=counts.lost,
+        grown_bytes=max(grown for _, _, grown in found),
+    )
+
+
+def _push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
+    labels = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200)]
+    records = np.zeros(PER_STEP, RECORD)
+    records["label"] = np.arange(PER_STEP) % len(labels)
+    stream = SpanStream(rank, 1, SocketSink(target), budget=float("inf"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.perf_counter()
+    step = 0
+    while (passed := time.perf_counter() - begin) < seconds:
+        if rate is not None and step * PER_STEP > rate * passed:
+            time.sleep(0.001)
+            continue
+        records["step"] = step
+        records["start_ns"] = time.time_ns()
+        records["end_ns"] = records["start_ns"] + 1000
+        stream.put(labels, records, step)
+        step += 1
+        if rate is None:
+            time.sleep(0)
+    stream.close()
+    took = time.perf_counter() - begin
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    results.put((took, stream.dropped, grown))
+
+
+def show(console: Console, result: TelemetryBenchmark) -> None:
+    """Print both tables."""
+    table = Table(title="what telemetry costs: seconds from step to step", title_justify="left")
+    for name in ("run", "spans a step", ON, OFF, "ratio (quartiles)"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for price in result.prices:
+        table.add_row(
+            price.case,
+            f"{price.spans_per_step:.0f}",
+            f"{price.on.median:.4f}",
+            f"{price.off.median:.4f}",
+            f"{price.ratio.median:.4f} ({price.ratio.low:.4f} to {price.ratio.high:.4f})",
+        )
+    console.print(table)
+    table = Table(title="the stream of spans, from ranks to files", title_justify="left")
+    for name in ("ranks", "asked a second", "written a second", "dropped", "lost", "memory grown, MiB"):
+        table.add_column(name, justify="right")
+    for one in result.throughputs:
+        table.add_row(
+            str(one.ranks),
+            "all they can" if one.asked_per_second is None else f"{one.asked_per_second:,.0f}",
+            f"{one.written_per_second:,.0f}",
+            f"{one.dropped:,}",
+            f"{one.lost:,}",
+            f"{one.grown_bytes / 2**20:.1f}",
+        )
+    console.print(table)
