@@ -251,6 +251,8 @@ class TelemetryConfig(_Section):
     progress: bool = True
     spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
     trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
+    tensorboard: bool = False  # also event files in runs/NAME/tensorboard
+    wandb: Literal["off", "offline", "online"] = "off"  # also a run of Weights & Biases
     page: bool = True  # the live page of the run, on this machine's loopback
     page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
 

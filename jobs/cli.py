@@ -14,6 +14,7 @@ from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.bench_cli import bench
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
+from braid.jobs.viewing_cli import trace
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -138,6 +139,7 @@ def schedule(
 app.add_typer(bench, name="bench")
 register(app, bench)
 app.command()(profile)
+app.command()(trace)
 
 
 def _version(value: bool) -> None:

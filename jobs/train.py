@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from braid.actors.config import AUTO, Config
@@ -21,8 +21,9 @@ from braid.actors.controller.planning import (
 )
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
-from braid.actors.controller.records import Event, Finished
+from braid.actors.controller.records import Event, Finished, Started, StepDone
 from braid.actors.stage.messages import RunPlan, SerialStep
+from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import ray_nodes, ray_session
@@ -65,10 +66,17 @@ def train(
 
     report: dict[str, Any] = {}
     events = _in_processes if config.cluster.launcher == "processes" else _on_ray
-    for event in events(config, options, plan, show):
-        show(event)
-        if isinstance(event, Finished):
-            report = event.report
+    telemetry = config.telemetry
+    with contextlib.closing(Sinks(tensorboard=telemetry.tensorboard, wandb=telemetry.wandb)) as sinks:
+        for event in events(config, options, plan, show):
+            show(event)
+            match event:
+                case Started():
+                    sinks.begin(config.run_directory, config.name, config.model_dump(mode="json"))
+                case StepDone(record=record):
+                    sinks.step(asdict(record))
+                case Finished():
+                    report = event.report
     return report
 
 

@@ -1,0 +1,118 @@
+"""A run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process per rank; a lane for compute, and one for each link. Strands differ in colour; blocks stand above
+the operators that they hold; arrows lead from a message between stages to the block that it arrives for.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import DIRECTIONS, KINDS, STRANDS, Label
+
+LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3}
+"""The thread that a kind of span is shown as."""
+_LANE_NAMES = {0: "blocks", 1: "compute", 2: "intra-node", 3: "inter-node"}
+_COLOURS = {
+    ("alpha", "forward"): "thread_state_running",
+    ("alpha", "backward"): "thread_state_iowait",
+    ("beta", "forward"): "rail_animation",
+    ("beta", "backward"): "rail_load",
+}
+"""Of Chrome's own palette: that is all that the format can name."""
+_MESSAGE = "send "
+_Key = tuple[int, int, int, str]
+"""Step, micro-batch, chunk and direction: a block, whichever rank runs it."""
+
+
+def perfetto_trace(traces: TraceFolder, steps: Iterable[int]) -> str:
+    """The trace of some steps as JSON text; times in microseconds from the first span's begin."""
+    chosen = list(steps)
+    begin = min(
+        (int(r["start_ns"][0]) for t in traces.ranks.values() for s in chosen if len(r := t.records(s))),
+        default=0,
+    )
+    events: list[dict[str, Any]] = []
+    sent: list[tuple[_Key, int, dict[str, Any]]] = []
+    first: dict[_Key, list[tuple[int, dict[str, Any]]]] = {}
+    for rank, trace in sorted(traces.ranks.items()):
+        events += _names(rank)
+        for step in chosen:
+            seen: set[_Key] = set()
+            for record in trace.records(step):
+                label = trace.labels[int(record["label"])]
+                event = _event(rank, record, label, begin)
+                events.append(event)
+                key = _block(record)
+                if label.operator.startswith(_MESSAGE):
+                    sent.append((key, rank, event))
+                elif record["micro_batch"] >= 0 and label.stream is Stream.COMPUTE and key not in seen:
+                    seen.add(key)
+                    first.setdefault(key, []).append((rank, event))
+    events += _arrows(sent, first)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _block(record: Any) -> _Key:
+    direction = DIRECTIONS[record["direction"]]
+    return int(record["step"]), int(record["micro_batch"]), int(record["chunk"]), direction
+
+
+def _event(rank: int, record: Any, label: Label, begin: int) -> dict[str, Any]:
+    strand, direction = STRANDS[record["strand"]], DIRECTIONS[record["direction"]]
+    is_block = KINDS[record["kind"]] != "operator"
+    event = {
+        "name": label.operator,
+        "cat": ",".join(filter(None, (strand, direction))) or "step",
+        "ph": "X",
+        "pid": rank,
+        "tid": LANES["block"] if is_block else LANES[label.stream],
+        "ts": (int(record["start_ns"]) - begin) / 1000,
+        "dur": (int(record["end_ns"]) - int(record["start_ns"])) / 1000,
+        "args": {
+            "step": int(record["step"]) + 1,
+            "strand": strand,
+            "direction": direction,
+            "micro_batch": int(record["micro_batch"]),
+            "chunk": int(record["chunk"]),
+            "layer": label.layer,
+            "shapes": label.shapes,
+            "bytes": label.bytes,
+            "flops": label.flops,
+            "alone_us": None if label.solo_ns is None else label.solo_ns / 1000,
+        },
+    }
+    if (strand, direction) in _COLOURS:
+        event["cname"] = _COLOURS[strand, direction]
+    return event
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+    for lane, name in _LANE_NAMES.items():
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": lane, "args": {"sort_index": lane}}
+
+
+def _arrows(
+    sent: list[tuple[_Key, int, dict[str, Any]]], first: dict[_Key, list[tuple[int, dict[str, Any]]]]
+) -> Iterator[dict[str, Any]]:
+    """From each message to the begin of the block that it is for, on the stage that it goes to.
+
+    All ranks of a stage run the same blocks; a rank's neighbours stand at its own place in their stages.
+    Ranks of a stage follow each other, so the place is that in the order of those who run the block.
+    """
+    senders: dict[_Key, list[int]] = {}
+    for key, rank, _ in sent:
+        senders.setdefault(key, []).append(rank)
+    for number, (key, rank, event) in enumerate(sent):
+        targets = [found for found in first.get(key, []) if found[0] not in senders[key]]
+        if len(targets) != len(senders[key]):
+            continue  # a rank's spans are missing
+        target = sorted(targets, key=lambda found: found[0])[sorted(senders[key]).index(rank)][1]
+        arrow = {"name": "message", "cat": "message", "id": number}
+        yield {**arrow, "ph": "s", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"]}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": target["pid"], "tid": target["tid"], "ts": target["ts"]}

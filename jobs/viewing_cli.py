@@ -1,0 +1,51 @@
+"""Commands that look at a run: ``braid trace``; runs that go on are read as far as they are."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from braid.actors.config import ConfigError
+from braid.actors.controller.manifest import write_durably
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")],
+    output: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.json"),
+    steps: Annotated[
+        str | None, typer.Option(help="A step or a range such as 5-8 (default: the last one).")
+    ] = None,
+) -> None:
+    """Write steps of a run as a trace for Perfetto or chrome://tracing."""
+    from braid.dashboards.perfetto import perfetto_trace
+    from braid.dashboards.trace_folder import TraceFolder
+
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
+    traces = TraceFolder(run / "trace", keep=1 << 30)
+    traces.refresh()
+    known = [step + 1 for step in traces.steps]
+    if not known:
+        raise ConfigError(f"{run / 'trace'} holds no spans; train with telemetry.spans=true")
+    chosen = _steps(steps, known)
+    try:
+        write_durably(output, perfetto_trace(traces, [step - 1 for step in chosen]))
+    except OSError as error:
+        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
+    typer.echo(f"{shown} of {run}, {len(traces.ranks)} ranks: {output} (open it at https://ui.perfetto.dev)")
+
+
+def _steps(text: str | None, known: list[int]) -> list[int]:
+    """The steps that ``--steps`` names, of those that there are (numbers from 1)."""
+    if text is None:
+        return known[-1:]
+    first, _, last = text.partition("-")
+    try:
+        wanted = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ConfigError(f"--steps {text!r} must be a step or a range, such as 5 or 5-8") from None
+    chosen = [step for step in known if step in wanted]
+    if not chosen:
+        raise ConfigError(f"--steps {text}: spans are kept of steps {known[0]} to {known[-1]}")
+    return chosen

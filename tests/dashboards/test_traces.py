@@ -1,0 +1,123 @@
+"""Spans of a real run: from ranks to files, to the trace that Perfetto opens, to the numbers of reports."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.dashboards.perfetto import perfetto_trace
+from braid.dashboards.trace_folder import TraceFolder
+from braid.jobs import cli
+from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import KINDS, STRANDS
+from braid.scheduling.trace import communication
+from tests.end_to_end.runs import Run, prepare_text, run_layout
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four ranks, two strands."""
+    path = tmp_path_factory.mktemp("traces")
+    return run_layout(
+        path / "runs",
+        prepare_text(path, 3, files=4),
+        parallel={"tp": 2, "pp": 2},
+        train={"steps": STEPS},
+        overlap={"schedule": "wavelet"},
+    )
+
+
+@pytest.fixture(scope="module")
+def traces(run: Run) -> TraceFolder:
+    folder = TraceFolder(run.directory / "trace")
+    folder.refresh()
+    return folder
+
+
+def test_no_span_is_lost(run: Run, traces: TraceFolder) -> None:
+    assert sorted(traces.ranks) == [0, 1, 2, 3]
+    assert traces.steps == list(range(STEPS))
+    for rank, trace in traces.ranks.items():
+        counts = {len(trace.records(step)) for step in traces.steps}
+        assert len(counts) == 1, "every step runs the same schedule"
+        assert trace.dropped == 0
+        assert not trace.damage
+        labels = [trace.labels[n] for n in trace.records(0)["label"]]
+        assert {label.stream for label in labels} == set(Stream) if rank else True
+        assert all(label.shapes for label in labels if label.key)
+        strands = {STRANDS[s] for s in trace.records(0)["strand"]}
+        assert strands >= {"alpha", "beta"}
+
+
+def test_spans_give_the_numbers_that_were_written_while_training(run: Run, traces: TraceFolder) -> None:
+    lines = [json.loads(line) for line in (run.directory / "ranks.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for step, line in enumerate(lines):
+        spans = traces.spans(step)
+        for rank in range(4):
+            own = [span for span in spans if span.rank == rank]
+            numbers = communication(
+                [(s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE],
+                [(s.start_ns, s.end_ns) for s in own if s.stream is not Stream.COMPUTE],
+            )
+            assert line["communication_seconds"][rank] == pytest.approx(numbers.communication_ns / 1e9)
+            assert line["exposed_seconds"][rank] == pytest.approx(numbers.exposed_ns / 1e9)
+        record = run.records[step]
+        assert record.communication_seconds == pytest.approx(sum(line["communication_seconds"]) / 4)
+        assert record.generation == 1
+        assert record.time == line["time"]
+    kinds = [json.loads(line)["kind"] for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    assert kinds == ["started", "saved", "finished"]
+
+
+def test_the_trace_holds_every_span_and_an_arrow_for_every_message(traces: TraceFolder) -> None:
+    steps = [STEPS - 2, STEPS - 1]
+    events: list[dict[str, Any]] = json.loads(perfetto_trace(traces, steps))["traceEvents"]
+    shown = Counter((e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X")
+    for rank, trace in traces.ranks.items():
+        for step in steps:
+            assert shown[rank, step + 1] == len(trace.records(step))
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0
+    blocks = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    count = sum(
+        int((t.records(s)["kind"] != KINDS.index("operator")).sum())
+        for t in traces.ranks.values()
+        for s in steps
+    )
+    assert len(blocks) == count
+    assert count > 0
+    sends = [e for e in events if e["ph"] == "X" and e["name"].startswith("send ")]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert len(sends) == len(starts) == len(ends) > 0
+    for number, start in starts.items():
+        end = ends[number]
+        assert end["ts"] >= start["ts"], "nothing arrives before it was sent"
+        assert {start["pid"], end["pid"]} in ({0, 2}, {1, 3}), "neighbours of one place in their stages"
+
+
+def test_the_command(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "trace.json"
+    for arguments, code, said in (
+        ([str(run.directory)], 0, f"step {STEPS} of"),
+        ([str(run.directory), "--steps", "2-4"], 0, "steps 2 to 4 of"),
+        ([str(run.directory), "--steps", "99"], 2, f"spans are kept of steps 1 to {STEPS}"),
+        ([str(run.directory), "--steps", "x"], 2, "must be a step or a range"),
+        ([str(tmp_path)], 2, "holds no run"),
+        ([str(run.directory), "--output", str(tmp_path / "no" / "t.json")], 2, "No such file"),
+    ):
+        extra = [] if "--output" in arguments else ["--output", str(output)]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["trace", *arguments, *extra])
+        captured = capsys.readouterr()
+        assert (ended.value.code or 0) == code, captured.err
+        assert said in (captured.out if code == 0 else captured.err)
+    assert {e["args"]["step"] for e in json.loads(output.read_text())["traceEvents"] if e["ph"] == "X"} == {
+        2,
+        3,
+        4,
+    }
