@@ -17,7 +17,7 @@ from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
 from braid.jobs.prepare import Prepared
 from braid.jobs.prepare import Progress as Preparation
-from braid.jobs.train import Chosen, Profiling
+from braid.jobs.train import Chosen, PageOpened, Profiling
 
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
@@ -61,7 +61,9 @@ class Display:
             self._screen = screen
             yield self
 
-    def show(self, event: Event | Prepared | Preparation | Profiling | Profiled | Chosen) -> None:
+    def show(
+        self, event: Event | Prepared | Preparation | Profiling | Profiled | Chosen | PageOpened
+    ) -> None:
         """Take note of an event."""
         match event:
             case Preparation():
@@ -88,6 +90,8 @@ class Display:
                 self._begin(event)
             case StepDone():
                 self._step(event.record)
+            case PageOpened():
+                self._say(f"page    {event.url} shows the run live")
             case Incident():
                 self._say(f"warning {event.text}")
             case Saved():

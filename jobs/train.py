@@ -21,10 +21,11 @@ from braid.actors.controller.planning import (
 )
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
-from braid.actors.controller.records import Event, Finished, Started, StepDone
+from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
 from braid.actors.stage.messages import RunPlan, SerialStep
 from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
+from braid.jobs.page import LivePage
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
@@ -39,13 +40,20 @@ class Profiling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageOpened:
+    """The run can be watched in a browser."""
+
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chosen:
     """What ``overlap.schedule: auto`` compared, the fastest first; it takes that one."""
 
     candidates: tuple[Candidate, ...]
 
 
-Show = Callable[[Event | Prepared | Progress | Profiling | Profiled | Chosen], None]
+Show = Callable[[Event | Prepared | Progress | Profiling | Profiled | Chosen | PageOpened], None]
 MakePlan = Callable[[Prepared, Launcher, Sequence[str]], RunPlan]
 
 
@@ -67,17 +75,30 @@ def train(
     report: dict[str, Any] = {}
     events = _in_processes if config.cluster.launcher == "processes" else _on_ray
     telemetry = config.telemetry
-    with contextlib.closing(Sinks(tensorboard=telemetry.tensorboard, wandb=telemetry.wandb)) as sinks:
+    with contextlib.ExitStack() as stack:
+        sinks = Sinks(tensorboard=telemetry.tensorboard, wandb=telemetry.wandb)
+        stack.callback(sinks.close)
+        page = LivePage(telemetry.page_port)
+        stack.callback(page.close)
         for event in events(config, options, plan, show):
             show(event)
             match event:
                 case Started():
+                    if telemetry.page:
+                        _open_page(page, config, show)
                     sinks.begin(config.run_directory, config.name, config.model_dump(mode="json"))
                 case StepDone(record=record):
                     sinks.step(asdict(record))
                 case Finished():
                     report = event.report
     return report
+
+
+def _open_page(page: LivePage, config: Config, show: Show) -> None:
+    try:
+        show(PageOpened(url=page.open(config.run_directory)))
+    except (OSError, ValueError) as error:
+        show(Incident(kind="telemetry", text=str(error), step=0))
 
 
 def plan_run(

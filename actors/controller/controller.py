@@ -4,6 +4,7 @@ A plain class: it runs in a Ray actor (`braid.actors.controller.actor`) or in th
 """
 
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.group import Collector, Launcher, WorkerGroup
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
+from braid.actors.controller.group import Collector, Launcher, WorkerError, WorkerGroup
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, is_full
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -127,9 +128,24 @@ class Controller:
             yield from watch.look(step, self._generation, event.ranks)
             every = self._config.checkpoint.every
             if every and step % every == 0:
-                yield self._save(group, store, step, facts, directory)
+                try:
+                    yield self._save(group, store, step, facts, directory)
+                except (OSError, WorkerError) as error:
+                    if not is_full(error):
+                        raise
+                    text = f"the checkpoint of step {step} does not fit on the disk; training goes on"
+                    directory.note("telemetry", step, self._generation, text)
+                    yield Incident(kind="failed", text=text, step=step)
         if self._last_saved != step and step > done:
-            yield self._save(group, store, step, facts, directory)
+            try:
+                yield self._save(group, store, step, facts, directory)
+            except (OSError, WorkerError) as error:
+                if not is_full(error):
+                    raise
+                raise CheckpointError(
+                    f"step {step} is done, but its checkpoint does not fit on the disk of {store.directory}; "
+                    f"free some space and go on with --resume from the newest checkpoint there"
+                ) from None
         validation = next(
             (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
             None,
@@ -240,14 +256,18 @@ class Controller:
     ) -> Saved:
         begin = time.perf_counter()
         written = store.begin(step, self._generation)
-        group.call_all("save", str(written))
-        path = store.publish(
-            written,
-            step=step,
-            layout=asdict(self._config.layout()),
-            data=self._data_cursor(facts),
-            shape=asdict(self._plan.shape),
-        )
+        try:
+            group.call_all("save", str(written))
+            path = store.publish(
+                written,
+                step=step,
+                layout=asdict(self._config.layout()),
+                data=self._data_cursor(facts),
+                shape=asdict(self._plan.shape),
+            )
+        except (OSError, WorkerError):
+            shutil.rmtree(written, ignore_errors=True)  # half a checkpoint only takes space
+            raise
         store.collect(self._config.checkpoint.keep)
         self._last_saved = step
         seconds = time.perf_counter() - begin

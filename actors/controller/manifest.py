@@ -5,6 +5,7 @@ step, the layout that wrote it, the data it was trained on. ``latest`` names the
 overwritten, and nothing is loaded that does not match its manifest (design section 10, rule 5).
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -108,6 +109,13 @@ class CheckpointStore:
         if complaints:
             raise CheckpointError("; ".join(complaints) + "; no older checkpoint is left to fall back to")
         raise CheckpointError(f"there is no checkpoint in {self.directory}; start without --resume")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error, here or of a rank, says that a disk is full (or a quota)."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def verify(path: Path) -> Manifest:
