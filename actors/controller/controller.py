@@ -13,7 +13,13 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.group import Collector, Launcher, WorkerError, WorkerGroup
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, is_full
+from braid.actors.controller.manifest import (
+    CheckpointError,
+    CheckpointStore,
+    DiskFullError,
+    Manifest,
+    disk_is_full,
+)
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -130,18 +136,14 @@ class Controller:
             if every and step % every == 0:
                 try:
                     yield self._save(group, store, step, facts, directory)
-                except (OSError, WorkerError) as error:
-                    if not is_full(error):
-                        raise
+                except DiskFullError:
                     text = f"the checkpoint of step {step} does not fit on the disk; training goes on"
                     directory.note("telemetry", step, self._generation, text)
                     yield Incident(kind="failed", text=text, step=step)
         if self._last_saved != step and step > done:
             try:
                 yield self._save(group, store, step, facts, directory)
-            except (OSError, WorkerError) as error:
-                if not is_full(error):
-                    raise
+            except DiskFullError:
                 raise CheckpointError(
                     f"step {step} is done, but its checkpoint does not fit on the disk of {store.directory}; "
                     f"free some space and go on with --resume from the newest checkpoint there"
@@ -265,8 +267,11 @@ class Controller:
                 data=self._data_cursor(facts),
                 shape=asdict(self._plan.shape),
             )
-        except (OSError, WorkerError):
+        except (OSError, WorkerError) as error:
+            full = disk_is_full(store.directory, error)
             shutil.rmtree(written, ignore_errors=True)  # half a checkpoint only takes space
+            if full:
+                raise DiskFullError(str(error)) from None
             raise
         store.collect(self._config.checkpoint.keep)
         self._last_saved = step

@@ -24,6 +24,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing or damaged."""
 
 
+class DiskFullError(CheckpointError):
+    """A checkpoint that does not fit on the disk."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
@@ -111,11 +115,18 @@ class CheckpointStore:
         raise CheckpointError(f"there is no checkpoint in {self.directory}; start without --resume")
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether an error, here or of a rank, says that a disk is full (or a quota)."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
+def disk_is_full(path: Path, error: Exception) -> bool:
+    """Whether a write failed for want of space.
+
+    A rank's error does not always say so (``torch.save`` complains of an unexpected position), so the disk is
+    asked too; ask before anything is removed.
+    """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(path).free < _NO_SPACE
+
+
+_NO_SPACE = 1 << 20
 
 
 def verify(path: Path) -> Manifest:

@@ -5,6 +5,7 @@ any other layout can read its own slices. Directories are made, checked and publ
 (`braid.actors.controller.manifest`); nothing here is called on files that were not verified.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -24,8 +26,7 @@ State = dict[str, Tensor]
 
 def save_shards(directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> None:
     """Write this rank's share of parameters and optimizer moments; every rank of the run calls this."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quietly():
         dcp.save(
             _global_state(parameters, optimizer, mesh),
             storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
@@ -36,10 +37,21 @@ def load_checkpoint(
     directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh, step: int
 ) -> None:
     """Read this rank's slices into parameters and moments, in place; ``step`` steps were done."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quietly():
         dcp.load(_global_state(parameters, optimizer, mesh), storage_reader=dcp.FileSystemReader(directory))
     optimizer.restored(step)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warnings, and with its failures as ordinary exceptions, which they are not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CheckpointException as error:
+            causes = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
+            raise RuntimeError("; ".join(causes)) from None
 
 
 def _global_state(parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> State:

@@ -1,0 +1,97 @@
+"""The disk of the run directory fills up: training goes on, says so, and keeps what fits."""
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.stage.messages import RunPlan
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
+
+STEPS = 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB: room for records, not for a checkpoint of 3 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) -> None:
+    data = prepare_text(tmp_path, 5, files=4)
+    config = small_config(small_disk / "runs", train={"steps": STEPS}, checkpoint={"every": 5})
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(
+        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
+    )
+    events, error = _collected(Controller(plan, KeptRanks(config), RunOptions()))
+    assert "step 20 is done, but its checkpoint does not fit" in error
+    assert "go on with --resume" in error
+    assert len([event for event in events if isinstance(event, StepDone)]) == STEPS
+    told = [event.text for event in events if isinstance(event, Incident)]
+    assert [text for text in told if "checkpoint of step 5 does not fit" in text]
+    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
+    lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_spans_and_records_that_do_not_fit_are_told(small_disk: Path, tmp_path: Path) -> None:
+    """Nothing fits any more after the first steps."""
+    data = prepare_text(tmp_path, 5, files=4)
+    config = small_config(small_disk / "runs", train={"steps": 400, "validation_samples": 2})
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(
+        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
+    )
+    controller = Controller(plan, KeptRanks(config), RunOptions())
+    events, error = _collected(controller, fills=small_disk / "filler")
+    assert "does not fit" in error
+    told = " ".join(event.text for event in events if isinstance(event, Incident))
+    assert "No space left on device" in told
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 5
+
+
+def _collected(controller: Controller, fills: Path | None = None) -> tuple[list[Event], str]:
+    """A run's events and its last error.
+
+    ``fills``: a file that takes the space after five events; the run is stopped as soon as it complains.
+    """
+    events: list[Event] = []
+    try:
+        for event in controller.run():
+            events.append(event)
+            if fills is not None and len(events) == 5:
+                _fill(fills)
+            if fills is not None and isinstance(event, Incident):
+                controller.stop()
+    except CheckpointError as error:
+        return events, str(error)
+    return events, ""
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
