@@ -57,6 +57,9 @@ def bench_overlap(
     spans_cost: Annotated[
         bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
     ] = False,
+    modelled: Annotated[
+        bool, typer.Option("--modelled", help="Also pair the last schedule by modelled costs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
@@ -90,6 +93,7 @@ def bench_overlap(
             rounds=rounds,
             ray=ray,
             spans_cost=spans_cost,
+            modelled=modelled,
             progress=lambda text: console.print(text, highlight=False),
         )
     except HostsError as error:

@@ -16,12 +16,19 @@ from typing import Any
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.group import Launcher, WorkerGroup
-from braid.actors.controller.planning import build_schedule, decide_run, model_graphs, schedule_costs
+from braid.actors.controller.planning import (
+    build_schedule,
+    decide_run,
+    model_graphs,
+    predict,
+    schedule_costs,
+)
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.hosts import Hosts, check_hosts, ray_cluster, two_hosts
+from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
 from braid.jobs.tokenizer import load_tokenizer
@@ -108,11 +115,13 @@ def run(
     ray: bool = False,
     memory: bool = True,
     spans_cost: bool = False,
+    modelled: bool = False,
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
     """Measure a case. `HostsError` where this machine cannot make hosts.
 
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
+    ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     """
     check_hosts()
     names = list(schedules or SCHEDULES[case.layout])
@@ -130,6 +139,11 @@ def run(
         sides = [bench.start(name, profile, launchers, stack) for name in names]
         if spans_cost:
             sides.append(bench.start(names[-1], profile, launchers, stack, spans=False))
+        if modelled:
+            config = case.config(names[-1])
+            parts = model_graphs(config, bench.shape)
+            believed = modelled_profile(config.layout(), parts, profile, mbit)
+            sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
         if peers and not ray:
             sides += [bench.start_peer(name, stack) for name in PEERS[case.layout]]
         _alternate(sides, rounds, case, progress)
@@ -156,7 +170,7 @@ class _Bench:
     def __init__(self, case: OverlapCase, link: Hosts, data: str, progress: Progress) -> None:
         self._case, self._link, self._data, self._progress = case, link, data, progress
         config = case.config("megatron")
-        self._shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+        self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
         hosts = link.places(config.layout().ranks)
         self._places = [Place(host.address, host.namespace) for host in hosts]
         self._known: Profile | None = None
@@ -189,15 +203,15 @@ class _Bench:
 
     def _measure(self, rounds: int = 5) -> Profile:
         config = self._case.config("megatron")
-        schedule = build_schedule(config, self._shape).to_text()
-        plan = RunPlan(config=config, shape=self._shape, schedule=schedule, data="")
-        return measure(plan, self._processes(config), model_graphs(config, self._shape), rounds)
+        schedule = build_schedule(config, self.shape).to_text()
+        plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data="")
+        return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
 
     def _processes(self, config: Config) -> ProcessLauncher:
         return ProcessLauncher(config, self._places)
 
     def _simulated(self, schedule: str, profile: Profile) -> Any:
-        return simulate_run(*decide_run(self._case.config(schedule), self._shape, profile)).numbers(1)
+        return simulate_run(*decide_run(self._case.config(schedule), self.shape, profile)).numbers(1)
 
     @contextlib.contextmanager
     def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:
@@ -234,23 +248,29 @@ class _Bench:
         stack: contextlib.ExitStack,
         *,
         spans: bool = True,
+        believed: Profile | None = None,
     ) -> Side:
-        """The ranks of a schedule, ready to train."""
+        """The ranks of a schedule, ready to train.
+
+        ``believed``: costs to decide by instead of the measured ones.
+        """
         shown = name if spans else f"{name}, no spans"
+        shown += ", modelled costs" if believed is not None else ""
         self._progress(f"starting {shown}")
         config = self._case.config(name, spans=spans)
-        schedule: Schedule = build_schedule(config, self._shape, profile)
+        schedule: Schedule = build_schedule(config, self.shape, believed or profile)
         plan = RunPlan(
             config=config,
-            shape=self._shape,
+            shape=self.shape,
             schedule=schedule.to_text(),
             data=self._data,
-            solo_ns=schedule_costs(config, self._shape, profile, schedule).solo_ns,
+            solo_ns=schedule_costs(config, self.shape, profile, schedule).solo_ns,
         )
         group = launchers(config).start(config.layout().ranks)
         stack.callback(group.shutdown)
         _meet(group, plan)
-        return Side(shown, group, predicted=self._simulated(name, profile).step_seconds)
+        simulation = predict(config, self.shape, profile, schedule)
+        return Side(shown, group, predicted=simulation.numbers(1).step_seconds)
 
     def start_peer(self, name: str, stack: contextlib.ExitStack) -> Side:
         """The ranks of a peer, ready to train."""
@@ -258,7 +278,7 @@ class _Bench:
         config = self._case.config("megatron")
         group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
         stack.callback(group.shutdown)
-        _meet(group, PeerPlan(kind=name, config=config, shape=self._shape, data=self._data))
+        _meet(group, PeerPlan(kind=name, config=config, shape=self.shape, data=self._data))
         return Side(name, group)
 
 
