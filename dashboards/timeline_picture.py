@@ -1,0 +1,147 @@
+"""One step of a run as a picture, for a README or a paper: lanes for compute and both links of every rank.
+
+Needs matplotlib (``pip install 'braid[report]'``), which nothing else here does.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from braid.dashboards.trace_folder import RankTrace, TraceFolder
+from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import DIRECTIONS, KINDS, STRANDS, Records
+from braid.scheduling.trace import IntArray, intervals, union
+
+LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
+_LANE_NAMES: Final = {
+    Stream.COMPUTE: "compute",
+    Stream.INTRA: "in the node",
+    Stream.INTER: "between nodes",
+}
+COLOURS: Final = {
+    ("alpha", "forward"): "#56b4e9",
+    ("alpha", "backward"): "#0072b2",
+    ("beta", "forward"): "#f0c05a",
+    ("beta", "backward"): "#b8860b",
+}
+"""Blues and ambers of the palette by Okabe and Ito, which colour-blind people can tell apart."""
+OTHER, EXPOSED = "#9a9a9a", "#d62f4b"
+MOST_RANKS: Final = 16
+
+
+def timeline_png(traces: TraceFolder, step: int, ranks: Sequence[int] | None = None) -> bytes:
+    """A step (from 0) as PNG; by default of the first ranks. `ValueError` without matplotlib or spans."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
+    chosen = [r for r in (ranks or sorted(traces.ranks)) if len(traces.ranks[r].records(step))][:MOST_RANKS]
+    if not chosen:
+        raise ValueError(f"there are no spans of step {step + 1}")
+    begin = min(int(traces.ranks[rank].records(step)["start_ns"].min()) for rank in chosen)
+    lanes = [lane for lane in LANES if any(_uses(traces.ranks[rank], step, lane) for rank in chosen)]
+    rows = len(chosen) * (len(lanes) + 1)
+    figure = Figure(figsize=(12, 1.1 + 0.24 * rows), layout="constrained")
+    axes = figure.add_subplot()
+    ticks, names = [], []
+    hidden = total = 0
+    for place, rank in enumerate(chosen):
+        records = traces.ranks[rank].records(step)
+        exposed, moving = _exposed(traces.ranks[rank], records)
+        total += moving
+        hidden += moving - int((exposed[:, 1] - exposed[:, 0]).sum())
+        for number, lane in enumerate(lanes):
+            y = place * (len(lanes) + 1) + number
+            ticks.append(y)
+            names.append(f"rank {rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane])
+            own = records[_on(traces.ranks[rank], records, lane)]
+            _draw(axes, own, y, begin)
+            if lane is not Stream.COMPUTE:
+                spans = _common(exposed, union(_times(own)))
+                axes.broken_barh(_bars(spans, begin), (y + 0.28, 0.12), color=EXPOSED)
+    axes.set_yticks(ticks, names)
+    axes.set_ylim(rows - 0.6, -0.6)
+    axes.set_xlabel("milliseconds")
+    share = f"{hidden / total:.0%} of communication is hidden behind compute" if total else "no communication"
+    axes.set_title(f"step {step + 1}: {share}", loc="left")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    _legend(axes, figure)
+    output = io.BytesIO()
+    figure.savefig(output, format="png", dpi=110)
+    return output.getvalue()
+
+
+def write_timeline(path: Path, traces: TraceFolder, step: int) -> None:
+    """Write the picture of a step."""
+    path.write_bytes(timeline_png(traces, step))
+
+
+def _uses(trace: RankTrace, step: int, lane: Stream) -> bool:
+    records = trace.records(step)
+    return bool(_on(trace, records, lane).any())
+
+
+def _on(trace: RankTrace, records: Records, lane: Stream) -> Any:
+    """Which records are operators of a stream."""
+    mine = [number for number, label in trace.labels.items() if label.stream is lane]
+    return np.isin(records["label"], mine) & (records["kind"] == KINDS.index("operator"))
+
+
+def _times(records: Records) -> IntArray:
+    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
+
+
+def _exposed(trace: RankTrace, records: Records) -> tuple[IntArray, int]:
+    """When communication is in flight and nothing computes; and for how long anything is in flight."""
+    busy = union(_times(records[_on(trace, records, Stream.COMPUTE)]))
+    links = _on(trace, records, Stream.INTRA) | _on(trace, records, Stream.INTER)
+    moving = union(_times(records[links]))
+    if not len(moving):
+        return intervals([]), 0
+    ends = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+    idle = np.stack([np.append(ends[:1], busy[:, 1]), np.append(busy[:, 0], ends[1:])], axis=1)
+    return _common(moving, idle), int((moving[:, 1] - moving[:, 0]).sum())
+
+
+def _common(first: IntArray, second: IntArray) -> IntArray:
+    """The intersection of two unions of intervals."""
+    found = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i, 0], second[j, 0]), min(first[i, 1], second[j, 1])
+        if start < end:
+            found.append((int(start), int(end)))
+        if first[i, 1] < second[j, 1]:
+            i += 1
+        else:
+            j += 1
+    return intervals(found)
+
+
+def _bars(spans: IntArray, begin: int) -> list[tuple[float, float]]:
+    return [((a - begin) / 1e6, (b - a) / 1e6) for a, b in spans.tolist()]
+
+
+def _draw(axes: Any, records: Records, y: int, begin: int) -> None:
+    for strand in range(len(STRANDS)):
+        for direction in range(len(DIRECTIONS)):
+            own = records[(records["strand"] == strand) & (records["direction"] == direction)]
+            if len(own):
+                colour = COLOURS.get((STRANDS[strand], DIRECTIONS[direction]), OTHER)
+                # A bar of its own for every operator, with a seam: a strip says nothing of their number.
+                axes.broken_barh(
+                    _bars(_times(own), begin), (y - 0.36, 0.6), color=colour, edgecolor="white", linewidth=0.2
+                )
+
+
+def _legend(axes: Any, figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    entries = [Patch(color=c, label=f"strand {s}, {d}") for (s, d), c in COLOURS.items()]
+    entries += [Patch(color=OTHER, label="update"), Patch(color=EXPOSED, label="exposed: nothing computes")]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=8)
