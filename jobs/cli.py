@@ -11,6 +11,7 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
+from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
 
@@ -243,6 +244,7 @@ def bench_agreement(
 
 register(app, bench)
 app.command()(profile)
+app.add_typer(grafana, name="grafana")
 
 
 @bench.callback()

@@ -1,4 +1,4 @@
-"""Recording rules and alerts, judged by Prometheus' own promtool: every alert fires where it should, and only there."""
+"""Recording rules and alerts, judged by promtool: every alert fires where it should, and only there."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ RUN, RANK = '{run="r"}', '{run="r",stage="1",rank="3"}'
 
 @dataclass(frozen=True)
 class Case:
-    """Series in promtool's notation, a value per 30 s, and whether the alert fires ``minutes`` after the first."""
+    """Series in promtool's notation, a value per 30 s; does the alert fire ``minutes`` after the first?"""
 
     alert: str
     fires: bool
@@ -110,9 +110,7 @@ def as_test(case: Case, prefix: str, fires: bool) -> dict[str, Any]:
     return {
         "interval": "30s",
         "input_series": [
-            # An hour that Prometheus did not see: unit tests begin at time 0.
-            {"series": f"{prefix}{name}", "values": values}
-            for name, values in case.series.items()
+            {"series": f"{prefix}{name}", "values": values} for name, values in case.series.items()
         ],
         "promql_expr_test": [
             {
