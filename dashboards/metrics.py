@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import Event, Lock, Thread
 from typing import Any, Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -278,9 +279,12 @@ class RaySink:
     """Passes readings on to Ray, whose agents serve them on every node; Ray puts ``ray_`` before the names.
 
     ``ray_metrics`` is the module ``ray.util.metrics``: who has Ray hands it over, dashboards do not know it.
+    Ray (seen with 2.60) drops a gauge that is not recorded anew within two of its report intervals of 10 s: it
+    would lose what is said once, and every gauge in a step that takes longer. So a thread repeats them every
+    ``refresh_seconds`` until `close`. Ray never shows a value that is not a number.
     """
 
-    def __init__(self, ray_metrics: RayMetrics) -> None:
+    def __init__(self, ray_metrics: RayMetrics, *, refresh_seconds: float = 5.0) -> None:
         makers = {Kind.GAUGE: ray_metrics.Gauge, Kind.COUNTER: ray_metrics.Counter}
         self._metrics: dict[str, Any] = {}
         for metric in METRICS:
@@ -291,10 +295,17 @@ class RaySink:
             else:
                 made = makers[metric.kind](metric.name, metric.help, tag_keys=metric.labels)
             self._metrics[metric.name] = made
+        self._last: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._lock = Lock()
+        self._closed = Event()
+        self._thread = Thread(target=self._repeat, args=(refresh_seconds,), name="braid-metrics", daemon=True)
+        self._thread.start()
 
     def set(self, metric: Metric, labels: Sequence[str], value: float) -> None:
         """See `Sink`."""
-        self._metrics[metric.name].set(value, tags=_tags(metric, labels))
+        with self._lock:
+            self._last[metric, tuple(labels)] = value
+            self._metrics[metric.name].set(value, tags=_tags(metric, labels))
 
     def add(self, metric: Metric, labels: Sequence[str], value: float) -> None:
         """See `Sink`; Ray refuses 0, so a counter shows up with its first increment."""
@@ -306,8 +317,24 @@ class RaySink:
         self._metrics[metric.name].observe(value, tags=_tags(metric, labels))
 
     def forget(self, metric: Metric, labels: Sequence[str]) -> None:
-        """See `Sink`; Ray keeps every label set, so the gauge says that it is not a number."""
-        self._metrics[metric.name].set(math.nan, tags=_tags(metric, labels))
+        """See `Sink`; it is gone two report intervals later."""
+        with self._lock:
+            del self._last[metric, tuple(labels)]
+
+    def refresh(self) -> None:
+        """Record all gauges anew."""
+        with self._lock:
+            for (metric, labels), value in self._last.items():
+                self._metrics[metric.name].set(value, tags=_tags(metric, labels))
+
+    def close(self) -> None:
+        """Repeat nothing any more: the gauges vanish, as those of a process that has ended do."""
+        self._closed.set()
+        self._thread.join()
+
+    def _repeat(self, refresh_seconds: float) -> None:
+        while not self._closed.wait(refresh_seconds):
+            self.refresh()
 
 
 def _tags(metric: Metric, labels: Sequence[str]) -> dict[str, str]:

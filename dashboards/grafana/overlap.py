@@ -16,6 +16,7 @@ from braid.dashboards.grafana.panels import (
     dashboard,
     of_ranks,
     of_run,
+    or_zero,
     rate,
 )
 
@@ -24,7 +25,9 @@ _HIDDEN: Final = ((0.0, VERMILION), (0.5, ORANGE), (0.8, BLUE))
 
 def _lost(name: str) -> str:
     """A rank's time of a kind as a share of time, mean over the chosen ranks."""
-    return rate(f"braid_{name}_seconds_total")
+    expr = rate(f"braid_{name}_seconds_total")
+    # All are recorded together, but slowdown only where solo times are known: nothing is not 0 there.
+    return expr if name == "slowdown" else or_zero(expr, rate("braid_compute_seconds_total"))
 
 
 PANELS: Final = (

@@ -49,6 +49,11 @@ def rate(name: str, matchers: str = STAGES) -> str:
     return f"avg(rate({series(name, matchers)}[$__rate_interval]))"
 
 
+def or_zero(expr: str, like: str) -> str:
+    """An expression, and 0 for the series of ``like`` that it lacks: Ray shows no counter that is still 0."""
+    return f"{expr} or {like} * 0"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """A PromQL expression, how its series are called, and their colour."""

@@ -17,6 +17,8 @@ from braid.dashboards.grafana.panels import (
     dashboard,
     of_ranks,
     of_run,
+    or_zero,
+    rate,
     series,
 )
 
@@ -42,6 +44,11 @@ def _stat(
         height=5,
         steps=steps,
     )
+
+
+def _count(name: str) -> str:
+    """A counter of events, 0 before the first one."""
+    return or_zero(of_run(name), of_run("braid_step"))
 
 
 def _curve(title: str, description: str, name: str, unit: str, logarithmic: bool = False) -> Panel:
@@ -137,7 +144,7 @@ PANELS: Final = (
         title="Restarts, resizes, new plans, stragglers",
         description="Counts since the run began to be exported; a step is an event.",
         queries=tuple(
-            Query(expr=of_run(f"braid_{name}_total"), legend=name, colour=colour) for name, colour in _EVENTS
+            Query(expr=_count(f"braid_{name}_total"), legend=name, colour=colour) for name, colour in _EVENTS
         ),
         unit="none",
         minimum=0,
@@ -150,7 +157,7 @@ PANELS: Final = (
             Query(expr=of_ranks("braid_rank_step_seconds")),
             Query(expr=of_ranks("braid_step_compute_seconds")),
             Query(expr=of_ranks("braid_peak_memory_bytes")),
-            Query(expr=of_ranks("braid_dropped_spans_total")),
+            Query(expr=or_zero(of_ranks("braid_dropped_spans_total"), of_ranks("braid_span_sampling_steps"))),
             Query(expr=of_ranks("braid_span_sampling_steps")),
         ),
         columns=(
@@ -167,7 +174,10 @@ PANELS: Final = (
         description="By all chosen ranks, a second. Above zero, traces have gaps; training does not.",
         queries=(
             Query(
-                expr=f"sum(rate({series('braid_dropped_spans_total', STAGES)}[$__rate_interval]))",
+                expr=or_zero(
+                    f"sum(rate({series('braid_dropped_spans_total', STAGES)}[$__rate_interval]))",
+                    rate("braid_compute_seconds_total"),
+                ),
                 legend="lost",
                 colour=VERMILION,
             ),
@@ -182,7 +192,7 @@ PANELS: Final = (
         description="Time that the last one took, and how many there are.",
         queries=(
             Query(expr=of_run("braid_checkpoint_seconds"), legend="seconds", colour=BLUE),
-            Query(expr=of_run("braid_checkpoints_total"), legend="saved", colour=GREEN),
+            Query(expr=_count("braid_checkpoints_total"), legend="saved", colour=GREEN),
         ),
         unit="none",
         width=6,

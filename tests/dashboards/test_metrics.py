@@ -2,6 +2,8 @@
 
 import ast
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +194,8 @@ class _Recorded:
     inc = observe = set
 
 
-def test_ray_gets_the_same_readings() -> None:
+def recording() -> tuple[SimpleNamespace, dict[str, _Recorded]]:
+    """What stands for the module ``ray.util.metrics``, and the metrics made with it, by name."""
     made: dict[str, _Recorded] = {}
 
     def make(*args: Any, **kwargs: Any) -> _Recorded:
@@ -200,7 +203,14 @@ def test_ray_gets_the_same_readings() -> None:
         made[metric.name] = metric
         return metric
 
-    fill(Exporter(RaySink(SimpleNamespace(Gauge=make, Counter=make, Histogram=make)), "demo", LAYOUT))
+    return SimpleNamespace(Gauge=make, Counter=make, Histogram=make), made
+
+
+def test_ray_gets_the_same_readings() -> None:
+    module, made = recording()
+    ray_sink = RaySink(module, refresh_seconds=3600)
+    fill(Exporter(ray_sink, "demo", LAYOUT))
+    ray_sink.close()
     target, sink = exporter()
     fill(target)
     seen = readings(sink)
@@ -223,9 +233,45 @@ def test_ray_gets_the_same_readings() -> None:
 def test_ray_itself_takes_the_metrics() -> None:
     """Of the real module, which needs no cluster to check names, tags and values."""
     ray_metrics = pytest.importorskip("ray.util.metrics")
-    target = Exporter(RaySink(ray_metrics), "demo", LAYOUT)
+    sink = RaySink(ray_metrics)
+    target = Exporter(sink, "demo", LAYOUT)
     fill(target)
     target.ranks(ranks_line(3, ranks=2))
+    sink.refresh()
+    sink.close()
+
+
+def test_ray_hears_gauges_again_until_they_are_forgotten() -> None:
+    module, made = recording()
+    sink = RaySink(module, refresh_seconds=3600)
+    target = Exporter(sink, "demo", LAYOUT)
+    fill(target)
+    target.ranks(ranks_line(3, ranks=2))
+    before = {name: len(metric.calls) for name, metric in made.items()}
+    sink.refresh()
+    sink.close()
+    again = {name: metric.calls[before[name] :] for name, metric in made.items()}
+    for metric in METRICS:
+        if metric.kind is not Kind.GAUGE:
+            assert again[metric.name] == [], "sums and histograms would count twice"
+        elif metric.source is Source.RANKS:
+            assert sorted(tags["rank"] for _, tags in again[metric.name]) == ["0", "1"]
+        else:
+            assert len(again[metric.name]) == (4 if metric.per_rank else 1)
+    assert again["braid_step"] == [(2, {"run": "demo"})]
+
+
+def test_ray_hears_gauges_again_by_itself_until_it_is_closed() -> None:
+    module, made = recording()
+    sink = RaySink(module, refresh_seconds=0.001)
+    Exporter(sink, "demo", LAYOUT).predicted({"alpha": 0.5})
+    told = made["braid_alpha_ratio"].calls
+    deadline = time.monotonic() + 30
+    while len(told) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    sink.close()
+    assert len(told) >= 3
+    assert not any(thread.name == "braid-metrics" for thread in threading.enumerate())
 
 
 def test_the_module_knows_ray_only_by_hearsay() -> None:
