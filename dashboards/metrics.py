@@ -279,7 +279,7 @@ class RaySink:
     """Passes readings on to Ray, whose agents serve them on every node; Ray puts ``ray_`` before the names.
 
     ``ray_metrics`` is the module ``ray.util.metrics``: who has Ray hands it over, dashboards do not know it.
-    Ray (seen with 2.60) drops a gauge that is not recorded anew within two of its report intervals of 10 s: it
+    Ray (seen with 2.60) drops a gauge that is not recorded anew within two report intervals (10 s each): it
     would lose what is said once, and every gauge in a step that takes longer. So a thread repeats them every
     ``refresh_seconds`` until `close`. Ray never shows a value that is not a number.
     """

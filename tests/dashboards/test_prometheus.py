@@ -69,6 +69,7 @@ CASES = (
     Case("BraidNoProgress", False, 20, STOOD | OVER),
     Case("BraidNoProgress", False, 20, {**STOOD, f"braid_step_seconds{RUN}": "120x400"} | RUNS),
     Case("BraidRestarts", True, 30, {f"braid_restarts_total{RUN}": "0x20 1x5 2x5 3x400"}),
+    Case("BraidRestarts", False, 30, {f"braid_restarts_total{RUN}": "0x20 1x5 2x400"}),
     Case("BraidRestarts", False, 30, {f"braid_restarts_total{RUN}": "0x20 1x400"}),
     Case("BraidRestarts", False, 120, {f"braid_restarts_total{RUN}": "0x20 1x60 2x60 3x400"}),
     Case("BraidRestarts", True, 20, {f"braid_restarts_total{RUN}": "_x20 1x5 2x5 3x400"}),
