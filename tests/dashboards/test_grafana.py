@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from braid.dashboards.grafana import all_dashboards
 from braid.dashboards.grafana.panels import COLOURS, Panel, Query, placed
 from braid.dashboards.grafana.push import GrafanaError, parse_url, read_token
-from braid.dashboards.metrics import METRICS, Kind
+from braid.dashboards.metric_table import METRICS, Kind
 from braid.dashboards.prometheus import RULES
 from braid.jobs.cli import main
 from tests.dashboards.grafana_schema import Dashboard

@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from braid.dashboards.metrics import (
-    METRICS,
-    Exporter,
-    Kind,
-    PrometheusSink,
-    RaySink,
-    Source,
-    documented,
-    layout_of,
-)
+from braid.dashboards.metric_table import METRICS, Kind, Source, documented
+from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink, layout_of
 from braid.scheduling.spec import ParallelLayout
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.dashboards.metrics import METRICS
+from braid.dashboards.metric_table import METRICS
 from braid.dashboards.prometheus import RULES
 
 PROMTOOL = shutil.which("promtool")

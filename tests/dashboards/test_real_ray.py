@@ -8,7 +8,7 @@ import tempfile
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from braid.dashboards.metrics import METRICS, Kind, Source
+from braid.dashboards.metric_table import METRICS, Kind, Source
 from tests.dashboards.lines import metrics_line
 from tests.end_to_end.command import ROOT, environment
 
