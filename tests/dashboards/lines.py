@@ -1,0 +1,83 @@
+"""Lines as the files of a run hold them, with every field; the numbers are made up, and differ by step."""
+
+from typing import Any
+
+BEGIN = 1_760_000_000.0
+"""Unix time at which step 0 ended."""
+
+PREDICTED: dict[str, Any] = {
+    "source": "measured",
+    "step_seconds": 0.45,
+    "hidden_fraction": 0.8,
+    "communication_seconds": 0.25,
+    "exposed_seconds": 0.05,
+    "slowdown_seconds": 0.02,
+    "launch_gap_seconds": 0.01,
+    "bubble_seconds": 0.03,
+    "serial_seconds": 0.65,
+    "alpha": 0.4,
+    "limit_speedup": 1.67,
+}
+"""What ``predicted.json`` holds."""
+
+KINDS = (
+    "started",
+    "saved",
+    "restarted",
+    "resized",
+    "replanned",
+    "straggler",
+    "telemetry",
+    "failed",
+    "finished",
+)
+
+EVENTS: list[dict[str, Any]] = [
+    {"time": BEGIN, "kind": kind, "step": 1, "generation": 0, "text": kind} for kind in KINDS
+]
+"""One line of ``events.jsonl`` of every kind."""
+EVENTS[1]["seconds"] = 0.25
+
+
+def metrics_line(step: int, ranks: int) -> dict[str, Any]:
+    """A line of ``metrics.jsonl``."""
+    return {
+        "step": step,
+        "loss": 5.0 - 0.1 * step,
+        "grad_norm": 1.0 + 0.1 * step,
+        "lr": 1e-3 / step,
+        "seconds": 0.5 + 0.01 * step,
+        "tokens": 4096,
+        "communication_seconds": 0.25,
+        "exposed_seconds": 0.0625,
+        "hidden_fraction": 0.75,
+        "slowdown_seconds": 0.02,
+        "launch_gap_seconds": 0.01,
+        "bubble_seconds": 0.03,
+        "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
+        "validation_bits_per_byte": 2.0,
+        "time": BEGIN + 0.5 * step,
+        "generation": 0,
+        "mfu": 0.375,
+    }
+
+
+def ranks_line(step: int, ranks: int) -> dict[str, Any]:
+    """A line of ``ranks.jsonl``; hidden is communication less exposed, as it must be."""
+    communication = [0.25 + 0.001 * rank + 0.01 * step for rank in range(ranks)]
+    exposed = [0.0625 + 0.001 * rank for rank in range(ranks)]
+    return {
+        "step": step,
+        "time": BEGIN + 0.5 * step,
+        "seconds": [0.5 + 0.01 * rank for rank in range(ranks)],
+        "communication_seconds": communication,
+        "hidden_seconds": [c - e for c, e in zip(communication, exposed, strict=True)],
+        "exposed_seconds": exposed,
+        "slowdown_seconds": [0.02] * ranks,
+        "launch_gap_seconds": [0.01] * ranks,
+        "bubble_seconds": [0.03] * ranks,
+        "compute_seconds": [0.4] * ranks,
+        "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
+        "dropped_spans": [10 * step] * ranks,
+        "sampled_every": [1] * ranks,
+    }
