@@ -23,6 +23,8 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
 from braid.actors.stage.messages import RunPlan, SerialStep
+from braid.dashboards.metrics import RaySink
+from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
 from braid.jobs.page import LivePage
@@ -205,12 +207,34 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show)
         controller = start_controller(plan(prepared, launcher, ray_nodes()), options)
-        with _stopping(lambda: ray.get(controller.stop.remote())):
+        with _stopping(lambda: ray.get(controller.stop.remote())), _ray_metrics(config) as tell:
             for reference in controller.run.options(num_returns="streaming").remote():
                 event = ray.get(reference)
                 if isinstance(event, BaseException):
                     raise event
+                tell(event)
                 yield event
+
+
+@contextlib.contextmanager
+def _ray_metrics(config: Config) -> Iterator[Callable[[Event], None]]:
+    """Metrics through Ray's agents, which its own service discovery finds."""
+    import ray.util.metrics
+
+    sink = RaySink(ray.util.metrics)
+    feed: MetricsFeed | None = None
+
+    def tell(event: Event) -> None:
+        nonlocal feed
+        if isinstance(event, Started):
+            feed = MetricsFeed(config.run_directory, sink)
+        if feed is not None:
+            feed.refresh()
+
+    try:
+        yield tell
+    finally:
+        sink.close()
 
 
 @contextlib.contextmanager
