@@ -12,6 +12,7 @@ from rich.console import Console
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.bench_cli import bench
+from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
 from braid.jobs.viewing_cli import trace
@@ -140,6 +141,7 @@ app.add_typer(bench, name="bench")
 register(app, bench)
 app.command()(profile)
 app.command()(trace)
+app.command()(dashboard)
 
 
 def _version(value: bool) -> None:
