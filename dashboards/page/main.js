@@ -77,7 +77,7 @@ function frame() {
   dirty.clear();
   const begin = performance.now();
   for (const part of parts) PARTS[part]();
-  braid.lastRedrawMs = performance.now() - begin;
+  if (parts.some((part) => part !== "header")) braid.lastRedrawMs = performance.now() - begin;
   braid.redraws += 1;
   const newest = run.columns.step.at(-1) ?? 0;
   if (parts.includes("charts") && newest !== braid.drawnStep) {

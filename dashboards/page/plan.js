@@ -53,7 +53,7 @@ function arrange(actions) {
   for (const action of actions) {
     const key = `${action.side}:${action.operator}`;
     if (action.verb === "compute") {
-      const wide = Math.max(18, Math.min(150, 40 * ((action.ns ?? usual) / usual)));
+      const wide = Math.max(20, Math.min(190, 52 * ((action.ns ?? usual) / usual)));
       boxes.push({ ...action, x, wide });
       x += wide + 3;
     } else if (action.verb === "start") {

@@ -59,7 +59,7 @@ export class Ranks {
     const count = line.seconds.length;
     const most = Math.max(...line.seconds) * 1.05 || 1;
     const y = (value) => height - BOTTOM - (value / most) * (height - BOTTOM - 8);
-    this.each = Math.min(90, (width - LEFT - 8) / count);
+    this.each = Math.min(150, (width - LEFT - 8) / count);
     context.strokeStyle = colours.line;
     context.textAlign = "right";
     for (const value of ticks(0, most, 4)) {

@@ -206,11 +206,14 @@ export class Timeline {
     }
     if (lane >= 8) {
       context.textAlign = "right";
+      const font = context.font;
+      if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
       LANES.forEach((name, number) => context.fillText(name, GUTTER - 8, top + 3 + (number + 0.5) * lane));
       if (lane >= 12) {
         context.fillStyle = colours.hurt;
         context.fillText("waits", GUTTER - 8, top + 3 + 3 * lane + STRIP / 2 + 1);
       }
+      context.font = font;
       context.textAlign = "left";
     }
   }
@@ -363,7 +366,7 @@ export class Timeline {
     const end = next.data.columns.end[next.span] + next.at;
     const [from, to] = this.range;
     if (begin < from || end > to) this._look(begin - (to - from) / 2, begin + (to - from) / 2);
-    this.read(this.describe(next).flat().join(" · "));
+    this.read(spoken(this.describe(next)));
     this.redraw();
   }
 
@@ -420,7 +423,7 @@ export class Timeline {
       if (held && !held.moved) {
         const found = this.hit(event.offsetX, event.offsetY);
         this.picked = found?.span !== undefined ? found : null;
-        this.read(found ? this.describe(found).flat().join(" · ") : "");
+        this.read(found ? spoken(this.describe(found)) : "");
         this.redraw();
       }
       held = null;
@@ -460,6 +463,8 @@ export class Timeline {
     event.preventDefault();
   }
 }
+
+const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
 
 function lastEnd(data, rank) {
   const own = data.ranks.get(rank);

@@ -27,7 +27,7 @@ from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.trace import OverlapNumbers, overlap_numbers
 
 SIMULATED = "simulated"
-BEGIN_NS = 1_800_000_000_000_000_000
+BEGIN_NS = 1_750_000_000_000_000_000
 """Of the first step, on the wall clock."""
 SHAPE = ModelShape(
     family="llama",
