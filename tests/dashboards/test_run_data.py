@@ -253,7 +253,9 @@ def test_other_form_of_the_cluster(tmp_path: Path) -> None:
     assert [(one["node"], one["process"], one["place"]["pp"]) for one in ranks] == [("a", 5, 0), ("b", 6, 1)]
 
 
-Some = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
+Some = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
+)
 
 
 @given(some=Some, others=Some)

@@ -67,7 +67,8 @@ async def raw(client: TestClient[Any, Any], request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1"]
+    "path",
+    ["/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1"],
 )
 def test_answers_and_their_headers(run: Path, path: str) -> None:
     async def ask(client: TestClient[Any, Any]) -> tuple[int, Any]:
