@@ -90,7 +90,7 @@ function drawLegends() {
   const { strands, hurt, hidden, compute, slow, idle, quiet, block, paired } = theme.colours;
   legend(byId("timeline-legend"), [
     ["alpha forward", strands[1][1]], ["alpha backward", strands[1][2]], ["beta forward", strands[2][1]], ["beta backward", strands[2][2]],
-    ["neither strand (gradients, update)", strands[0][0]], ["waits: exposed communication", "stripes"], ["thin line above: block", block], ["paired block", paired],
+    ["neither strand (gradients, update)", strands[0][0]], ["waits (exposed)", "stripes"], ["line above: a block", block], ["paired block", paired],
   ]);
   legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for communication", "stripes"], ["nothing runs", idle]]);
   legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✎ new plan   ✕ failure   ▾ checkpoint", quiet]]);

@@ -120,21 +120,18 @@ async def browser(width: int = 1366, height: int = 768) -> AsyncIterator[Tab]:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with aiohttp.ClientSession() as client:
-                async with client.ws_connect(await _address(client, Path(folder)), max_msg_size=0) as socket:
-                    tab = Tab(socket)
-                    listening = asyncio.create_task(tab.listen())
-                    for domain in ("Page", "Runtime", "Log", "Network"):
-                        await tab.send(f"{domain}.enable")
-                    await tab.send(
-                        "Emulation.setDeviceMetricsOverride",
-                        width=width,
-                        height=height,
-                        deviceScaleFactor=1,
-                        mobile=False,
-                    )
-                    yield tab
-                    listening.cancel()
+            async with (
+                aiohttp.ClientSession() as client,
+                client.ws_connect(await _address(client, Path(folder)), max_msg_size=0) as socket,
+            ):
+                tab = Tab(socket)
+                listening = asyncio.create_task(tab.listen())
+                for domain in ("Page", "Runtime", "Log", "Network"):
+                    await tab.send(f"{domain}.enable")
+                size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+                await tab.send("Emulation.setDeviceMetricsOverride", **size)
+                yield tab
+                listening.cancel()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()

@@ -182,7 +182,8 @@ class MadeUpRun:
                 span.micro_batch,
                 span.chunk,
             )
-            record["strand"], record["direction"] = STRANDS.index(span.strand), direction
+            strand = span.strand if direction else ""
+            record["strand"], record["direction"] = STRANDS.index(strand), direction
         made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:]]
         for row, run in enumerate(rank.blocks, start=len(spans)):
             paired = run.forward is not None and run.backward is not None

@@ -1,4 +1,4 @@
-"""The page in a headless browser: of made-up runs, of a run that trains meanwhile, and of the same run past."""
+"""The page in a headless browser: made-up runs, a run that trains meanwhile, and the same run past."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,8 @@ LONGEST = """(() => {
   let best = own[0];
   for (const span of own) if (end[span] - start[span] > end[best] - start[best]) best = span;
   const box = t.canvas.getBoundingClientRect();
-  return {x: box.x + t.x((start[best] + end[best]) / 2 + at), y: box.y + 22 + 3 + (LANE + 0.5) * t.lane - t.scroll,
+  return {x: box.x + t.x((start[best] + end[best]) / 2 + at),
+          y: box.y + 22 + 3 + (LANE + 0.5) * t.lane - t.scroll,
           operator: data.labels[label[best]].operator, ns: end[best] - start[best], step: data.step};
 })()"""
 
