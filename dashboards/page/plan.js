@@ -83,7 +83,7 @@ function strands({ actions }) {
   const bottom = top + 92;
   const height = bottom + 24 + lanes.B * 11 + 26;
   const picture = svg("svg", { width: Math.max(wide + 80, 300), height, role: "img", "aria-label": `${boxes.length} computations and ${rails.length} transfers of two strands` });
-  picture.append(label(6, 13, "forward pass, one strand", colours.strands[1][2], 600), label(6, height - 8, "backward pass, the other strand", colours.strands[2][2], 600));
+  picture.append(label(6, 13, "forward pass, one strand", colours.strands[1][theme.dark ? 1 : 2], 600), label(6, height - 8, "backward pass, the other strand", colours.strands[2][theme.dark ? 1 : 2], 600));
   for (const x of barriers) picture.append(svg("line", { x1: x, x2: x, y1: top - 8, y2: bottom + 32, stroke: colours.quiet, "stroke-dasharray": "3 3" }));
   for (const rail of rails) {
     const forward = rail.side === "F";

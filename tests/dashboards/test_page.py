@@ -233,7 +233,7 @@ def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    write_config(tmp_path, train={"steps": 12}, parallel={"tp": 2}, telemetry={"progress": False})
+    write_config(tmp_path, train={"steps": 12}, parallel={"tp": 2}, telemetry={"progress": False, "page": False})
     run = tmp_path / "runs" / "run"
 
     async def training() -> None:
