@@ -12,6 +12,7 @@ from rich.console import Console
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.bench_cli import bench
+from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
@@ -142,6 +143,7 @@ register(app, bench)
 app.command()(profile)
 app.command()(trace)
 app.add_typer(grafana, name="grafana")
+app.command()(dashboard)
 
 
 def _version(value: bool) -> None:

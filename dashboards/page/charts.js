@@ -1,0 +1,275 @@
+// Line charts over the steps: one canvas each, one crosshair for all, marks where the run changed.
+
+import { bytes, amount, el, hideTip, percent, seconds, showTip, surface, ticks } from "./dom.js";
+import { theme } from "./theme.js";
+
+const LEFT = 54;
+const BOTTOM = 18;
+const TOP = 12;
+const HEIGHT = 150;
+
+export const MARKS = { restarted: "↻", resized: "⇔", replanned: "✎", failed: "✕", straggler: "⚠", saved: "▾", started: "", finished: "" };
+
+/** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
+function specifications(run) {
+  const { columns } = run;
+  const colours = theme.colours;
+  const predicted = run.state?.predicted ?? {};
+  const hidden = columns.step.map((_, n) => minus(columns.communication_seconds[n], columns.exposed_seconds[n]));
+  const rate = columns.step.map((_, n) => (columns.seconds[n] > 0 ? columns.tokens[n] / columns.seconds[n] : null));
+  const constant = (value) => (typeof value === "number" ? columns.step.map(() => value) : null);
+  return [
+    { name: "Communication per step", write: seconds, zero: true, lines: [["waits (exposed)", columns.exposed_seconds, colours.hurt, "area"], ["hidden", hidden, colours.hidden, "area"], ["predicted to wait", constant(predicted.exposed_seconds), colours.hurt, "dash"]] },
+    { name: "Share of communication hidden", write: (v) => percent(v, 1), zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, colours.hidden], ["predicted", constant(predicted.hidden_fraction), colours.hidden, "dash"]] },
+    { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
+    { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds, colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"]] },
+    { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]] },
+    { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },
+    { name: "MFU", write: (v) => percent(v, 1), zero: true, lines: [["MFU", columns.mfu, colours.lines[0]]], none: "not known: set cluster.peak_tflops" },
+    { name: "Memory, fullest rank", write: bytes, zero: true, lines: [["peak", columns.peak_bytes, colours.lines[0]]] },
+    { name: "Gradient norm", write: (v) => amount(v), zero: true, lines: [["gradient norm", columns.grad_norm, colours.lines[0]]] },
+  ];
+}
+
+const minus = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
+
+export class Charts {
+  constructor(box, run, redraw) {
+    Object.assign(this, { box, run, redraw });
+    this.cursor = null; // a place among the steps
+    this.figures = [];
+  }
+
+  draw() {
+    const found = specifications(this.run);
+    if (!this.figures.length) this._build(found);
+    found.forEach((chart, place) => this._draw(chart, this.figures[place]));
+  }
+
+  _build(found) {
+    this.figures = found.map((chart, place) => {
+      const now = el("output");
+      const canvas = el("canvas", { role: "img", tabindex: 0, "aria-label": `${chart.name} over the steps; arrow keys read values` });
+      const figure = el("figure", {}, el("figcaption", {}, el("b", { text: chart.name }), now), canvas);
+      canvas.addEventListener("pointermove", (event) => this._hover(canvas, event, place));
+      canvas.addEventListener("pointerleave", () => this._leave());
+      canvas.addEventListener("keydown", (event) => this._key(event, place));
+      this.box.append(figure);
+      return { canvas, now };
+    });
+  }
+
+  _leave() {
+    this.cursor = null;
+    hideTip();
+    this.redraw();
+  }
+
+  _hover(canvas, event, place) {
+    const steps = this.run.columns.step;
+    if (!steps.length) return;
+    const wide = canvas.clientWidth - LEFT - 8;
+    const wanted = steps[0] + ((event.offsetX - LEFT) / wide) * (steps.at(-1) - steps[0]);
+    let best = 0;
+    steps.forEach((step, n) => {
+      if (Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = n;
+    });
+    this.cursor = best;
+    const chart = specifications(this.run)[place];
+    const rows = chart.lines.filter(([, values]) => values && typeof values[best] === "number").map(([name, values]) => [name, chart.write(values[best])]);
+    const marks = this.run.events.filter((one) => one.step === steps[best] && MARKS[one.kind] !== undefined).map((one) => [one.kind, one.text ?? ""]);
+    showTip(event.clientX, event.clientY, [`step ${steps[best]}`, ...rows, ...marks]);
+    this.redraw();
+  }
+
+  _key(event, place) {
+    const count = this.run.columns.step.length;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by || !count) return;
+    event.preventDefault();
+    this.cursor = Math.max(0, Math.min(count - 1, (this.cursor ?? count) + by));
+    const chart = specifications(this.run)[place];
+    const values = chart.lines.filter(([, column]) => column && typeof column[this.cursor] === "number").map(([name, column]) => `${name} ${chart.write(column[this.cursor])}`);
+    this.figures[place].canvas.setAttribute("aria-label", `${chart.name}, step ${this.run.columns.step[this.cursor]}: ${values.join(", ")}`);
+    this.redraw();
+  }
+
+  _draw(chart, { canvas, now }) {
+    const colours = theme.colours;
+    const { context, width, height } = surface(canvas, HEIGHT);
+    const steps = this.run.columns.step;
+    const lines = chart.lines.filter(([, values]) => values?.some((value) => typeof value === "number"));
+    now.textContent = lines.length ? chart.write(newest(lines[0][1], this.cursor)) : "";
+    if (!steps.length || !lines.some(([, , , style]) => style !== "dash" && style !== "dot")) {
+      context.fillStyle = colours.quiet;
+      context.fillText(steps.length && chart.none ? chart.none : "nothing yet", 12, height / 2);
+      return;
+    }
+    const frame = this._frame(chart, lines, width, height);
+    this._axes(context, chart, frame, width, height);
+    this._marks(context, frame, height);
+    const floor = new Float64Array(steps.length);
+    for (const [, values, colour, style] of lines) {
+      if (style === "area") area(context, frame, steps, values, floor, colour);
+      else if (style === "dots") dots(context, frame, steps, values, colour);
+      else line(context, frame, steps, values, colour, style);
+    }
+    if (this.cursor !== null && this.cursor < steps.length) {
+      context.fillStyle = colours.quiet;
+      context.fillRect(Math.round(frame.x(steps[this.cursor])), TOP, 1, height - TOP - BOTTOM);
+    }
+  }
+
+  _frame(chart, lines, width, height) {
+    const steps = this.run.columns.step;
+    let [low, high] = [Infinity, -Infinity];
+    const stacked = lines.filter(([, , , style]) => style === "area").map(([, values]) => values);
+    for (const [, values, , style] of lines) {
+      values.forEach((value, place) => {
+        if (typeof value !== "number") return;
+        const top = style === "area" ? stacked.reduce((sum, one) => sum + (one[place] ?? 0), 0) : value;
+        low = Math.min(low, value);
+        high = Math.max(high, top);
+      });
+    }
+    if (chart.zero) low = Math.min(0, low);
+    if (chart.top !== undefined) high = chart.top;
+    if (high - low < 1e-12) high = low + (Math.abs(low) * 0.1 || 1);
+    if (chart.top === undefined) high += (high - low) * 0.06;
+    if (!chart.zero) low -= (high - low) * 0.06;
+    const [first, last] = [steps[0], Math.max(steps.at(-1), steps[0] + 1)];
+    return {
+      low, high, first, last,
+      x: (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - 8),
+      y: (value) => height - BOTTOM - ((value - low) / (high - low)) * (height - BOTTOM - TOP),
+    };
+  }
+
+  _axes(context, chart, frame, width, height) {
+    const colours = theme.colours;
+    context.strokeStyle = colours.line;
+    context.fillStyle = colours.quiet;
+    context.textAlign = "right";
+    for (const value of ticks(frame.low, frame.high, 4)) {
+      const y = Math.round(frame.y(value)) + 0.5;
+      context.beginPath();
+      context.moveTo(LEFT, y);
+      context.lineTo(width - 8, y);
+      context.stroke();
+      context.fillText(chart.write(value), LEFT - 5, y);
+    }
+    context.textAlign = "center";
+    const whole = ticks(frame.first, frame.last, Math.max(2, width / 90)).filter((step) => Number.isInteger(step));
+    for (const step of whole) context.fillText(String(step), Math.min(width - 14, frame.x(step)), height - 7);
+    context.textAlign = "left";
+  }
+
+  _marks(context, frame, height) {
+    const colours = theme.colours;
+    for (const event of this.run.events) {
+      const sign = MARKS[event.kind];
+      if (!sign || typeof event.step !== "number" || event.step < frame.first || event.step > frame.last) continue;
+      const x = Math.round(frame.x(event.step)) + 0.5;
+      context.fillStyle = event.kind === "failed" ? colours.hurt : colours.quiet;
+      context.textAlign = "center";
+      if (event.kind === "saved") {
+        context.fillText(sign, x, TOP - 7);
+      } else {
+        context.strokeStyle = context.fillStyle;
+        context.setLineDash([2, 3]);
+        context.beginPath();
+        context.moveTo(x, TOP);
+        context.lineTo(x, height - BOTTOM);
+        context.stroke();
+        context.setLineDash([]);
+        context.fillText(sign, x, TOP - 6);
+      }
+      context.textAlign = "left";
+    }
+  }
+}
+
+function newest(values, cursor) {
+  if (cursor !== null && typeof values[cursor] === "number") return values[cursor];
+  return values.findLast((value) => typeof value === "number") ?? null;
+}
+
+/** Steps thinned to what the pixels can show: of every pixel the lowest and the highest value. */
+function* points(frame, steps, values) {
+  let held = null;
+  for (let n = 0; n < steps.length; n += 1) {
+    if (typeof values[n] !== "number") {
+      if (held) yield* held.lows;
+      held = null;
+      yield null;
+      continue;
+    }
+    const x = frame.x(steps[n]);
+    const y = frame.y(values[n]);
+    if (held && Math.floor(x) === held.pixel) {
+      held.lows = [[x, Math.min(held.lows[0][1], y)], [x, Math.max(held.lows.at(-1)[1], y)]];
+    } else {
+      if (held) yield* held.lows;
+      held = { pixel: Math.floor(x), lows: [[x, y]] };
+    }
+  }
+  if (held) yield* held.lows;
+}
+
+function line(context, frame, steps, values, colour, style) {
+  context.strokeStyle = colour;
+  context.lineWidth = 1.8;
+  context.setLineDash(style === "dash" ? [6, 4] : style === "dot" ? [2, 3] : style === "long" ? [10, 3] : []);
+  context.beginPath();
+  let open = false;
+  let last = null;
+  for (const point of points(frame, steps, values)) {
+    if (point === null) open = false;
+    else if (open) context.lineTo(...point);
+    else context.moveTo(...point);
+    if (point !== null) {
+      open = true;
+      last = point;
+    }
+  }
+  context.stroke();
+  context.setLineDash([]);
+  context.lineWidth = 1;
+  if (last && !style) {
+    context.fillStyle = colour;
+    context.beginPath();
+    context.arc(last[0], last[1], 2.4, 0, 7);
+    context.fill();
+  }
+}
+
+function dots(context, frame, steps, values, colour) {
+  context.fillStyle = colour;
+  steps.forEach((step, n) => {
+    if (typeof values[n] !== "number") return;
+    const [x, y] = [frame.x(step), frame.y(values[n])];
+    context.beginPath();
+    context.moveTo(x, y - 4);
+    context.lineTo(x + 4, y);
+    context.lineTo(x, y + 4);
+    context.lineTo(x - 4, y);
+    context.fill();
+  });
+}
+
+/** A band on top of what lies below; `floor` is raised by it. */
+function area(context, frame, steps, values, floor, colour) {
+  const tops = steps.map((_, n) => floor[n] + (values[n] ?? 0));
+  context.fillStyle = colour;
+  context.globalAlpha = 0.75;
+  context.beginPath();
+  steps.forEach((step, n) => context.lineTo(frame.x(step), frame.y(tops[n])));
+  for (let n = steps.length - 1; n >= 0; n -= 1) context.lineTo(frame.x(steps[n]), frame.y(floor[n]));
+  context.fill();
+  context.globalAlpha = 1;
+  tops.forEach((top, n) => {
+    floor[n] = top;
+  });
+  if (steps.length === 1) context.fillRect(frame.x(steps[0]), frame.y(tops[0]), 3, frame.y(0) - frame.y(tops[0]));
+}
+

@@ -1,0 +1,163 @@
+// What the server knows, fetched when it says that something is new. Only the newest state matters: what a slow
+// page misses is old by the time that it looks again.
+
+const NUMBERS = { f8: Float64Array, u4: Uint32Array, i2: Int16Array, u1: Uint8Array };
+export const RANKS_AT_ONCE = 16;
+const MOST_STEPS_OF_RANKS = 96;
+
+/** Columns of a step of some ranks, from the bytes that the server packs. */
+export function decodeStep(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const columns = {};
+  for (const { name, type, count, at } of header.arrays) columns[name] = new NUMBERS[type](buffer, 4 + length + at, count);
+  const ranks = new Map();
+  for (const rank of header.ranks) ranks.set(rank.rank, { ...rank, lanes: lanesOf(rank, columns) });
+  return { ...header, columns, ranks };
+}
+
+/** Per lane: the spans in order of their begin, and the latest end so far, for the search of what is in view. */
+function lanesOf(rank, columns) {
+  const [first, count] = rank.spans;
+  const found = [[], [], []];
+  for (let span = first; span < first + count; span += 1) found[columns.lane[span]].push(span);
+  return found.map((spans) => {
+    const reached = new Float64Array(spans.length);
+    let latest = -Infinity;
+    spans.forEach((span, place) => {
+      latest = Math.max(latest, columns.end[span]);
+      reached[place] = latest;
+    });
+    return { spans: Uint32Array.from(spans), reached };
+  });
+}
+
+export class Run extends EventTarget {
+  constructor() {
+    super();
+    this.state = null;
+    this.columns = { step: [] };
+    this.compute = new Map(); // step -> mean compute seconds of the ranks
+    this.events = [];
+    this.ranks = null;
+    this.traced = []; // first and last step with spans
+    this.connected = false;
+    this.epoch = 0;
+    this.arrived = []; // seconds from a step's end to its numbers being here
+    this._have = {};
+    this._wanted = null;
+    this._busy = false;
+    this._steps = new Map();
+    this._asked = new Set();
+  }
+
+  start() {
+    const source = new EventSource("api/events");
+    source.onmessage = (message) => {
+      this._wanted = JSON.parse(message.data);
+      this._fetch();
+    };
+    source.onopen = () => this._tell("connection", true);
+    source.onerror = () => this._tell("connection", false);
+  }
+
+  _tell(what, connected = this.connected) {
+    this.connected = connected;
+    this.dispatchEvent(new CustomEvent("change", { detail: what }));
+  }
+
+  async _fetch() {
+    if (this._busy) return;
+    this._busy = true;
+    try {
+      while (this._wanted && JSON.stringify(this._wanted) !== JSON.stringify(this._have)) {
+        const wanted = this._wanted;
+        const differs = (name) => JSON.stringify(wanted[name]) !== JSON.stringify(this._have[name]);
+        if (differs("state")) {
+          this.state = await this._json("api/state");
+          this._tell("state");
+        }
+        if (differs("metrics") || differs("events") || differs("ranks")) {
+          await this._takeMetrics();
+          this._tell("metrics");
+        }
+        if (differs("ranks")) {
+          this.ranks = await this._json("api/ranks");
+          this._tell("ranks");
+        }
+        if (differs("trace")) {
+          const before = this.traced.at(-1);
+          this.traced = wanted.trace.slice(1);
+          if (this.traced.at(-1) === before) this._forget(before);
+          this._tell("trace");
+        }
+        this._have = wanted;
+      }
+    } catch (error) {
+      this._tell("connection", false);
+      setTimeout(() => this._fetch(), 1000);
+    } finally {
+      this._busy = false;
+    }
+  }
+
+  async _json(address) {
+    const answer = await fetch(address);
+    if (!answer.ok) throw new Error(`${address}: ${answer.status}`);
+    return answer.json();
+  }
+
+  async _takeMetrics() {
+    const last = this.columns.step.at(-1) ?? 0;
+    const news = await this._json(`api/metrics?after=${last}&epoch=${this.epoch}`);
+    if (news.anew) {
+      this.columns = news.columns;
+      this.compute.clear();
+    } else {
+      for (const [name, values] of Object.entries(news.columns)) for (const value of values) this.columns[name].push(value);
+      if (news.columns.step.length) this.arrived.push(Date.now() / 1000 - news.columns.time.at(-1));
+      if (this.arrived.length > 500) this.arrived.shift();
+    }
+    this.epoch = news.epoch;
+    news.ranks.step.forEach((step, place) => this.compute.set(step, news.ranks.compute_seconds[place]));
+    this.events = news.events;
+  }
+
+  async ranksOf(step) {
+    return this._json(`api/ranks?step=${step}`);
+  }
+
+  /** Columns of a step for the ranks around one; undefined while they are on their way. */
+  step(step, rank) {
+    const first = Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE;
+    const key = `${step}:${first}`;
+    const found = this._steps.get(key);
+    if (found) {
+      this._steps.delete(key); // to the end of the order: used last
+      this._steps.set(key, found);
+    }
+    if (!found || found.stale) this._ask(step, first, key);
+    return found;
+  }
+
+  async _ask(step, first, key) {
+    if (this._asked.has(key)) return;
+    this._asked.add(key);
+    try {
+      const answer = await fetch(`api/timeline?step=${step}&ranks=${first}`);
+      if (answer.ok) {
+        this._steps.set(key, decodeStep(await answer.arrayBuffer()));
+        while (this._steps.size > MOST_STEPS_OF_RANKS) this._steps.delete(this._steps.keys().next().value);
+        this._tell("spans");
+      } else this._steps.set(key, { ranks: new Map(), labels: [], missing: true });
+    } catch {
+      // The connection is gone; the page asks again when it draws the next time.
+    } finally {
+      this._asked.delete(key);
+    }
+  }
+
+  _forget(step) {
+    for (const [key, value] of this._steps) if (key.startsWith(`${step}:`)) value.stale = true;
+  }
+}

@@ -1,0 +1,136 @@
+// Wires the page: data in, drawing in animation frames, keys.
+
+import { byId } from "./dom.js";
+import { Charts } from "./charts.js";
+import { Run } from "./data.js";
+import { drawCluster, drawHeat, drawLog, drawPlan } from "./plan.js";
+import { drawStragglers, Ranks } from "./ranks.js";
+import { drawHeader, drawSummary } from "./summary.js";
+import { legend, theme, toggleTheme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+
+const run = new Run();
+const dirty = new Set();
+let waiting = false;
+
+/** Draw some parts in the next frame. */
+function redraw(...parts) {
+  for (const part of parts) dirty.add(part);
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(frame);
+}
+
+const timeline = new Timeline(byId("timeline"), run, {
+  redraw: () => redraw("timeline"),
+  read: (text) => {
+    byId("timeline-read").textContent = text;
+  },
+  stepChanged: () => {
+    byId("follow").checked = timeline.chosen === null;
+    ranks.choose(timeline.chosen);
+    redraw("controls");
+  },
+});
+const reveal = (rank) => {
+  timeline.reveal(rank);
+  byId("timeline").scrollIntoView({ block: "center" });
+};
+const ranks = new Ranks(byId("ranks"), run, { chosen: reveal, redraw: () => redraw("ranks") });
+const charts = new Charts(byId("charts"), run, () => redraw("charts"));
+
+const PARTS = {
+  header: () => drawHeader(run),
+  summary: () => drawSummary(run),
+  controls: () => {
+    byId("step-shown").textContent = timeline.step ?? "–";
+  },
+  timeline: () => timeline.draw(),
+  ranks: () => {
+    ranks.draw();
+    drawStragglers(run);
+  },
+  charts: () => charts.draw(),
+  plan: () => {
+    drawPlan(run);
+    drawHeat(run);
+  },
+  cluster: () => drawCluster(run, reveal),
+  log: () => drawLog(run),
+  legends: drawLegends,
+};
+const OF = {
+  connection: ["header"],
+  state: ["header", "summary", "plan", "cluster", "timeline", "charts"],
+  metrics: ["header", "summary", "charts", "log"],
+  ranks: ["ranks", "cluster", "summary", "timeline"],
+  trace: ["timeline", "controls"],
+  spans: ["timeline"],
+};
+
+const braid = { run, timeline, charts, lastRedrawMs: 0, redraws: 0, drawnStep: 0, delays: [], redrawAll: () => redraw(...Object.keys(PARTS)) };
+window.braid = braid;
+
+function frame() {
+  waiting = false;
+  const parts = [...dirty];
+  dirty.clear();
+  const begin = performance.now();
+  for (const part of parts) PARTS[part]();
+  if (parts.some((part) => part !== "header")) braid.lastRedrawMs = performance.now() - begin;
+  braid.redraws += 1;
+  const newest = run.columns.step.at(-1) ?? 0;
+  if (parts.includes("charts") && newest !== braid.drawnStep) {
+    if (braid.drawnStep) braid.delays.push(Date.now() / 1000 - run.columns.time.at(-1));
+    braid.drawnStep = newest;
+  }
+}
+
+function drawLegends() {
+  const { strands, hurt, hidden, compute, slow, idle, quiet, block, paired } = theme.colours;
+  legend(byId("timeline-legend"), [
+    ["alpha forward", strands[1][1]], ["alpha backward", strands[1][2]], ["beta forward", strands[2][1]], ["beta backward", strands[2][2]],
+    ["neither strand (gradients, update)", strands[0][0]], ["waits (exposed)", "stripes"], ["line above: a block", block], ["paired block", paired],
+  ]);
+  legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for communication", "stripes"], ["nothing runs", idle]]);
+  legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✎ new plan   ✕ failure   ▾ checkpoint", quiet]]);
+}
+
+run.addEventListener("change", ({ detail }) => redraw(...OF[detail]));
+new ResizeObserver(() => redraw("summary", "timeline", "ranks", "charts")).observe(document.querySelector("main"));
+setInterval(() => redraw("header"), 1000);
+
+const actions = {
+  "step-back": () => timeline.choose((timeline.step ?? 1) - 1),
+  "step-on": () => timeline.choose((timeline.step ?? 0) + 1),
+  "zoom-in": () => timeline.zoom(0.6),
+  "zoom-out": () => timeline.zoom(1 / 0.6),
+  fit: () => timeline.fit(),
+  taller: () => timeline.resize(1),
+  flatter: () => timeline.resize(-1),
+  theme: () => {
+    toggleTheme();
+    braid.redrawAll();
+  },
+  ask: () => byId("help").showModal(),
+  "help-close": () => byId("help").close(),
+};
+for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", action);
+byId("follow").addEventListener("change", (event) => timeline.choose(event.target.checked ? null : timeline.step));
+byId("step-count").addEventListener("change", (event) => timeline.show(Number(event.target.value)));
+
+const KEYS = {
+  "[": "step-back", "]": "step-on", "+": "zoom-in", "=": "zoom-in", "-": "zoom-out", 0: "fit", h: "taller", l: "flatter", t: "theme", "?": "ask",
+};
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|INPUT|TEXTAREA)$/.test(event.target.tagName) || byId("help").open) return;
+  if (event.key === ",") timeline.pick(-1);
+  else if (event.key === ".") timeline.pick(1);
+  else if (event.key === "f") timeline.choose(timeline.chosen === null ? timeline.step : null);
+  else if (event.key in KEYS) actions[KEYS[event.key]]();
+  else return;
+  event.preventDefault();
+});
+
+drawLegends();
+run.start();

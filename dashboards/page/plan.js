@@ -1,0 +1,220 @@
+// What was decided: layout, pairing as two strands with their bonds, partition; what overlaps well; the cluster.
+
+import { byId, bytes, el, hideTip, nanoseconds, percent, seconds, showTip, svg, table } from "./dom.js";
+import { theme } from "./theme.js";
+
+const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel" };
+
+export function drawPlan(run) {
+  const { state } = run;
+  const box = byId("plan");
+  if (!state) return;
+  const parts = [facts(state)];
+  for (const [place, pair] of (state.schedule?.pairs ?? []).entries()) {
+    const picture = strands(pair);
+    if (!place) parts.push(el("h3", { text: `Pairing: forward of ${pair.forward} beside backward of ${pair.backward}` }), pairingHelp(), picture);
+    else parts.push(el("details", {}, el("summary", { text: `Pairing: forward of ${pair.forward} beside backward of ${pair.backward}` }), picture));
+  }
+  if (state.schedule && !state.schedule.pairs.length) parts.push(el("p", { class: "quiet", text: `Schedule ${state.schedule.name} pairs no passes: one strand.` }));
+  parts.push(...partition(state));
+  const config = el("pre", { text: JSON.stringify(state.config, null, 1) });
+  parts.push(el("details", {}, el("summary", { text: "Configuration" }), el("div", { class: "scroll" }, config)));
+  box.replaceChildren(...parts);
+}
+
+function facts(state) {
+  const { layout, schedule, model, plan } = state;
+  const tiles = [];
+  for (const [axis, degree] of Object.entries(layout ?? {})) if (degree > 1) tiles.push([degree, AXES[axis]]);
+  if (layout && !tiles.length) tiles.push(["1", "rank"]);
+  if (schedule) {
+    tiles.push([schedule.name, "schedule"], [schedule.strands.length, schedule.strands.length > 1 ? "strands" : "strand"], [schedule.micro_batches, "micro-batches a step"], [schedule.chunks, schedule.chunks > 1 ? "chunks of the model" : "chunk of the model"]);
+    if (schedule.fused) tiles.push([schedule.fused, "layers ordered as one"]);
+    tiles.push([schedule.split > 1 ? schedule.split : "whole", schedule.split > 1 ? "pieces of each all-gather" : "collectives"]);
+  }
+  if (model) tiles.push([`${model.layers} × ${model.hidden}`, "layers × width"], [model.sequence, "tokens a sample"]);
+  if (plan) tiles.push([plan.cluster, "planned for"]);
+  return el("div", { class: "facts" }, ...tiles.map(([value, name]) => el("div", {}, el("b", { text: value }), el("span", { text: name }))));
+}
+
+function pairingHelp() {
+  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one strand to the computation of the other that hides it." });
+}
+
+/** Boxes one after the other, rails from start to wait, bonds between a rail and what the other strand computes. */
+function arrange(actions) {
+  const known = actions.filter((one) => one.verb === "compute" && one.ns).map((one) => one.ns);
+  const usual = known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : 1;
+  const boxes = [];
+  const rails = [];
+  const barriers = [];
+  const open = new Map();
+  let x = 14;
+  for (const action of actions) {
+    const key = `${action.side}:${action.operator}`;
+    if (action.verb === "compute") {
+      const wide = Math.max(20, Math.min(190, 52 * ((action.ns ?? usual) / usual)));
+      boxes.push({ ...action, x, wide });
+      x += wide + 3;
+    } else if (action.verb === "start") {
+      const rail = { ...action, x, end: null };
+      open.set(key, rail);
+      rails.push(rail);
+      x += 5;
+    } else if (action.verb === "wait") {
+      if (open.has(key)) open.get(key).end = x;
+      open.delete(key);
+      x += 5;
+    } else {
+      barriers.push(x);
+      x += 6;
+    }
+  }
+  for (const rail of open.values()) rail.end = x;
+  return { boxes, rails, barriers, wide: x + 14 };
+}
+
+function strands({ actions }) {
+  const colours = theme.colours;
+  const { boxes, rails, barriers, wide } = arrange(actions);
+  const lanes = { F: stack(rails.filter((rail) => rail.side === "F")), B: stack(rails.filter((rail) => rail.side !== "F")) };
+  const above = 26 + lanes.F * 11;
+  const top = above;
+  const bottom = top + 92;
+  const height = bottom + 24 + lanes.B * 11 + 26;
+  const picture = svg("svg", { width: Math.max(wide + 80, 300), height, role: "img", "aria-label": `${boxes.length} computations and ${rails.length} transfers of two strands` });
+  picture.append(label(6, 13, "forward pass, one strand", colours.strands[1][theme.dark ? 1 : 2], 600), label(6, height - 8, "backward pass, the other strand", colours.strands[2][theme.dark ? 1 : 2], 600));
+  for (const x of barriers) picture.append(svg("line", { x1: x, x2: x, y1: top - 8, y2: bottom + 32, stroke: colours.quiet, "stroke-dasharray": "3 3" }));
+  for (const rail of rails) {
+    const forward = rail.side === "F";
+    const y = forward ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
+    for (const box of boxes) {
+      if ((box.side === "F") === forward || box.x + box.wide <= rail.x || box.x >= rail.end) continue;
+      const middle = box.x + box.wide / 2;
+      picture.append(svg("path", { d: `M${middle} ${forward ? y + 4 : y - 4} L${middle} ${forward ? bottom : top + 24}`, stroke: colours.hidden, "stroke-width": 2, "stroke-opacity": 0.55, fill: "none" }));
+    }
+  }
+  for (const rail of rails) {
+    const forward = rail.side === "F";
+    const y = forward ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
+    const alone = !boxes.some((box) => box.x < rail.end && box.x + box.wide > rail.x);
+    const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden });
+    picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to"]));
+  }
+  for (const box of boxes) {
+    const forward = box.side === "F";
+    const fill = forward ? colours.strands[1][0] : colours.strands[2][0];
+    const y = forward ? top : bottom;
+    const group = svg("g", {});
+    group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, stroke: box.late ? colours.ink : "none", "stroke-dasharray": "3 2" }));
+    const most = Math.floor((box.wide - 6) / 6);
+    const name = box.operator.split("/").at(-1);
+    if (most > 2) group.append(label(box.x + 4, y + 16, name.length > most ? `${name.slice(0, most - 1)}…` : name, forward ? "#001a2b" : "#201500"));
+    picture.append(named(group, [box.operator, ["pass", forward ? "forward" : "backward"], ["alone", nanoseconds(box.ns)], ...(box.late ? ["put off from the layer before"] : [])]));
+  }
+  return el("div", { class: "strands", tabindex: 0, role: "group", "aria-label": "Pairing; scroll sideways" }, picture);
+}
+
+/** Give overlapping rails lanes of their own; returns how many there are. */
+function stack(rails) {
+  const ends = [];
+  for (const rail of rails) {
+    let lane = ends.findIndex((end) => end <= rail.x);
+    if (lane < 0) lane = ends.length;
+    ends[lane] = rail.end + 2;
+    rail.lane = lane;
+  }
+  return Math.max(1, ends.length);
+}
+
+const label = (x, y, text, fill, weight = 400) => svg("text", { x, y, fill, text, "font-size": 11, "font-weight": weight });
+
+function named(shape, rows) {
+  shape.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, rows));
+  shape.addEventListener("pointerleave", hideTip);
+  return shape;
+}
+
+function partition(state) {
+  const { plan } = state;
+  if (!plan) return [];
+  const parts = [];
+  if (plan.pairing) {
+    const note = plan.pairing;
+    parts.push(el("p", { class: "quiet", text: `The pairing was predicted to take ${nanoseconds(note.ns)}; one after the other ${nanoseconds(note.serial_ns)}; no order can beat ${nanoseconds(note.lower_bound_ns)}; the runner-up (${note.runner_up}) ${nanoseconds(note.runner_up_ns)}.` }));
+  }
+  if (plan.collectives.length) {
+    const rows = plan.collectives.map((one) => [one.collective, one.scheme, nanoseconds(one.ns), nanoseconds(one.unpartitioned_ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
+    parts.push(el("h3", { text: "Partition of collectives" }), el("div", { class: "scroll" }, table(["collective", "partition", "takes", "whole", "runner-up", "takes"], rows)));
+  }
+  if (plan.tiers.length) {
+    const rows = plan.tiers.map((one) => [one.tier, one.decision, nanoseconds(one.ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
+    parts.push(el("h3", { text: "Tiers" }), table(["tier", "decision", "takes", "runner-up", "takes"], rows));
+  }
+  if (plan.runners_up.length) {
+    const rows = plan.runners_up.map((one) => [one.layout, one.schedule, seconds(one.step_seconds), bytes(one.peak_bytes), one.reason]);
+    parts.push(el("h3", { text: "Runners-up" }), el("div", { class: "scroll" }, table(["layout", "schedule", "step", "memory", "why not"], rows)));
+  }
+  return parts;
+}
+
+/** From amber (worse) over the card's colour (no gain) to blue (free): apart in every kind of colour vision. */
+function heatColour(value) {
+  const share = Math.max(-1, Math.min(1, value));
+  const [middle, end] = [theme.dark ? [35, 44, 54] : [245, 246, 248], share >= 0 ? [0, 96, 168] : [190, 90, 0]];
+  const mix = middle.map((from, n) => Math.round(from + (end[n] - from) * Math.abs(share)));
+  return [`rgb(${mix.join(",")})`, Math.abs(share) > 0.5 || theme.dark ? "#ffffff" : "#16202b"];
+}
+
+export function drawHeat(run) {
+  const found = run.state?.effectiveness;
+  byId("heat-section").hidden = !found;
+  if (!found) return;
+  const head = [el("th"), ...found.columns.map((column) => {
+    const also = column.alike.length ? ` and ${column.alike.length} alike` : "";
+    return el("th", { scope: "col", title: [column.name, ...column.alike].join(", ") }, column.name + also, el("small", { text: nanoseconds(column.ns) }));
+  })];
+  const rows = found.rows.map((row, place) => {
+    const cells = found.values[place].map((value) => {
+      const cell = el("td", { text: value.toFixed(2) });
+      [cell.style.backgroundColor, cell.style.color] = heatColour(value);
+      return cell;
+    });
+    return el("tr", {}, el("th", { scope: "row", text: `${row.name} (${nanoseconds(row.ns)})` }), ...cells);
+  });
+  byId("heat").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)), el("p", { class: "quiet", text: `Costs: ${found.source}` }));
+}
+
+export function drawCluster(run, chosen) {
+  const { state } = run;
+  if (!state) return;
+  const slow = new Map((run.ranks?.stragglers ?? []).map((one) => [one.rank, one]));
+  const peaks = run.ranks?.line?.peak_bytes ?? [];
+  const generation = run.columns.generation?.at(-1);
+  const nodes = Map.groupBy ? Map.groupBy(state.cluster.ranks.map((row, rank) => ({ ...row, rank })), (row) => row.node) : grouped(state.cluster.ranks);
+  const cards = [...nodes].map(([name, rows]) => {
+    const most = Math.max(...rows.map(({ rank }) => peaks[rank] ?? 0));
+    const address = [...new Set(rows.map((row) => row.address).filter((one) => one && one !== name))].slice(0, 2).join(", ");
+    return el("div", { class: "node" }, el("b", { text: name }), el("div", { class: "quiet", text: [address, `${rows.length} rank${rows.length > 1 ? "s" : ""}`, most ? `fullest ${bytes(most)}` : ""].filter(Boolean).join(" · ") }),
+      el("div", { class: "chips" }, ...rows.map((row) => chip(row, slow.get(row.rank), peaks[row.rank], chosen))));
+  });
+  const text = [`${nodes.size} node${nodes.size === 1 ? "" : "s"}, ${state.cluster.ranks.length} ranks`, generation && `generation ${generation}`, state.cluster.launcher && `started by ${state.cluster.launcher}`];
+  byId("cluster").replaceChildren(el("p", { class: "quiet", text: state.cluster.ranks.length ? text.filter(Boolean).join(" · ") : "Not written down (cluster.json)." }), el("div", { class: "nodes" }, ...cards));
+}
+
+function grouped(ranks) {
+  const found = new Map();
+  ranks.forEach((row, rank) => found.set(row.node, [...(found.get(row.node) ?? []), { ...row, rank }]));
+  return found;
+}
+
+function chip(row, slow, peak, chosen) {
+  const place = Object.entries(row.place).map(([axis, at]) => `${axis} ${at}`).join(", ");
+  const facts = [place, row.process && `process ${row.process}`, peak && `memory ${bytes(peak)}`, slow && `${percent(slow.times - 1)} slower than its stage`].filter(Boolean).join("; ");
+  return el("button", { type: "button", class: slow ? "chip slow" : "chip", title: facts, "aria-label": `rank ${row.rank}: ${facts}`, text: slow ? `⚠ ${row.rank}` : row.rank, onclick: () => chosen(row.rank) });
+}
+
+export function drawLog(run) {
+  const rows = run.events.slice(-200).reverse().map((event) => [new Date(event.time * 1000).toLocaleString(), event.step, event.generation, event.kind, event.text ?? ""].map((one) => one ?? ""));
+  byId("log").replaceChildren(...table(["time", "step", "generation", "what", ""], rows).children);
+}

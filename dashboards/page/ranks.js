@@ -1,0 +1,124 @@
+// A column per rank: where its time of one step went. 256 columns fit a laptop's screen.
+
+import { byId, hideTip, seconds, showTip, surface, ticks, bytes } from "./dom.js";
+import { stripes, theme } from "./theme.js";
+
+const LEFT = 54;
+const HEIGHT = 190;
+const BOTTOM = 20;
+
+const at = (line, name, rank) => line[name]?.[rank] ?? 0;
+
+/** The parts of a rank's step that add up to it. */
+function parts(line, rank) {
+  const total = at(line, "seconds", rank);
+  const exposed = at(line, "exposed_seconds", rank);
+  const compute = at(line, "compute_seconds", rank);
+  const slow = Math.max(0, Math.min(at(line, "slowdown_seconds", rank), compute));
+  return [compute - slow, slow, exposed, Math.max(0, total - compute - exposed)];
+}
+
+export class Ranks {
+  constructor(canvas, run, { chosen, redraw }) {
+    Object.assign(this, { canvas, run, chosen, redraw });
+    this.line = null; // of a step that is not the newest
+    canvas.addEventListener("pointermove", (event) => this._hover(event));
+    canvas.addEventListener("pointerleave", hideTip);
+    canvas.addEventListener("click", (event) => {
+      const rank = this._rank(event.offsetX);
+      if (rank !== null) this.chosen(rank);
+    });
+  }
+
+  /** Show another step than the newest (null). */
+  async choose(step) {
+    this.line = step === null ? null : (await this.run.ranksOf(step)).line;
+    this.redraw();
+  }
+
+  get shown() {
+    return this.line ?? this.run.ranks?.line ?? null;
+  }
+
+  _rank(x) {
+    const count = this.shown?.seconds?.length ?? 0;
+    const rank = Math.floor((x - LEFT) / this.each);
+    return x >= LEFT && rank >= 0 && rank < count ? rank : null;
+  }
+
+  draw() {
+    const line = this.shown;
+    const { context, width, height } = surface(this.canvas, line ? HEIGHT : 40);
+    const colours = theme.colours;
+    byId("ranks-step").textContent = line ? String(line.step) : "–";
+    if (!line?.seconds) {
+      context.fillStyle = colours.quiet;
+      context.fillText("No numbers by rank (ranks.jsonl) yet.", 12, 20);
+      return;
+    }
+    const count = line.seconds.length;
+    const most = Math.max(...line.seconds) * 1.05 || 1;
+    const y = (value) => height - BOTTOM - (value / most) * (height - BOTTOM - 8);
+    this.each = Math.min(150, (width - LEFT - 8) / count);
+    context.strokeStyle = colours.line;
+    context.textAlign = "right";
+    for (const value of ticks(0, most, 4)) {
+      context.fillStyle = colours.quiet;
+      context.fillText(seconds(value), LEFT - 5, y(value));
+      context.fillRect(LEFT, Math.round(y(value)), width - LEFT, 0.5);
+    }
+    const paints = [colours.compute, colours.slow, stripes(context), colours.idle];
+    const gap = this.each > 6 ? 2 : this.each > 3 ? 0.6 : 0;
+    paints.forEach((paint, kind) => {
+      context.fillStyle = paint;
+      for (let rank = 0; rank < count; rank += 1) {
+        const own = parts(line, rank);
+        const below = own.slice(0, kind).reduce((sum, one) => sum + one, 0);
+        const [top, bottom] = [y(below + own[kind]), y(below)];
+        if (bottom - top > 0.2) context.fillRect(LEFT + rank * this.each, top, Math.max(0.8, this.each - gap), bottom - top);
+      }
+    });
+    this._labels(context, count, height);
+  }
+
+  _labels(context, count, height) {
+    const colours = theme.colours;
+    const slow = new Map((this.run.ranks?.stragglers ?? []).map((one) => [one.rank, one]));
+    context.textAlign = "center";
+    const every = Math.max(1, [1, 2, 4, 8, 16, 32, 64].find((one) => one * this.each > 24) ?? 128);
+    for (let rank = 0; rank < count; rank += 1) {
+      const x = LEFT + (rank + 0.5) * this.each;
+      if (slow.has(rank)) {
+        context.fillStyle = colours.hurt;
+        context.fillText("⚠", x, 6);
+      } else if (rank % every) continue;
+      context.fillStyle = slow.has(rank) ? colours.hurt : colours.quiet;
+      context.fillText(String(rank), x, height - 9);
+    }
+    context.textAlign = "left";
+  }
+
+  _hover(event) {
+    const line = this.shown;
+    const rank = line ? this._rank(event.offsetX) : null;
+    if (rank === null) {
+      hideTip();
+      return;
+    }
+    const names = [["step", "seconds"], ["computes", "compute_seconds"], ["communication", "communication_seconds"], ["hidden", "hidden_seconds"], ["exposed: waits", "exposed_seconds"], ["slowdown", "slowdown_seconds"], ["launch gap", "launch_gap_seconds"], ["bubble", "bubble_seconds"]];
+    const rows = names.filter(([, name]) => typeof line[name]?.[rank] === "number").map(([title, name]) => [title, seconds(line[name][rank])]);
+    const place = this.run.state?.cluster.ranks[rank];
+    if (place) rows.push(["node", place.node]);
+    if (typeof line.peak_bytes?.[rank] === "number") rows.push(["memory", bytes(line.peak_bytes[rank])]);
+    showTip(event.clientX, event.clientY, [`rank ${rank}, step ${line.step}`, ...rows]);
+  }
+}
+
+export function drawStragglers(run) {
+  const slow = run.ranks?.stragglers ?? [];
+  const stages = run.ranks?.stages ?? [];
+  const text = slow.length
+    ? `Stragglers over the last 20 steps: ${slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ")}.`
+    : stages.length ? "No stragglers: every rank computes at most 1.2 times as long as the median of its stage." : "";
+  byId("stragglers").textContent = text;
+}

@@ -1,0 +1,206 @@
+// The first thing to read: what is hidden and what is not, in words and as two bars to one scale.
+
+import { ago, byId, el, mean, percent, seconds, svg } from "./dom.js";
+import { theme } from "./theme.js";
+
+const WINDOW = 10;
+
+/** Means over the newest steps. */
+export function recent(run) {
+  const { columns } = run;
+  const count = columns.step.length;
+  const from = Math.max(count > 1 ? 1 : 0, count - WINDOW); // the first step also warms up
+  const of = (name) => mean((columns[name] ?? []).slice(from));
+  const steps = columns.step.slice(from);
+  return {
+    count: steps.length,
+    step: of("seconds"),
+    communication: of("communication_seconds"),
+    exposed: of("exposed_seconds"),
+    slowdown: of("slowdown_seconds"),
+    compute: mean(steps.map((step) => run.compute.get(step))),
+  };
+}
+
+export function drawSummary(run) {
+  headline(run);
+  budget(run);
+  alerts(run);
+}
+
+const bold = (text, kind) => el("b", { class: kind, text });
+
+function headline(run) {
+  const now = recent(run);
+  const line = byId("headline");
+  const under = byId("subline");
+  if (now.step === null) {
+    line.textContent = "Waiting for the first step.";
+    under.textContent = "";
+    return;
+  }
+  if (!now.communication) {
+    line.replaceChildren(`A step takes ${seconds(now.step)}; no communication was recorded.`);
+    under.textContent = now.communication === 0 ? "One rank alone does not communicate; with telemetry.spans off nothing is recorded." : "";
+    return;
+  }
+  const hidden = 1 - now.exposed / now.communication;
+  const share = now.exposed / now.step;
+  line.replaceChildren(
+    bold(percent(hidden), hidden >= 0.5 ? "good" : ""), " of communication is hidden; ",
+    bold(seconds(now.exposed), "bad"), ` of each ${seconds(now.step)} step still waits.`,
+  );
+  const facts = [`${percent(share, share < 0.1 ? 1 : 0)} of the step is waiting for communication`];
+  const predicted = run.state?.predicted;
+  if (typeof predicted?.hidden_fraction === "number") facts.push(`the plan predicted ${percent(predicted.hidden_fraction)} hidden and ${seconds(predicted.step_seconds)} per step`);
+  if (typeof predicted?.serial_seconds === "number") facts.push(`without overlap a step was predicted to take ${seconds(predicted.serial_seconds)}`);
+  under.textContent = `${facts.join("; ")}. Mean of ${now.count === 1 ? "one step" : `the last ${now.count} steps`} and all ranks.`;
+}
+
+/** Parts of a step, in seconds: measured, predicted, and by one strand that hides nothing. */
+function rows(run) {
+  const now = recent(run);
+  const found = [];
+  if (now.step !== null) found.push(parts("measured", now.step, now.compute, now.exposed, now.slowdown, now.communication));
+  const predicted = run.state?.predicted;
+  if (typeof predicted?.step_seconds === "number") {
+    found.push(parts("predicted", predicted.step_seconds, predicted.compute_seconds ?? null, predicted.exposed_seconds, predicted.slowdown_seconds, predicted.communication_seconds));
+    if (typeof predicted.serial_seconds === "number" && typeof predicted.alpha === "number") {
+      const waits = predicted.serial_seconds * predicted.alpha;
+      found.push(parts("one strand, predicted", predicted.serial_seconds, null, waits, 0, waits));
+    }
+  }
+  return found;
+}
+
+function parts(name, step, compute, exposed, slowdown, communication) {
+  const waits = exposed ?? 0;
+  const computes = Math.min(compute ?? step - waits, step - waits);
+  const slow = Math.max(0, Math.min(slowdown ?? 0, computes));
+  return { name, step, communication, waits, slow, computes: computes - slow, idle: Math.max(0, step - computes - waits), hidden: Math.max(0, (communication ?? 0) - waits) };
+}
+
+function budget(run) {
+  const box = byId("budget");
+  const found = rows(run);
+  if (!found.length) {
+    box.replaceChildren();
+    return;
+  }
+  const colours = theme.colours;
+  const wide = Math.max(320, box.clientWidth);
+  const left = wide < 600 ? 84 : 190;
+  const most = Math.max(...found.map((row) => Math.max(row.step, row.communication ?? 0)));
+  const scale = (wide - left - 70) / most;
+  const tall = 50;
+  const height = found.length * tall + 26;
+  const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, height, role: "img", "aria-label": found.map(spoken).join(" ") });
+  picture.append(hatch());
+  found.forEach((row, place) => {
+    const y = place * tall;
+    picture.append(svg("text", { x: left - 10, y: y + 17, "text-anchor": "end", fill: colours.ink, "font-size": 13, "font-weight": place ? 400 : 600, text: row.name }));
+    picture.append(svg("text", { x: left - 10, y: y + 34, "text-anchor": "end", fill: colours.quiet, "font-size": 11, text: "communication" }));
+    segments(picture, left, y + 4, 20, scale, [
+      [row.computes, colours.compute, "computes", "#ffffff"], [row.slow, colours.slow, "slowdown", "#ffffff"],
+      [row.waits, "url(#hatch)", "waits", "#ffffff"], [row.idle, colours.idle, "idle", colours.ink],
+    ]);
+    picture.append(svg("text", { x: left + row.step * scale + 8, y: y + 18, fill: colours.ink, "font-size": 13, text: seconds(row.step) }));
+    const waitsAt = (row.computes + row.slow) * scale;
+    const hiddenAt = Math.max(0, waitsAt - row.hidden * scale);
+    segments(picture, left + hiddenAt, y + 27, 10, scale, [[row.hidden, colours.hidden, "", ""], [row.waits, "url(#hatch)", "", ""]]);
+  });
+  picture.append(key(left, height - 12, wide));
+  box.replaceChildren(picture);
+}
+
+function spoken(row) {
+  return `${row.name}: step ${seconds(row.step)}, computes ${seconds(row.computes + row.slow)}, waits ${seconds(row.waits)}, idle ${seconds(row.idle)}, hidden communication ${seconds(row.hidden)}.`;
+}
+
+function hatch() {
+  const colours = theme.colours;
+  const pattern = svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
+  pattern.append(svg("rect", { width: 7, height: 7, fill: colours.hurt }), svg("rect", { width: 2, height: 7, fill: colours.hurtStripe }));
+  return svg("defs", {}, pattern);
+}
+
+function segments(picture, x, y, height, scale, found) {
+  for (const [value, fill, name, ink] of found) {
+    const wide = value * scale;
+    if (wide < 0.3) continue;
+    const box = svg("rect", { x, y, width: Math.max(0.5, wide - 1), height, fill });
+    box.append(svg("title", { text: `${name || "communication"}: ${seconds(value)}` }));
+    picture.append(box);
+    const label = `${name} ${seconds(value)}`;
+    if (name && wide > label.length * 6.6 + 8) {
+      const text = { x: x + 6, y: y + height / 2 + 4, "font-size": 12, fill: ink, text: label };
+      if (name === "waits") Object.assign(text, { stroke: theme.colours.hurt, "stroke-width": 4, "paint-order": "stroke", "font-weight": 600 });
+      picture.append(svg("text", text));
+    }
+    x += wide;
+  }
+}
+
+function key(left, y, wide) {
+  const colours = theme.colours;
+  const group = svg("g", { "font-size": 12 });
+  let x = wide < 700 ? 4 : left;
+  const names = wide < 700
+    ? [["computes", colours.compute], ["slower", colours.slow], ["waits", "url(#hatch)"], ["idle", colours.idle], ["hidden", colours.hidden]]
+    : [["computes", colours.compute], ["computes slower, because of overlap", colours.slow], ["waits for communication", "url(#hatch)"], ["nothing runs", colours.idle], ["communication, hidden", colours.hidden]];
+  for (const [name, fill] of names) {
+    group.append(svg("rect", { x, y: y - 9, width: 14, height: 11, fill }), svg("text", { x: x + 19, y, fill: colours.quiet, text: name }));
+    x += 19 + name.length * 6.4 + 16;
+  }
+  return group;
+}
+
+/** Running, finished or silent, from what the run wrote last. */
+export function status(run) {
+  const kinds = ["started", "restarted", "resized", "replanned", "finished", "failed"];
+  const last = run.events.findLast((event) => kinds.includes(event.kind));
+  const time = run.columns.time?.at(-1) ?? last?.time ?? null;
+  const age = typeof time === "number" && time > 0 ? Date.now() / 1000 - time : null;
+  const slowest = Math.max(...(run.columns.seconds ?? []).slice(-20).filter((one) => typeof one === "number"), 1);
+  if (last?.kind === "failed") return { name: "failed", kind: "failed", age };
+  const complete = run.state?.report?.complete;
+  if (last?.kind === "finished" || (!last && complete !== undefined)) {
+    return { name: complete === false ? "stopped early" : "finished", kind: "finished", age };
+  }
+  if (age !== null && age > Math.max(60, 8 * slowest)) return { name: "silent", kind: "silent", age };
+  return { name: run.columns.step.length ? "running" : "starting", kind: "running", age };
+}
+
+export function drawHeader(run) {
+  const name = run.state?.name ?? "Braid";
+  byId("name").textContent = name;
+  document.title = `${name} · Braid`;
+  const { name: text, kind, age } = status(run);
+  const pill = byId("status");
+  pill.textContent = run.connected ? text : "no connection to the server";
+  pill.className = `pill ${run.connected ? kind : "silent"}`;
+  const done = run.columns.step.at(-1);
+  const layout = run.state?.layout;
+  const facts = [];
+  if (done) facts.push(`step ${done}${run.state?.steps ? ` of ${run.state.steps}` : ""}`);
+  if (age !== null) facts.push(`last step ended ${ago(age)}`);
+  const ranks = run.state?.cluster.ranks.length;
+  if (ranks) facts.push(`${ranks} rank${ranks > 1 ? "s" : ""}`);
+  if (layout) facts.push(Object.entries(layout).filter(([, degree]) => degree > 1).map(([axis, degree]) => `${axis} ${degree}`).join(" × "));
+  if (run.state?.schedule) facts.push(`schedule ${run.state.schedule.name}`);
+  byId("progress").textContent = facts.filter(Boolean).join(" · ");
+}
+
+function alerts(run) {
+  const found = [...(run.state?.trouble ?? [])];
+  const slow = run.ranks?.stragglers ?? [];
+  if (slow.length) found.push(`⚠ ${slow.length > 1 ? "Slow ranks" : "Slow rank"}: ${slow.slice(0, 6).map((one) => `${one.rank} (${one.times.toFixed(2)} × its stage's median compute time)`).join(", ")}${slow.length > 6 ? ` and ${slow.length - 6} more` : ""}. All others wait for the slowest.`);
+  const line = run.ranks?.line;
+  const dropped = (line?.dropped_spans ?? []).reduce((sum, one) => sum + one, 0);
+  if (dropped) found.push(`${dropped} spans were dropped by ranks that could not keep up; the timeline has gaps.`);
+  const every = Math.max(1, ...(line?.sampled_every ?? [1]));
+  if (every > 1) found.push(`Spans of one step in ${every} are recorded.`);
+  for (const event of run.events.filter((one) => ["failed", "telemetry"].includes(one.kind)).slice(-3)) found.push(`${event.kind} at step ${event.step}: ${event.text}`);
+  if (run.columns.step.length && run.columns.loss.at(-1) === null) found.push("The loss is not a number.");
+  byId("alerts").replaceChildren(...found.map((text) => el("li", { text })));
+}

@@ -1,0 +1,91 @@
+// Colours of what is drawn. Blue and amber stand apart in every kind of colour vision, forward and backward by
+// lightness; what hurts is red and striped.
+
+const LIGHT = {
+  ink: "#16202b", quiet: "#566270", line: "#d9dee5", card: "#ffffff", row: "#f3f5f8",
+  strands: [
+    ["#9aa5b1", "#9aa5b1", "#7d8894"],
+    ["#3a9bdc", "#5fb3e8", "#00568a"],
+    ["#e0a21b", "#f5c451", "#a86700"],
+  ],
+  hurt: "#c2003b", hurtStripe: "#ff9db8", wash: "rgba(194,0,59,0.13)",
+  hidden: "#00856a", compute: "#5b7590", slow: "#7b4fa3", idle: "#d5dae1", other: "#5b6875",
+  lines: ["#0072b2", "#a86700", "#7b4fa3", "#00856a"], select: "#000000",
+  block: "#8b97a4", paired: "#3d4853",
+};
+const DARK = {
+  ink: "#e8edf2", quiet: "#9fb0c0", line: "#2c3743", card: "#171e26", row: "#1d2630",
+  strands: [
+    ["#75818e", "#75818e", "#596572"],
+    ["#4aa8e0", "#7cc7f5", "#1f6fa8"],
+    ["#e0a630", "#ffd071", "#a87010"],
+  ],
+  hurt: "#ff3d71", hurtStripe: "#7d0026", wash: "rgba(255,61,113,0.20)",
+  hidden: "#2fbf9f", compute: "#6f8aa6", slow: "#b48be0", idle: "#36414d", other: "#8a98a6",
+  lines: ["#4fb0ea", "#f2b134", "#b48be0", "#2fbf9f"], select: "#ffffff",
+  block: "#6b7885", paired: "#c3ced9",
+};
+
+export const theme = { dark: false, colours: LIGHT };
+
+function apply(dark) {
+  theme.dark = dark;
+  theme.colours = dark ? DARK : LIGHT;
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+}
+
+function remembered() {
+  try {
+    return localStorage.getItem("braid-theme");
+  } catch {
+    return null;
+  }
+}
+
+export function toggleTheme() {
+  apply(!theme.dark);
+  try {
+    localStorage.setItem("braid-theme", theme.dark ? "dark" : "light");
+  } catch {
+    // Without storage the choice lasts as long as the page.
+  }
+}
+
+const system = window.matchMedia("(prefers-color-scheme: dark)");
+const wish = new URLSearchParams(location.search).get("theme") ?? remembered();
+apply(wish ? wish === "dark" : system.matches);
+
+/** Diagonal stripes, as a pattern for a context. */
+export function stripes(context) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8;
+  const brush = tile.getContext("2d");
+  brush.fillStyle = theme.colours.hurt;
+  brush.fillRect(0, 0, 8, 8);
+  brush.strokeStyle = theme.colours.hurtStripe;
+  brush.lineWidth = 2;
+  for (const shift of [-8, 0, 8]) {
+    brush.beginPath();
+    brush.moveTo(shift - 1, 9);
+    brush.lineTo(shift + 9, -1);
+    brush.stroke();
+  }
+  return context.createPattern(tile, "repeat");
+}
+
+/** A key to colours: [name, colour or "stripes", ...]. */
+export function legend(box, entries) {
+  box.replaceChildren(...entries.map(([name, ...paints]) => {
+    const canvas = document.createElement("canvas");
+    canvas.width = 52;
+    canvas.height = 24;
+    const brush = canvas.getContext("2d");
+    paints.forEach((paint, place) => {
+      brush.fillStyle = paint === "stripes" ? stripes(brush) : paint;
+      brush.fillRect((52 * place) / paints.length, 0, 52 / paints.length, 24);
+    });
+    const entry = document.createElement("span");
+    entry.append(canvas, name);
+    return entry;
+  }));
+}

@@ -1,0 +1,464 @@
+// The timeline: three lanes per rank, drawn on a canvas. Only rows in view are drawn, and of spans that share a
+// pixel one rectangle; so the number of ranks and of operators hardly matters.
+
+import { hideTip, nanoseconds, showTip, surface, ticks } from "./dom.js";
+import { describeSpan, exposedAt, firstReaching, LANES, lastEnd, numberRows, spanAt, spoken } from "./spans.js";
+import { stripes, theme } from "./theme.js";
+
+const GUTTER = 176;
+const AXIS = 22;
+const STRIP = 7;
+const SIZES = [3, 5, 8, 12, 16, 22, 30];
+
+export class Timeline {
+  constructor(canvas, run, { redraw, read, stepChanged }) {
+    Object.assign(this, { canvas, run, redraw, read, stepChanged });
+    this.chosen = null; // a step; null: follow the newest
+    this.count = 1;
+    this.view = null; // [from, to] in nanoseconds; null: everything
+    this.scroll = 0;
+    this.size = null; // of a lane, as a place in SIZES; null: what suits the number of ranks
+    this.picked = null;
+    this._listen();
+  }
+
+  get step() {
+    return this.chosen ?? this.run.traced.at(-1) ?? null;
+  }
+
+  /** Go to a step; past the newest one means to follow. */
+  choose(step) {
+    const [first, last] = [this.run.traced[0], this.run.traced.at(-1)];
+    if (last === undefined) return;
+    this.chosen = step === null || step > last ? null : Math.max(first, step);
+    this.picked = null;
+    this.stepChanged();
+    this.redraw();
+  }
+
+  show(count) {
+    this.count = count;
+    this.view = null;
+    this.redraw();
+  }
+
+  get rankCount() {
+    return Math.max(1, this.run.state?.cluster.ranks.length || 0, this.run.ranks?.line?.seconds?.length || 0);
+  }
+
+  get lane() {
+    const count = this.rankCount;
+    return SIZES[this.size ?? (count <= 2 ? 5 : count <= 4 ? 4 : count <= 16 ? 3 : 2)];
+  }
+
+  get row() {
+    return 3 * this.lane + STRIP + (this.lane >= 8 ? 10 : 4);
+  }
+
+  get height() {
+    const most = Math.max(260, Math.min(620, window.innerHeight * 0.62));
+    return AXIS + Math.min(most, this.rankCount * this.row + 4);
+  }
+
+  resize(by) {
+    const now = this.size ?? SIZES.indexOf(this.lane);
+    this.size = Math.max(0, Math.min(SIZES.length - 1, now + by));
+    this._scrollTo(this.scroll);
+    this.redraw();
+  }
+
+  reveal(rank) {
+    this._scrollTo(rank * this.row - 20);
+    this.redraw();
+  }
+
+  _scrollTo(place) {
+    this.scroll = Math.max(0, Math.min(this.rankCount * this.row + 4 - (this.height - AXIS), place));
+  }
+
+  /** The steps in view with the nanoseconds at which they begin; the first one is at 0. */
+  steps(rank) {
+    if (this.step === null) return [];
+    const first = Math.max(this.run.traced[0], this.step - this.count + 1);
+    const found = [];
+    for (let step = first; step <= this.step; step += 1) {
+      const data = this.run.step(step, rank);
+      if (data && !data.missing) found.push(data);
+    }
+    const origin = this._origin(first);
+    return found.map((data) => ({ data, at: origin === null ? 0 : Number(BigInt(data.begin_ns) - origin) }));
+  }
+
+  _origin(first) {
+    const data = this.run.step(first, Math.floor(this.scroll / this.row));
+    return data && !data.missing ? BigInt(data.begin_ns) : null;
+  }
+
+  draw() {
+    const { context, width, height } = surface(this.canvas, this.height);
+    const colours = theme.colours;
+    context.fillStyle = colours.card;
+    context.fillRect(0, 0, width, height);
+    this.width = width;
+    if (this.step === null) {
+      context.fillStyle = colours.quiet;
+      context.fillText("No spans yet: they come with the first step (telemetry.spans: true).", 12, 40);
+      return;
+    }
+    this._scrollTo(this.scroll);
+    const firstRank = Math.floor(this.scroll / this.row);
+    const lastRank = Math.min(this.rankCount - 1, Math.floor((this.scroll + height - AXIS) / this.row));
+    const rows = [];
+    for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
+    const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + lastEnd(data, rank)));
+    if (ends.length) this.whole = [0, Math.max(...ends) * 1.004];
+    if (!this.whole) return;
+    this._paintAxis(context, width, height);
+    context.save();
+    context.beginPath();
+    context.rect(0, AXIS, width, height - AXIS);
+    context.clip();
+    const hatch = stripes(context);
+    for (const { rank, steps } of rows) this._paintRank(context, rank, steps, hatch);
+    context.restore();
+    this._paintScrollbar(context, width, height);
+    if (!ends.length) {
+      context.fillStyle = colours.quiet;
+      context.fillText("loading …", GUTTER + 12, 40);
+    }
+  }
+
+  get range() {
+    return this.view ?? this.whole;
+  }
+
+  x(time) {
+    const [from, to] = this.range;
+    return GUTTER + ((time - from) / (to - from)) * (this.width - GUTTER - 10);
+  }
+
+  time(x) {
+    const [from, to] = this.range;
+    return from + ((x - GUTTER) / (this.width - GUTTER - 10)) * (to - from);
+  }
+
+  _paintAxis(context, width, height) {
+    const colours = theme.colours;
+    const [from, to] = this.range;
+    context.strokeStyle = colours.line;
+    context.fillStyle = colours.quiet;
+    context.textAlign = "center";
+    for (const value of ticks(from / 1e9, to / 1e9, (width - GUTTER) / 110)) {
+      const x = Math.round(this.x(value * 1e9)) + 0.5;
+      if (x < GUTTER || x > width) continue;
+      context.beginPath();
+      context.moveTo(x, AXIS - 5);
+      context.lineTo(x, height);
+      context.stroke();
+      context.fillText(nanoseconds(value * 1e9), Math.min(x, width - 24), 8);
+    }
+    context.textAlign = "left";
+    context.fillText(this.count > 1 ? `steps ${Math.max(this.run.traced[0], this.step - this.count + 1)} to ${this.step}` : `step ${this.step}`, 8, 8);
+  }
+
+  _paintRank(context, rank, steps, hatch) {
+    const colours = theme.colours;
+    const { lane, row } = this;
+    const top = AXIS + rank * row - this.scroll;
+    context.fillStyle = rank % 2 ? colours.card : colours.row;
+    context.globalAlpha = 0.7;
+    context.fillRect(0, top, this.width, row);
+    context.globalAlpha = 1;
+    this._paintGutter(context, rank, steps, top);
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, top, this.width - GUTTER, row);
+    context.clip();
+    for (const { data, at } of steps) {
+      const own = data.ranks.get(rank);
+      if (!own) continue;
+      this._paintExposed(context, data, own, at, top, hatch);
+      own.lanes.forEach((spans, number) => this._paintLane(context, data, spans, at, top + 3 + number * lane));
+      if (this.lane >= 8) this._paintBlocks(context, data, own, at, top);
+      if (this.count > 1) {
+        context.fillStyle = colours.quiet;
+        context.fillRect(Math.round(this.x(at)), top, 1, row);
+      }
+    }
+    context.restore();
+  }
+
+  _paintGutter(context, rank, steps, top) {
+    const colours = theme.colours;
+    const { lane } = this;
+    const middle = top + (3 * lane) / 2 + 3;
+    const place = this.run.state?.cluster.ranks[rank];
+    const numbers = steps.at(-1)?.data.ranks.get(rank)?.numbers;
+    const slow = this.run.ranks?.stragglers.some((one) => one.rank === rank);
+    context.fillStyle = slow ? colours.hurt : colours.ink;
+    context.fillText(`${slow ? "⚠ " : ""}rank ${rank}`, 8, lane >= 8 ? top + 11 : middle);
+    context.fillStyle = colours.quiet;
+    if (lane >= 8) {
+      const hidden = numbers && numbers.communication_ns ? `${Math.round((100 * numbers.hidden_ns) / numbers.communication_ns)} % hidden` : "";
+      context.fillText(hidden, 8, top + 25);
+      if (lane >= 12 && place?.place.pp !== undefined) context.fillText(`stage ${place.place.pp}`, 8, top + 39);
+    }
+    if (lane >= 8) {
+      context.textAlign = "right";
+      const font = context.font;
+      if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
+      LANES.forEach((name, number) => context.fillText(name, GUTTER - 8, top + 3 + (number + 0.5) * lane));
+      if (lane >= 12) {
+        context.fillStyle = colours.hurt;
+        context.fillText("waits", GUTTER - 8, top + 3 + 3 * lane + STRIP / 2 + 1);
+      }
+      context.font = font;
+      context.textAlign = "left";
+    }
+  }
+
+  _paintLane(context, data, { spans, reached }, at, top) {
+    const { start, end, strand, direction, label } = data.columns;
+    const height = this.lane - 1;
+    const [from, to] = this.range;
+    const scale = (this.width - GUTTER - 10) / (to - from);
+    const colours = theme.colours.strands;
+    const named = this.lane >= 12;
+    let place = firstReaching(reached, from - at);
+    let covered = -Infinity; // pixels up to here have their rectangle
+    for (; place < spans.length; place += 1) {
+      const span = spans[place];
+      const begin = start[span] + at;
+      if (begin > to) break;
+      const left = GUTTER + (begin - from) * scale;
+      const right = GUTTER + (end[span] + at - from) * scale;
+      if (right - left < 1) {
+        const pixel = Math.floor(left);
+        if (pixel <= covered) continue;
+        covered = pixel;
+        context.fillStyle = colours[strand[span]][direction[span]];
+        context.fillRect(pixel, top, 1, height);
+        continue;
+      }
+      const x = Math.max(left, GUTTER - 2);
+      const wide = Math.min(right, this.width) - x;
+      context.fillStyle = colours[strand[span]][direction[span]];
+      context.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, height);
+      covered = Math.floor(right) - 1;
+      if (named && wide > 26) this._name(context, data.labels[label[span]].operator, strand[span], direction[span], x, top, wide, height);
+      if (this.picked && this.picked.span === span && this.picked.data === data) {
+        context.strokeStyle = theme.colours.select;
+        context.lineWidth = 2;
+        context.strokeRect(x + 1, top + 1, Math.max(2, wide - 2), height - 2);
+        context.lineWidth = 1;
+      }
+    }
+  }
+
+  _name(context, name, strand, direction, x, top, wide, height) {
+    const most = Math.floor((wide - 6) / 6);
+    if (most < 3) return;
+    context.fillStyle = strand === 2 ? (direction === 2 ? "#ffffff" : "#201500") : direction === 2 ? "#ffffff" : "#001a2b";
+    context.fillText(name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5);
+  }
+
+  _paintExposed(context, data, own, at, top, hatch) {
+    const { exposed_start: start, exposed_end: end } = data.columns;
+    const [from, to] = this.range;
+    const scale = (this.width - GUTTER - 10) / (to - from);
+    const { lane } = this;
+    let covered = -Infinity;
+    for (let place = own.exposed[0]; place < own.exposed[0] + own.exposed[1]; place += 1) {
+      if (end[place] + at < from || start[place] + at > to) continue;
+      const left = GUTTER + (start[place] + at - from) * scale;
+      const right = GUTTER + (end[place] + at - from) * scale;
+      if (right - left < 1 && Math.floor(left) <= covered) continue;
+      covered = Math.floor(right);
+      const wide = Math.max(1, right - left);
+      context.fillStyle = theme.colours.wash;
+      context.fillRect(left, top + 3, wide, 3 * lane);
+      context.fillStyle = wide < 4 ? theme.colours.hurt : hatch;
+      context.fillRect(left, top + 3 + 3 * lane, wide, STRIP);
+    }
+  }
+
+  _paintBlocks(context, data, own, at, top) {
+    const { block_start: start, block_end: end, block_kind: kind } = data.columns;
+    for (let place = own.blocks[0]; place < own.blocks[0] + own.blocks[1]; place += 1) {
+      const left = this.x(start[place] + at);
+      const right = this.x(end[place] + at);
+      if (right < GUTTER || left > this.width) continue;
+      context.fillStyle = kind[place] === 2 ? theme.colours.paired : theme.colours.block;
+      context.fillRect(left, top + 0.5, Math.max(1, right - left - 1), kind[place] === 2 ? 2 : 1);
+    }
+  }
+
+  _paintScrollbar(context, width, height) {
+    const all = this.rankCount * this.row + 4;
+    const seen = height - AXIS;
+    if (all <= seen + 1) return;
+    context.fillStyle = theme.colours.line;
+    context.fillRect(width - 8, AXIS, 8, seen);
+    context.fillStyle = theme.colours.quiet;
+    context.fillRect(width - 7, AXIS + (this.scroll / all) * seen, 6, Math.max(16, (seen / all) * seen));
+  }
+
+  /** What lies at a place of the canvas. */
+  hit(x, y) {
+    if (this.step === null || !this.whole || y < AXIS) return null;
+    const rank = Math.floor((y - AXIS + this.scroll) / this.row);
+    if (rank < 0 || rank >= this.rankCount) return null;
+    const steps = this.steps(rank);
+    if (x < GUTTER) return { rank, steps };
+    const lane = Math.floor((y - AXIS + this.scroll - rank * this.row - 3) / this.lane);
+    const time = this.time(x);
+    const slack = (this.time(x + 1) - time) * 0.75;
+    for (const { data, at } of steps) {
+      const own = data.ranks.get(rank);
+      if (!own) continue;
+      if (lane >= 0 && lane < 3) {
+        const span = spanAt(data, own.lanes[lane], time - at, slack);
+        if (span !== null) return { rank, data, span, at };
+      }
+      const waits = exposedAt(data, own, time - at, slack);
+      if (waits !== null) return { rank, data, waits };
+    }
+    return null;
+  }
+
+  /** Title and rows about what was hit, for the tip and for reading out. */
+  describe(found) {
+    if (found.waits !== undefined) {
+      const { exposed_start: start, exposed_end: end } = found.data.columns;
+      return [`rank ${found.rank} waits for communication`, `${nanoseconds(end[found.waits] - start[found.waits])} in which a transfer is under way and nothing is computed`];
+    }
+    if (found.span === undefined) {
+      const rows = [`rank ${found.rank}`];
+      const place = this.run.state?.cluster.ranks[found.rank];
+      if (place) rows.push(["node", place.node], ["place", Object.entries(place.place).map(([axis, at]) => `${axis} ${at}`).join(", ")]);
+      for (const { data } of found.steps.slice(-1)) rows.push(...numberRows(data.ranks.get(found.rank)));
+      return rows;
+    }
+    return describeSpan(found);
+  }
+
+  /** The operator before or after the picked one, on the same rank and lane. */
+  pick(by) {
+    const rank = this.picked?.rank ?? Math.ceil(this.scroll / this.row);
+    const steps = this.steps(rank);
+    if (!steps.length) return;
+    let next = null;
+    if (this.picked) {
+      const { data, span, at } = this.picked;
+      const lane = data.ranks.get(rank).lanes[data.columns.lane[span]].spans;
+      const place = lane.indexOf(span) + by;
+      if (place >= 0 && place < lane.length) next = { rank, data, at, span: lane[place] };
+    } else {
+      const { data, at } = steps.at(-1);
+      const lane = data.ranks.get(rank)?.lanes[0];
+      const place = lane ? firstReaching(lane.reached, this.range[0] - at) : 0;
+      if (lane && place < lane.spans.length) next = { rank, data, at, span: lane.spans[place] };
+    }
+    if (!next) return;
+    this.picked = next;
+    const begin = next.data.columns.start[next.span] + next.at;
+    const end = next.data.columns.end[next.span] + next.at;
+    const [from, to] = this.range;
+    if (begin < from || end > to) this._look(begin - (to - from) / 2, begin + (to - from) / 2);
+    this.read(spoken(this.describe(next)));
+    this.redraw();
+  }
+
+  zoom(factor, around = (this.range[0] + this.range[1]) / 2) {
+    if (!this.whole) return;
+    const [from, to] = this.range;
+    this._look(around - (around - from) * factor, around + (to - around) * factor);
+  }
+
+  pan(share) {
+    if (!this.whole) return;
+    const [from, to] = this.range;
+    this._look(from + share * (to - from), to + share * (to - from));
+  }
+
+  fit() {
+    this.view = null;
+    this.redraw();
+  }
+
+  _look(from, to) {
+    const [low, high] = this.whole;
+    const wide = Math.max(200, Math.min(high - low, to - from));
+    const begin = Math.max(low, Math.min(high - wide, from + (to - from - wide) / 2));
+    this.view = wide >= high - low ? null : [begin, begin + wide];
+    this.redraw();
+  }
+
+  _listen() {
+    const { canvas } = this;
+    let held = null;
+    canvas.addEventListener("pointerdown", (event) => {
+      held = { x: event.clientX, y: event.clientY, moved: false };
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (held && this.whole) {
+        const [dx, dy] = [event.clientX - held.x, event.clientY - held.y];
+        if (!held.moved && Math.hypot(dx, dy) < 4) return;
+        Object.assign(held, { x: event.clientX, y: event.clientY, moved: true });
+        canvas.classList.add("held");
+        hideTip();
+        this._scrollTo(this.scroll - dy);
+        this.pan(-dx / (this.width - GUTTER - 10));
+        this.redraw();
+        return;
+      }
+      const found = this.hit(event.offsetX, event.offsetY);
+      if (found) showTip(event.clientX, event.clientY, this.describe(found));
+      else hideTip();
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      canvas.classList.remove("held");
+      if (held && !held.moved) {
+        const found = this.hit(event.offsetX, event.offsetY);
+        this.picked = found?.span !== undefined ? found : null;
+        this.read(found ? spoken(this.describe(found)) : "");
+        this.redraw();
+      }
+      held = null;
+    });
+    canvas.addEventListener("pointerleave", hideTip);
+    canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.time(event.offsetX)));
+    canvas.addEventListener("wheel", (event) => this._wheel(event), { passive: false });
+    canvas.addEventListener("keydown", (event) => this._key(event));
+  }
+
+  _wheel(event) {
+    if (!this.whole) return;
+    if (event.ctrlKey || event.metaKey) {
+      event.preventDefault();
+      this.zoom(Math.exp(Math.sign(event.deltaY) * Math.min(60, Math.abs(event.deltaY)) * 0.006), this.time(event.offsetX));
+    } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      event.preventDefault();
+      this.pan((event.deltaX || event.deltaY) / 900);
+    } else {
+      const before = this.scroll;
+      this._scrollTo(this.scroll + event.deltaY);
+      if (this.scroll !== before) event.preventDefault();
+      this.redraw();
+    }
+  }
+
+  _key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const page = this.height - AXIS - this.row;
+    const scrolls = { ArrowUp: -this.row, ArrowDown: this.row, PageUp: -page, PageDown: page };
+    if (event.key === "ArrowLeft") this.pan(-0.1);
+    else if (event.key === "ArrowRight") this.pan(0.1);
+    else if (event.key in scrolls) {
+      this._scrollTo(this.scroll + scrolls[event.key]);
+      this.redraw();
+    } else return;
+    event.preventDefault();
+  }
+}

@@ -1,0 +1,422 @@
+"""A run directory as views for people: what it is, its steps, its ranks, its traces; read while it grows.
+
+Nothing is read but the files of a run that are known by name; what is missing is left out, what is damaged
+is named in ``trouble``. Steps count from 1 here, as in ``metrics.jsonl``; in traces they count from 0.
+"""
+
+import threading
+import time
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+import yaml
+
+from braid.dashboards import plan_view
+from braid.dashboards.run_files import (
+    GrowingLines,
+    NotReadableError,
+    file_facts,
+    finite,
+    read_json,
+    read_text,
+)
+from braid.dashboards.timeline_view import (
+    Durations,
+    first_begin,
+    packed_step,
+    predicted_durations,
+    trace_of_spans,
+)
+from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.compare_traces import read_trace
+from braid.scheduling.operators import Stream
+from braid.scheduling.spec import AXES, ParallelLayout
+from braid.scheduling.trace import Span, length_ns, merge
+
+DESCRIPTIONS: Final = (
+    "config.yaml",
+    "model.json",
+    "cluster.json",
+    "schedule.txt",
+    "profile.json",
+    "plan.yaml",
+    "predicted.json",
+    "report.json",
+    "trace/predicted.json",
+    "trace/measured.json",
+)
+COLUMNS: Final = (
+    "step",
+    "time",
+    "seconds",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "lr",
+    "validation_bits_per_byte",
+    "mfu",
+    "communication_seconds",
+    "exposed_seconds",
+    "hidden_fraction",
+    "slowdown_seconds",
+    "launch_gap_seconds",
+    "bubble_seconds",
+    "generation",
+)
+RANKS_AT_ONCE: Final = 16
+"""Ranks in one answer with a timeline."""
+
+_RANK_LINES: Final = 128
+_CACHED_BYTES: Final = 192 << 20
+_RANKS_TAIL_BYTES: Final = 64 << 20
+_SPAN_STEPS: Final = (4, 32)
+"""Fewest and most steps of spans that are kept in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that computes longer than its stage's others."""
+
+    rank: int
+    stage: int
+    times: float
+    """Its compute time over the median of its stage."""
+
+
+def stragglers(
+    lines: Sequence[Mapping[str, Any]], stages: Sequence[int], *, times: float = 1.2, last: int = 20
+) -> list[Straggler]:
+    """Ranks whose compute takes more than ``times`` the median of their stage over the ``last`` steps.
+
+    lines: of ``ranks.jsonl``; stages: the pipeline stage of every rank. A rank counts with its median over
+    the steps, so that one slow step names nobody. The slowest come first.
+    """
+    recent = [_numbers(line, "compute_seconds") for line in lines[-last:]]
+    recent = [row for row in recent if len(row) == len(stages)]
+    if not stages or not recent:
+        return []
+    own = [median(values) for values in zip(*recent, strict=True)]
+    found = []
+    for stage in sorted(set(stages)):
+        members = [rank for rank, its in enumerate(stages) if its == stage]
+        usual = median(own[rank] for rank in members)
+        found += [
+            Straggler(rank=rank, stage=stage, times=own[rank] / usual)
+            for rank in members
+            if usual > 0 and own[rank] > times * usual
+        ]
+    return sorted(found, key=lambda one: -one.times)
+
+
+@dataclass
+class _Described:
+    """What does not change from step to step."""
+
+    content: dict[str, Any] = field(default_factory=dict)
+    layout: ParallelLayout | None = None
+    ranks: int = 0
+    predicted: Durations = field(default_factory=dict)
+
+
+class RunData:
+    """One run directory. All methods may be called from any thread; `refresh` first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._facts: dict[str, Any] | None = None
+        self._version = 0
+        self._described = _Described()
+        self._metrics = GrowingLines(directory / "metrics.jsonl")
+        self._ranks = GrowingLines(directory / "ranks.jsonl", most=_RANKS_TAIL_BYTES)
+        self._events = GrowingLines(directory / "events.jsonl")
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "peak_bytes")}
+        self._means: dict[str, list[Any]] = {"step": [], "compute_seconds": []}
+        self._rank_lines: deque[dict[str, Any]] = deque(maxlen=_RANK_LINES)
+        self._event_lines: list[dict[str, Any]] = []
+        self._trace = TraceFolder(directory / "trace")
+        self._trace_due = 0.0
+        self._trace_version = 0
+        self._answers: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
+
+    def check(self) -> None:
+        """`ValueError` where there is no run to show."""
+        if not self.directory.is_dir():
+            raise ValueError(f"{self.directory} is no directory; give a run's, such as runs/NAME")
+        known = ("config.yaml", "metrics.jsonl", "events.jsonl")
+        if not any(file_facts(self.directory / name) for name in known):
+            raise ValueError(
+                f"{self.directory} holds no run: none of {', '.join(known)} is there; "
+                f"give a run's directory, such as runs/NAME"
+            )
+
+    def refresh(self) -> dict[str, Any]:
+        """Read what is new; returns `versions`."""
+        with self._lock:
+            self._refresh_descriptions()
+            changed = self._refresh_metrics()
+            self._refresh_ranks()
+            anew, lines = self._events.refresh()
+            self._event_lines = lines if anew else [*self._event_lines, *lines]
+            self._refresh_trace(at_once=changed)
+            return self._versions()
+
+    def _versions(self) -> dict[str, Any]:
+        """Small numbers that change when something else does: what a page asks for anew."""
+        steps = self._columns["step"]
+        traced = self._traced()
+        return {
+            "state": self._version,
+            "metrics": [self._metrics.epoch, len(steps)],
+            "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
+            "events": [self._events.epoch, len(self._event_lines)],
+            "trace": [self._trace_version, *(traced[:1] + traced[-1:])],
+        }
+
+    def _refresh_descriptions(self) -> None:
+        facts = {name: file_facts(self.directory / name) for name in DESCRIPTIONS}
+        if facts != self._facts:
+            self._facts = facts
+            self._version += 1
+            self._described = _describe(self.directory)
+            self._answers.clear()
+
+    def _refresh_metrics(self) -> bool:
+        anew, lines = self._metrics.refresh()
+        if anew:
+            self._columns = {name: [] for name in self._columns}
+        for line in lines:
+            if isinstance(line.get("step"), int):
+                for name in COLUMNS:
+                    self._columns[name].append(line.get(name))
+                self._columns["peak_bytes"].append(max(_numbers(line, "peak_bytes"), default=None))
+        return bool(lines)
+
+    def _refresh_ranks(self) -> None:
+        anew, lines = self._ranks.refresh()
+        if anew:
+            self._rank_lines.clear()
+            self._means = {name: [] for name in self._means}
+        for line in lines:
+            if isinstance(line.get("step"), int):
+                self._rank_lines.append(line)
+                known = _numbers(line, "compute_seconds")
+                self._means["step"].append(line["step"])
+                self._means["compute_seconds"].append(fmean(known) if known else None)
+
+    def _refresh_trace(self, *, at_once: bool) -> None:
+        """Not all the time: the folder is looked through at most a twentieth of it."""
+        now = time.monotonic()
+        if now < self._trace_due and not at_once:
+            return
+        ranks = max(1, self._described.ranks)
+        self._trace.keep = min(max(1024 // ranks, _SPAN_STEPS[0]), _SPAN_STEPS[1])
+        if self._trace.refresh():
+            self._trace_version += 1
+        if not self._trace.ranks and self._columns["step"]:
+            self._take_measured()
+        self._trace_due = time.monotonic() + 20 * (time.monotonic() - now)
+
+    def _take_measured(self) -> None:
+        """Runs of before there were batches of spans have the last step as a Chrome trace."""
+        path = self.directory / "trace" / "measured.json"
+        if file_facts(path) is None:
+            return
+        try:
+            self._trace.ranks.update(trace_of_spans(read_trace(path), self._columns["step"][-1] - 1))
+        except ValueError:
+            return
+        self._trace_version += 1
+
+    def _traced(self) -> list[int]:
+        """Steps that every rank with a trace has, counted from 1; without any, those of some rank."""
+        own = [set(trace.steps) for trace in self._trace.ranks.values() if trace.steps]
+        whole = set.intersection(*own) if own else set()
+        return [step + 1 for step in sorted(whole or set().union(*own))]
+
+    def state(self) -> dict[str, Any]:
+        """What the run is: all that does not change from step to step."""
+        with self._lock:
+            return {**self._described.content, "version": self._version, "traced": self._traced()}
+
+    def metrics(self, after: int, epoch: int) -> dict[str, Any]:
+        """Columns of all steps after one; all of them if the file began anew since ``epoch``."""
+        with self._lock:
+            anew = epoch != self._metrics.epoch
+            begin = 0 if anew else bisect_left(self._columns["step"], after + 1)
+            means = 0 if anew else bisect_left(self._means["step"], after)  # it may come after its step
+            return {
+                "epoch": self._metrics.epoch,
+                "anew": anew,
+                "columns": {name: values[begin:] for name, values in self._columns.items()},
+                "ranks": {name: values[means:] for name, values in self._means.items()},
+                "events": self._event_lines[-1000:],
+            }
+
+    def ranks(self, step: int | None) -> dict[str, Any]:
+        """All ranks' numbers of a step (the newest one that is known), and who is slow."""
+        with self._lock:
+            lines = list(self._rank_lines)
+            found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
+            stages = self._stages(len(_numbers(found or {}, "seconds")))
+            slow = stragglers(lines, stages)
+            return {
+                "line": found,
+                "stages": stages,
+                "stragglers": [dict(vars(one)) for one in slow],
+                "kept": [line["step"] for line in lines[:1] + lines[-1:]],
+            }
+
+    def _stages(self, ranks: int) -> list[int]:
+        layout = self._described.layout
+        if layout is None or layout.ranks != ranks:
+            return [0] * ranks
+        return [layout.coordinate(rank)["pp"] for rank in range(ranks)]
+
+    def timeline(self, step: int, first_rank: int) -> bytes | None:
+        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`); None if no rank has spans of it."""
+        with self._lock:
+            ranks = self._trace.ranks
+            begin = first_begin(ranks.values(), step - 1)
+            if begin is None:
+                return None
+            chosen = {
+                rank: trace
+                for rank, trace in ranks.items()
+                if first_rank <= rank < first_rank + RANKS_AT_ONCE and (step - 1) in trace.steps
+            }
+            size = sum(len(part) for trace in chosen.values() for part in trace.steps[step - 1])
+            generation = max((trace.generation for trace in chosen.values()), default=0)
+            key = (step, first_rank, begin, size, generation)
+            if key not in self._answers:
+                self._answers[key] = packed_step(chosen, step - 1, begin, self._described.predicted)
+                while len(self._answers) > 1 and sum(map(len, self._answers.values())) > _CACHED_BYTES:
+                    self._answers.popitem(last=False)
+            self._answers.move_to_end(key)
+            return self._answers[key]
+
+
+def _numbers(line: Mapping[str, Any], name: str) -> list[float]:
+    """The numbers in a list of a line; none where it is something else."""
+    found = line.get(name)
+    return [one for one in found if isinstance(one, int | float)] if isinstance(found, list) else []
+
+
+def _describe(directory: Path) -> _Described:
+    """Read all descriptions; what cannot be read is told and left out."""
+    trouble: list[str] = []
+
+    def tried(read: Any, *arguments: Any) -> Any:
+        try:
+            return read(*arguments)
+        except (NotReadableError, ValueError) as error:
+            trouble.append(str(error))
+            return None
+
+    config = tried(_yaml, directory / "config.yaml")
+    found = {
+        name: tried(read_json, directory / f"{name}.json")
+        for name in ("model", "cluster", "predicted", "report")
+    }
+    schedule = tried(plan_view.read_schedule, directory)
+    profile = tried(plan_view.read_profile, directory)
+    plan = tried(plan_view.read_plan, directory)
+    layout = _layout(config)
+    cluster = _ranks(found["cluster"], layout)
+    predicted = directory / "trace" / "predicted.json"
+    spans = tried(read_trace, predicted) if file_facts(predicted) else None
+    report = found["report"] if isinstance(found["report"], dict) else {}
+    config = config if isinstance(config, dict) else {}
+    train = config.get("train")
+    content = {
+        "name": str(config.get("name") or directory.name),
+        "directory": str(directory),
+        "config": config,
+        "steps": train.get("steps") if isinstance(train, dict) else None,
+        "model": found["model"] if isinstance(found["model"], dict) else None,
+        "cluster": cluster,
+        "layout": None if layout is None else {axis: layout.degree(axis) for axis in AXES},
+        "predicted": _predicted(found["predicted"], spans),
+        "report": {
+            key: report[key] for key in ("complete", "tokens_per_s", "overlap", "layout") if key in report
+        },
+        "schedule": None if schedule is None else plan_view.schedule_view(schedule, profile),
+        "plan": None if plan is None else plan_view.plan_view(plan),
+        "effectiveness": None if profile is None else plan_view.effectiveness_view(profile),
+        "trouble": trouble,
+    }
+    return _Described(
+        content=content,
+        layout=layout,
+        ranks=len(cluster["ranks"]) or (layout.ranks if layout else 0),
+        predicted=predicted_durations(spans or ()),
+    )
+
+
+def _predicted(content: Any, spans: Sequence[Span] | None) -> dict[str, Any] | None:
+    """The simulated step's numbers, with the mean time that its ranks compute."""
+    if not isinstance(content, dict):
+        return None
+    compute: dict[int, list[tuple[int, int]]] = {}
+    for span in spans or ():
+        own = compute.setdefault(span.rank, [])
+        if span.stream is Stream.COMPUTE:
+            own.append((span.start_ns, span.end_ns))
+    busy = [length_ns(merge(own)) / 1e9 for own in compute.values()]
+    return {**content, "compute_seconds": fmean(busy) if busy else None}
+
+
+def _yaml(path: Path) -> Any:
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        return _plain(yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise NotReadableError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Containers of scalars that JSON has."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return finite(value) if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _layout(config: Any) -> ParallelLayout | None:
+    parallel = config.get("parallel") if isinstance(config, Mapping) else None
+    if not isinstance(parallel, Mapping):
+        return None
+    try:
+        pp, dp, cp, tp = (int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
+        return ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
+    except (TypeError, ValueError):
+        return None
+
+
+def _ranks(content: Any, layout: ParallelLayout | None) -> dict[str, Any]:
+    """Where every rank runs and its place in the mesh, from either form of ``cluster.json``."""
+    content = content if isinstance(content, Mapping) else {}
+    given = content.get("ranks")
+    if isinstance(given, list):
+        rows = [row if isinstance(row, Mapping) else {} for row in given]
+    else:
+        rows = _zipped(content.get("addresses") or (), content.get("processes") or ())
+    ranks = []
+    for rank, row in enumerate(rows):
+        place = layout.coordinate(rank) if layout is not None and layout.ranks == len(rows) else {}
+        address = str(row.get("address") or "")
+        node = str(row.get("node") or address or "this machine")
+        ranks.append({"node": node, "address": address, "process": row.get("process"), "place": dict(place)})
+    return {"launcher": str(content.get("launcher") or ""), "ranks": ranks}
+
+
+def _zipped(addresses: Iterable[Any], processes: Iterable[Any]) -> list[Mapping[str, Any]]:
+    return [{"address": a, "process": p} for a, p in zip(list(addresses), list(processes), strict=False)]

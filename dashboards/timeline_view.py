@@ -1,0 +1,215 @@
+"""A step of a trace as columns that a page can draw: spans, blocks, exposed communication, numbers.
+
+The bytes: length of the header (little-endian, 4 bytes), the header (JSON, padded to a multiple of 8), and
+the arrays that the header names, each padded to a multiple of 8. Times are nanoseconds from ``begin_ns``.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.dashboards.trace_folder import RankTrace
+from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import KINDS, RECORD, STRANDS, Label, Records
+from braid.scheduling.trace import IntArray, OverlapNumbers, Span, overlap_numbers, union
+
+LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
+Durations = Mapping[tuple[str, int], float]
+"""Predicted nanoseconds of an operator in a layer; a backward pass has operators of other names."""
+
+
+def predicted_durations(spans: Iterable[Span]) -> dict[tuple[str, int], float]:
+    """The median duration of every operator and layer of a predicted trace."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for span in spans:
+        found.setdefault((span.operator, span.layer), []).append(span.end_ns - span.start_ns)
+    return {key: median(values) for key, values in found.items()}
+
+
+def packed_step(
+    traces: Mapping[int, RankTrace], step: int, begin_ns: int, predicted: Durations | None = None
+) -> bytes:
+    """Some ranks' spans of a step (counted from 0) as one answer."""
+    table = _Labels(predicted or {})
+    ranks: list[dict[str, Any]] = []
+    operators: list[Records] = []
+    labels: list[NDArray[np.uint32]] = []
+    blocks: list[Records] = []
+    exposed: list[IntArray] = []
+    for rank, trace in sorted(traces.items()):
+        records = trace.records(step)
+        is_block = records["kind"] != KINDS.index("operator")
+        own, own_blocks = records[~is_block], records[is_block]
+        numbers, waits = _numbers(own, own_blocks, trace.labels)
+        ranks.append(
+            {
+                "rank": rank,
+                "spans": [sum(map(len, operators)), len(own)],
+                "blocks": [sum(map(len, blocks)), len(own_blocks)],
+                "exposed": [sum(map(len, exposed)), len(waits)],
+                "dropped": trace.dropped,
+                "damage": trace.damage,
+                "numbers": {**asdict(numbers), "exposed_ns": numbers.exposed_ns},
+            }
+        )
+        operators.append(own)
+        labels.append(table.numbers(own["label"], trace.labels))
+        blocks.append(own_blocks)
+        exposed.append(waits)
+    spans, all_blocks = _joined(operators), _joined(blocks)
+    waiting = np.concatenate([np.zeros((0, 2), np.int64), *exposed])
+    lanes = np.array([LANES.index(label.stream) for label in table.labels], np.uint8)
+    numbers_of = np.concatenate([np.zeros(0, np.uint32), *labels])
+    columns = {
+        "start": (spans["start_ns"] - begin_ns).astype("<f8"),
+        "end": (spans["end_ns"] - begin_ns).astype("<f8"),
+        "label": numbers_of.astype("<u4"),
+        "lane": lanes[numbers_of] if len(numbers_of) else np.zeros(0, np.uint8),
+        "micro_batch": spans["micro_batch"].astype("<i2"),
+        "chunk": spans["chunk"].astype("<i2"),
+        "strand": spans["strand"],
+        "direction": spans["direction"],
+        "block_start": (all_blocks["start_ns"] - begin_ns).astype("<f8"),
+        "block_end": (all_blocks["end_ns"] - begin_ns).astype("<f8"),
+        "block_kind": all_blocks["kind"],
+        "exposed_start": (waiting[:, 0] - begin_ns).astype("<f8"),
+        "exposed_end": (waiting[:, 1] - begin_ns).astype("<f8"),
+    }
+    header = {
+        "step": step + 1,
+        "begin_ns": str(begin_ns),
+        "strands": STRANDS,
+        "labels": table.rows,
+        "ranks": ranks,
+    }
+    return _packed(header, columns)
+
+
+def first_begin(traces: Iterable[RankTrace], step: int) -> int | None:
+    """When the first operator of a step began, on the wall clock; None if there is none."""
+    begins = [
+        int(records["start_ns"][records["kind"] == 0].min())
+        for trace in traces
+        for records in trace.steps.get(step, [])
+        if (records["kind"] == 0).any()
+    ]
+    return min(begins, default=None)
+
+
+def trace_of_spans(spans: Sequence[Span], step: int) -> dict[int, RankTrace]:
+    """Spans that were read from a Chrome trace, as the ranks' traces of one step; there are no blocks."""
+    traces: dict[int, RankTrace] = {}
+    known: dict[int, dict[Label, int]] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    for span in spans:
+        label = Label(
+            operator=span.operator,
+            stream=span.stream,
+            layer=span.layer,
+            bytes=span.bytes,
+            flops=span.flops,
+        )
+        numbers = known.setdefault(span.rank, {})
+        number = numbers.setdefault(label, len(numbers))
+        strand = STRANDS.index(span.strand) if span.strand in STRANDS else 0
+        rows.setdefault(span.rank, []).append(
+            (span.start_ns, span.end_ns, number, step, span.micro_batch, span.chunk, strand, 0, 0, 0)
+        )
+    for rank, found in rows.items():
+        labels = {number: label for label, number in known[rank].items()}
+        traces[rank] = RankTrace(labels=labels, steps={step: [np.array(found, RECORD)]})
+    return traces
+
+
+def _numbers(
+    operators: Records, blocks: Records, labels: Mapping[int, Label]
+) -> tuple[OverlapNumbers, IntArray]:
+    """A rank's numbers of a step, and when it waited for communication: disjoint intervals (n, 2)."""
+    computes = np.array([labels[int(n)].stream is Stream.COMPUTE for n in operators["label"]], bool)
+    compute = operators[computes]
+    solo = [labels[int(n)].solo_ns for n in compute["label"]]
+    busy, in_flight = _intervals(compute), _intervals(operators[~computes])
+    numbers = overlap_numbers(
+        busy,
+        np.array([-1 if ns is None else ns for ns in solo], np.int64),
+        in_flight,
+        _intervals(blocks),
+        blocks["kind"] == KINDS.index("paired block"),
+    )
+    return numbers, without(in_flight, busy)
+
+
+def without(some: IntArray, others: IntArray) -> IntArray:
+    """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
+    inside, outside = union(some), union(others)
+    times = np.concatenate([inside.T.ravel(), outside.T.ravel()])
+    order = np.argsort(times, kind="stable")
+    here = np.repeat([1, -1, 0, 0], [len(inside), len(inside), len(outside), len(outside)])
+    there = np.repeat([0, 0, 1, -1], [len(inside), len(inside), len(outside), len(outside)])
+    alone = (np.cumsum(here[order]) > 0) & (np.cumsum(there[order]) == 0)
+    times = times[order]
+    keep = np.flatnonzero(alone[:-1])
+    return union(np.stack([times[keep], times[keep + 1]], axis=1).reshape(-1, 2))
+
+
+def _intervals(records: Records) -> IntArray:
+    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
+
+
+def _joined(arrays: Sequence[Records]) -> Records:
+    return np.concatenate([np.zeros(0, RECORD), *arrays])
+
+
+class _Labels:
+    """All ranks' labels as one table: most are the same on all of them."""
+
+    def __init__(self, predicted: Durations) -> None:
+        self._predicted = predicted
+        self._known: dict[Label, int] = {}
+        self.labels: list[Label] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def numbers(self, own: NDArray[np.uint32], labels: Mapping[int, Label]) -> NDArray[np.uint32]:
+        """Numbers in the table for numbers of a rank."""
+        found, places = np.unique(own, return_inverse=True)
+        table = np.array([self._number(labels[int(n)]) for n in found], np.uint32)
+        return table[places] if len(found) else np.zeros(0, np.uint32)
+
+    def _number(self, label: Label) -> int:
+        number = self._known.get(label)
+        if number is None:
+            number = self._known[label] = len(self.labels)
+            self.labels.append(label)
+            self.rows.append(
+                {
+                    "operator": label.operator,
+                    "stream": label.stream.value,
+                    "layer": label.layer,
+                    "shapes": label.shapes,
+                    "bytes": label.bytes,
+                    "flops": label.flops,
+                    "solo_ns": label.solo_ns,
+                    "predicted_ns": self._predicted.get((label.operator, label.layer)),
+                }
+            )
+        return number
+
+
+def _packed(header: dict[str, Any], columns: Mapping[str, NDArray[Any]]) -> bytes:
+    place, arrays, parts = 0, [], []
+    for name, column in columns.items():
+        data = np.ascontiguousarray(column).tobytes()
+        arrays.append(
+            {"name": name, "type": column.dtype.str.lstrip("<|"), "count": len(column), "at": place}
+        )
+        parts.append(data + bytes(-len(data) % 8))
+        place += len(parts[-1])
+    text = json.dumps({**header, "arrays": arrays}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 4) % 8)
+    return struct.pack("<I", len(text)) + text + b"".join(parts)

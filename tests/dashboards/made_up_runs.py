@@ -1,0 +1,300 @@
+"""Run directories made by simulating: for tests of what is shown, at any number of ranks, without training.
+
+Everything in them says so (`SIMULATED`). One rank is simulated per pipeline stage; the others of the stage
+get its spans, every rank and step a little faster or slower.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.operators import Stream
+from braid.scheduling.plan import Setting
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.compose import Outcome, evaluate, with_schedule
+from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.schedule import Block, Direction
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.span_batches import DIRECTIONS, KINDS, RECORD, STRANDS, Batch, Label, Records
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.trace import OverlapNumbers, overlap_numbers
+
+SIMULATED = "simulated"
+BEGIN_NS = 1_750_000_000_000_000_000
+"""Of the first step, on the wall clock."""
+SHAPE = ModelShape(
+    family="llama",
+    hidden=4096,
+    ffn=11008,
+    layers=16,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    vocabulary=32000,
+    sequence=2048,
+)
+LAYOUTS = {
+    2: ParallelLayout(tp=2),
+    8: ParallelLayout(tp=2, pp=2, dp=2),
+    256: ParallelLayout(tp=8, pp=4, dp=8),
+}
+"""By number of ranks."""
+
+
+@dataclass
+class _Stage:
+    """What every rank of a stage does in a step, times from the step's begin."""
+
+    labels: list[Label]
+    records: Records
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+def outcome(ranks: int) -> Outcome:
+    """The simulated step of a layout of so many ranks on A40s, schedule ``braid``."""
+    layout = LAYOUTS[ranks]
+    micro_batches = 8 * layout.dp
+    serial = Setting(
+        model=SHAPE,
+        layout=layout,
+        workload=Workload(global_batch=micro_batches, micro_batch=1),
+    )
+    return evaluate(with_schedule(serial, "braid"), _cluster(ranks))
+
+
+def _cluster(ranks: int) -> Any:
+    spec = cluster_preset("a40", max(1, ranks // 8))
+    return spec if ranks >= spec.gpus_per_node else replace(spec, nodes=1, gpus_per_node=ranks)
+
+
+@dataclass
+class MadeUpRun:
+    """A run directory that grows by `step`; ``slow``: ranks that take 1.5 times as long."""
+
+    path: Path
+    ranks: int
+    name: str = "made-up"
+    steps: int = 20
+    slow: tuple[int, ...] = ()
+    seed: int = 0
+    begin_ns: int = BEGIN_NS
+    operator: str = ""
+    """A name to give to one operator, to see it escaped."""
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self._outcome = outcome(self.ranks)
+        self._random = np.random.default_rng(self.seed)
+        self._stages = [self._stage(stage) for stage in range(self._outcome.bench.setting.layout.pp)]
+        self._clock = self.begin_ns
+        self._describe()
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Of the run."""
+        return self._outcome.bench.setting.layout
+
+    def _describe(self) -> None:
+        made, setting = self._outcome, self._outcome.bench.setting
+        cluster = _cluster(self.ranks)
+        (self.path / "trace").mkdir(parents=True, exist_ok=True)
+        config = {
+            "name": self.name,
+            "train": {"steps": self.steps, "global_batch": setting.workload.global_batch},
+            "parallel": {axis: getattr(self.layout, axis) for axis in ("dp", "tp", "pp", "cp")},
+            "overlap": {"schedule": "braid"},
+            "note": SIMULATED,
+        }
+        nodes = [rank // cluster.gpus_per_node for rank in range(self.ranks)]
+        where = [
+            {"address": f"10.0.0.{node + 1}", "node": f"{SIMULATED}-{node:02d}", "process": 1000 + rank}
+            for rank, node in enumerate(nodes)
+        ]
+        serial = evaluate(with_schedule(setting, "megatron"), cluster).numbers
+        alpha = serial.exposed_seconds / serial.step_seconds
+        numbers = made.numbers
+        names = ("step_seconds", "hidden_fraction", "communication_seconds", "exposed_seconds")
+        names += ("slowdown_seconds", "launch_gap_seconds", "bubble_seconds")
+        predicted = {
+            "source": SIMULATED,
+            **{name: getattr(numbers, name) for name in names},
+            "serial_seconds": serial.step_seconds,
+            "alpha": alpha,
+            "limit_speedup": min(1 / alpha, 1 / (1 - alpha)) if alpha else None,
+        }
+        self._write("config.yaml", yaml.safe_dump(config))
+        self._write("model.json", json.dumps(asdict(SHAPE)))
+        self._write("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where}))
+        self._write("schedule.txt", made.simulation.job.schedule.to_text())
+        self._write("profile.json", made.bench.profile.to_json())
+        self._write("plan.yaml", plan_of(made, cluster).to_yaml())
+        self._write("predicted.json", json.dumps(predicted))
+        self._write("trace/predicted.json", chrome_trace(made.simulation.spans()))
+        self.note("started", 0, f"{self.ranks} ranks, {SIMULATED}")
+
+    def _write(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text, encoding="utf-8")
+
+    def note(self, kind: str, step: int, text: str) -> None:
+        """Add an event."""
+        line = {"time": self.begin_ns / 1e9, "kind": kind, "step": step, "generation": 1, "text": text}
+        self._append("events.jsonl", {**line, "time": getattr(self, "_clock", self.begin_ns) / 1e9})
+
+    def _append(self, name: str, content: dict[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+
+    def _stage(self, stage: int) -> _Stage:
+        simulation = self._outcome.simulation
+        rank = simulation.ranks[stage]
+        number = self.layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
+        spans = [span for span in simulation.spans() if span.rank == number]
+        found: dict[tuple[Any, ...], int] = {}
+        made = _Stage(labels=[], records=np.zeros(len(spans) + len(rank.blocks), RECORD))
+        sides = [*_sides(simulation, stage)]
+        for row, (span, (direction, solo_ns)) in enumerate(zip(spans, sides, strict=True)):
+            key = (span.operator, span.stream, span.layer, span.bytes, solo_ns)
+            if key not in found:
+                found[key] = len(made.labels)
+                name = self.operator if self.operator and not made.labels else span.operator
+                made.labels.append(
+                    Label(
+                        operator=name,
+                        stream=span.stream,
+                        layer=span.layer,
+                        bytes=span.bytes,
+                        flops=span.flops,
+                        shapes=f"({SIMULATED})",
+                        solo_ns=round(solo_ns),
+                    )
+                )
+            record = made.records[row]
+            record["start_ns"], record["end_ns"] = span.start_ns, span.end_ns
+            record["label"], record["micro_batch"], record["chunk"] = (
+                found[key],
+                span.micro_batch,
+                span.chunk,
+            )
+            strand = span.strand if direction else ""
+            record["strand"], record["direction"] = STRANDS.index(strand), direction
+        made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:]]
+        for row, run in enumerate(rank.blocks, start=len(spans)):
+            paired = run.forward is not None and run.backward is not None
+            block = run.forward or run.backward
+            assert block is not None
+            record = made.records[row]
+            record["start_ns"], record["end_ns"] = round(run.start), round(run.start + run.course.duration)
+            record["label"], record["kind"] = len(made.labels) - 2 + paired, 1 + paired
+            record["micro_batch"], record["chunk"] = block.micro_batch, block.chunk
+        return made
+
+    def step(self) -> None:
+        """Add a step: a batch of spans per rank, a line of numbers, a line of the ranks'."""
+        found: list[OverlapNumbers] = []
+        seconds: list[float] = []
+        for rank in range(self.ranks):
+            stage = self._stages[self.layout.coordinate(rank)["pp"]]
+            factor = 1.0 + 0.04 * float(self._random.random()) + (0.5 if rank in self.slow else 0.0)
+            records = stage.records.copy()
+            for name in ("start_ns", "end_ns"):
+                records[name] = self._clock + np.rint(stage.records[name] * factor).astype(np.int64)
+            records["step"] = self.done
+            found.append(rank_numbers(records, stage.labels))
+            seconds.append(float(records["end_ns"].max() - self._clock) / 1e9)
+            batch = Batch(
+                rank=rank,
+                generation=1,
+                sequence=self.done,
+                labels=() if self.done else tuple(stage.labels),
+                records=records,
+            )
+            with (self.path / "trace" / f"rank-{rank:05d}.0000.spans").open("ab") as file:
+                file.write(batch.encode())
+        self._clock += round(max(seconds) * 1e9)
+        self.done += 1
+        self._lines(found, seconds)
+
+    def _lines(self, found: list[OverlapNumbers], seconds: list[float]) -> None:
+        fields = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
+        ranks = {f"{name}_seconds": [getattr(one, f"{name}_ns") / 1e9 for one in found] for name in fields}
+        means = {name: float(np.mean(values)) for name, values in ranks.items()}
+        peaks = [memory.total_bytes for memory in self._outcome.simulation.memory()]
+        peak_bytes = [peaks[self.layout.coordinate(rank)["pp"]] for rank in range(self.ranks)]
+        setting = self._outcome.bench.setting
+        shared = {"step": self.done, "time": self._clock / 1e9}
+        loss = 2.0 + 8.4 * 0.93**self.done + 0.05 * float(self._random.random())
+        metrics = {
+            **shared,
+            "loss": loss,
+            "grad_norm": 1.0 + float(self._random.random()),
+            "lr": 3e-4,
+            "seconds": max(seconds),
+            "tokens": setting.workload.global_batch * SHAPE.sequence,
+            **{name: means[name] for name in means if name not in ("hidden_seconds", "compute_seconds")},
+            "hidden_fraction": means["hidden_seconds"] / means["communication_seconds"],
+            "peak_bytes": peak_bytes,
+            "validation_bits_per_byte": loss / 2.8 if self.done % 5 == 0 else None,
+            "generation": 1,
+            "mfu": (self._outcome.numbers.mfu or 0.0) * self._outcome.numbers.step_seconds / max(seconds),
+        }
+        nothing = [0] * self.ranks
+        lists = {"seconds": seconds, **ranks, "peak_bytes": peak_bytes, "dropped_spans": nothing}
+        self._append("ranks.jsonl", {**shared, **lists, "sampled_every": [1] * self.ranks})
+        self._append("metrics.jsonl", metrics)
+
+    def finish(self) -> None:
+        """Write what a complete run ends with."""
+        self.note("finished", self.done, "complete")
+        self._write("report.json", json.dumps({"complete": True}))
+
+
+def rank_numbers(records: Records, labels: list[Label]) -> OverlapNumbers:
+    """What overlap came to in one rank's records of a step."""
+    operators, blocks = records[records["kind"] == 0], records[records["kind"] > 0]
+    computes = np.array([label.stream is Stream.COMPUTE for label in labels])[operators["label"]]
+    solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in labels], np.int64)
+    compute = operators[computes]
+    return overlap_numbers(
+        _ends(compute),
+        solo[compute["label"]],
+        _ends(operators[~computes]),
+        _ends(blocks),
+        blocks["kind"] == KINDS.index("paired block"),
+    )
+
+
+def _ends(records: Records) -> NDArray[np.int64]:
+    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
+
+
+def _sides(simulation: Simulation, stage: int) -> Iterator[tuple[int, float]]:
+    """Direction and solo time of every span of a stage, in the order of `Simulation.spans`."""
+    rank = simulation.ranks[stage]
+    for executed in rank.executed:
+        yield 0, executed.task.solo_ns
+    before: Block | None = None
+    for run in rank.blocks:
+        for executed in run.course.executed:
+            assert executed.place is not None
+            block = run.forward if executed.place.forward else run.backward
+            block = before if executed.place.before else block
+            assert block is not None
+            name = "forward" if block.direction is Direction.FORWARD else "backward"
+            yield DIRECTIONS.index(name), executed.task.solo_ns
+        before = run.backward
+
+
+def made_up(path: Path, ranks: int, steps: int, **options: Any) -> MadeUpRun:
+    """A finished made-up run of so many steps."""
+    run = MadeUpRun(path, ranks, steps=steps, **options)
+    for _ in range(steps):
+        run.step()
+    run.finish()
+    return run

@@ -1,0 +1,269 @@
+"""What is read of a run: steps, ranks, traces; while files grow, begin anew, are damaged or are missing."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from braid.dashboards.run_data import RunData, stragglers
+from braid.dashboards.timeline_view import without
+from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.trace import communication, intervals, length_ns, merge
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
+
+
+def unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Header and columns of a timeline."""
+    (length,) = struct.unpack_from("<I", body)
+    header = json.loads(body[4 : 4 + length])
+    columns = {
+        one["name"]: np.frombuffer(body, f"<{one['type']}", one["count"], 4 + length + one["at"])
+        for one in header["arrays"]
+    }
+    return header, columns
+
+
+def read(directory: Path) -> RunData:
+    """A run that was read once."""
+    data = RunData(directory)
+    data.check()
+    data.refresh()
+    return data
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 8 ranks and 4 steps, of which rank 3 is slow."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    made_up(path, 8, 4, slow=(3,))
+    return path
+
+
+def test_a_slow_rank_is_named(finished: Path) -> None:
+    ranks = read(finished).ranks(None)
+    assert [one["rank"] for one in ranks["stragglers"]] == [3]
+    assert ranks["line"]["step"] == 4
+    assert ranks["stages"] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_stragglers_are_judged_within_their_stage() -> None:
+    """Stages may differ by any factor; one slow step is none; the slowest come first."""
+    usual = [1.0, 1.1, 1.0, 3.0, 3.1, 3.0]
+    stages = [0, 0, 0, 1, 1, 1]
+    lines = [{"compute_seconds": usual} for _ in range(20)]
+    assert stragglers(lines, stages) == []
+    lines[-1] = {"compute_seconds": [9.0, *usual[1:]]}
+    assert stragglers(lines, stages) == []
+    slow = [{"compute_seconds": [1.3, 1.0, 1.0, 3.0, 3.0, 4.5]} for _ in range(20)]
+    assert [(one.rank, one.stage, round(one.times, 3)) for one in stragglers(slow, stages)] == [
+        (5, 1, 1.5),
+        (0, 0, 1.3),
+    ]
+    assert stragglers([*slow, *lines[:20]], stages) == [], "only the last steps count"
+
+
+def test_stragglers_without_numbers() -> None:
+    assert stragglers([], [0, 0]) == []
+    assert stragglers([{"compute_seconds": None}, {"step": 3}, {"compute_seconds": [1.0]}], [0, 0]) == []
+
+
+def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
+    data = read(finished)
+    lines = [json.loads(line) for line in (finished / "ranks.jsonl").read_text().splitlines()]
+    folder = TraceFolder(finished / "trace")
+    folder.refresh()
+    for step in (1, 4):
+        body = data.timeline(step, 0)
+        assert body is not None
+        header, columns = unpacked(body)
+        spans = folder.spans(step - 1)
+        assert len(columns["start"]) == len(spans)
+        for row in header["ranks"]:
+            own = [span for span in spans if span.rank == row["rank"]]
+            compute = [(span.start_ns, span.end_ns) for span in own if span.stream == "compute"]
+            transfers = [(span.start_ns, span.end_ns) for span in own if span.stream != "compute"]
+            wanted = communication(compute, transfers)
+            first, count = row["exposed"]
+            waits = columns["exposed_end"][first : first + count] - columns["exposed_start"][first:][:count]
+            assert waits.sum() == wanted.exposed_ns == row["numbers"]["exposed_ns"]
+            assert row["numbers"]["communication_ns"] == wanted.communication_ns
+            line = lines[step - 1]
+            assert row["numbers"]["hidden_ns"] == round(line["hidden_seconds"][row["rank"]] * 1e9)
+            begin, length = row["spans"]
+            shown = [
+                (header["labels"][label]["operator"], start, end)
+                for label, start, end in zip(
+                    columns["label"][begin : begin + length],
+                    columns["start"][begin : begin + length],
+                    columns["end"][begin : begin + length],
+                    strict=True,
+                )
+            ]
+            assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
+
+
+def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
+    body = read(finished).timeline(2, 0)
+    assert body is not None
+    header, _ = unpacked(body)
+    (qkv,) = {
+        (one["solo_ns"], round(one["predicted_ns"]), one["shapes"])
+        for one in header["labels"]
+        if one["operator"] == "qkv" and one["layer"] == 1
+    }
+    assert qkv[0] <= qkv[1] < 2 * qkv[0]
+    assert qkv[2] == "(simulated)"
+
+
+def test_growth(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", 2)
+    data = read(run.path)
+    assert data.metrics(0, 0)["columns"]["step"] == []
+    assert data.timeline(1, 0) is None
+    versions = data.refresh()
+    assert data.refresh() == versions, "nothing new, nothing to tell"
+    for step in (1, 2):
+        run.step()
+        after = data.refresh()
+        assert after["metrics"][1] == step
+        assert after["trace"][1:] == [1, step]
+        assert after["state"] == versions["state"]
+    epoch = after["metrics"][0]
+    assert data.metrics(1, epoch)["columns"]["step"] == [2]
+    assert data.metrics(2, epoch)["columns"]["step"] == []
+    assert data.metrics(2, epoch - 1)["columns"]["step"] == [1, 2], "of another epoch: everything"
+
+
+def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", 2)
+    run.step()
+    metrics = run.path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole[:40])
+    data = read(run.path)
+    assert data.metrics(0, 0)["columns"]["step"] == []
+    with metrics.open("ab") as file:
+        file.write(whole[40:])
+    data.refresh()
+    assert data.metrics(0, 0)["columns"]["step"] == [1]
+
+
+def test_a_resumed_run_begins_anew(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 3)
+    data = read(run.path)
+    epoch = data.metrics(0, 0)["epoch"]
+    kept = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]
+    (run.path / "other").write_text("".join(kept))
+    (run.path / "other").rename(run.path / "metrics.jsonl")
+    data.refresh()
+    answer = data.metrics(3, epoch)
+    assert answer["anew"]
+    assert answer["columns"]["step"] == [1]
+
+
+def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    line = json.loads((run.path / "metrics.jsonl").read_text())
+    (run.path / "metrics.jsonl").write_text(json.dumps({**line, "loss": float("nan")}) + "\n")
+    answer = read(run.path).metrics(0, 0)
+    assert answer["columns"]["loss"] == [None]
+    json.dumps(answer, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("schedule.txt", "braid schedule 3\nnonsense"),
+        ("profile.json", "{"),
+        ("predicted.json", "[1"),
+        ("config.yaml", "a: [b"),
+        ("cluster.json", "\xff{"),
+        ("trace/predicted.json", "[]"),
+        ("plan.yaml", "braid_plan: 1"),
+    ],
+)
+def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    (run.path / name).write_text(content, encoding="latin-1")
+    state = read(run.path).state()
+    assert len(state["trouble"]) == 1
+    assert Path(name).name in state["trouble"][0]
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", "7", '{"step": "1"}', '{"step": 1, "peak_bytes": 3}', '{"step": 1, "seconds": "x"}']
+)
+def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
+        (run.path / name).write_text(line + "\n")
+    data = read(run.path)
+    data.metrics(0, 0)
+    data.ranks(None)
+    data.state()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"hidden_fraction": 1}')
+    (run.path / "predicted.json").unlink()
+    (run.path / "predicted.json").symlink_to(secret)
+    (run.path / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    (run.path / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
+    data = read(run.path)
+    assert data.state()["predicted"] is None
+    assert data.metrics(0, 0)["columns"]["step"] == []
+
+
+def test_runs_of_before_there_were_batches_of_spans(tmp_path: Path, finished: Path) -> None:
+    folder = TraceFolder(finished / "trace")
+    folder.refresh()
+    run = tmp_path / "run"
+    (run / "trace").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    (run / "trace" / "measured.json").write_text(chrome_trace(folder.spans(0)))
+    data = read(run)
+    assert data.state()["traced"] == [7]
+    body = data.timeline(7, 0)
+    assert body is not None
+    header, columns = unpacked(body)
+    assert len(columns["start"]) == len(folder.spans(0))
+    assert [row["numbers"]["slowdown_ns"] for row in header["ranks"]] == [0] * 8
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no directory"):
+        RunData(tmp_path / "nothing").check()
+    with pytest.raises(ValueError, match="holds no run"):
+        RunData(tmp_path).check()
+
+
+def test_other_form_of_the_cluster(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\nparallel: {pp: 2}\n")
+    (tmp_path / "cluster.json").write_text('{"addresses": ["a", "b"], "processes": [5, 6]}')
+    ranks = read(tmp_path).state()["cluster"]["ranks"]
+    assert [(one["node"], one["process"], one["place"]["pp"]) for one in ranks] == [("a", 5, 0), ("b", 6, 1)]
+
+
+Some = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
+)
+
+
+@given(some=Some, others=Some)
+def test_time_in_some_intervals_and_in_no_others(
+    some: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    found = [(int(a), int(b)) for a, b in without(intervals(some), intervals(others))]
+    assert found == merge(found), "disjoint and in order"
+    wanted = {t for a, b in some for t in range(a, b)} - {t for a, b in others for t in range(a, b)}
+    assert {t for a, b in found for t in range(a, b)} == wanted
+    assert length_ns(found) == len(wanted)

@@ -1,0 +1,327 @@
+"""The server's doors: who may read what, and that nobody holds up the others."""
+
+import asyncio
+import json
+import signal
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, CookieJar, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from braid.dashboards.server import WATCHER, make_app
+from tests.dashboards.made_up_runs import MadeUpRun, made_up
+from tests.end_to_end.command import braid, start
+
+TOKEN = "correct-horse-battery"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    made_up(path, 2, 3)
+    (path / "secret.txt").write_text("not for readers")
+    return path
+
+
+@asynccontextmanager
+async def served(run: Path, **options: Any) -> AsyncIterator[TestClient[Any, Any]]:
+    """A client of a server that shows a run."""
+    client = TestClient(TestServer(make_app(run, **options)), cookie_jar=CookieJar(unsafe=True))
+    async with client:
+        yield client
+
+
+def asked(run: Path, question: Callable[[TestClient[Any, Any]], Awaitable[Any]], **options: Any) -> Any:
+    """What a question to the server of a run comes to."""
+
+    async def ask() -> Any:
+        async with served(run, **options) as client:
+            return await question(client)
+
+    return asyncio.run(ask())
+
+
+def status(run: Path, path: str, method: str = "GET", headers: Any = None, **options: Any) -> int:
+    """The status of an answer."""
+
+    async def ask(client: TestClient[Any, Any]) -> int:
+        async with client.request(method, path, headers=headers, allow_redirects=False) as answer:
+            return answer.status
+
+    return int(asked(run, ask, **options))
+
+
+async def raw(client: TestClient[Any, Any], request: bytes) -> bytes:
+    """The answer to bytes that no well-behaved client sends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(100_000), 10)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1"],
+)
+def test_answers_and_their_headers(run: Path, path: str) -> None:
+    async def ask(client: TestClient[Any, Any]) -> tuple[int, Any]:
+        async with client.get(path) as answer:
+            return answer.status, answer.headers
+
+    code, headers = asked(run, ask)
+    assert code == 200
+    assert "script-src 'self';" in headers["Content-Security-Policy"]
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE"])
+@pytest.mark.parametrize("path", ["/", "/api/state", "/nothing"])
+def test_nothing_but_get(run: Path, method: str, path: str) -> None:
+    assert status(run, path, method) == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/secret.txt",
+        "/../secret.txt",
+        "/page/../run_data.py",
+        "/..%2f..%2fetc/passwd",
+        "/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/....//....//etc/passwd",
+        "//etc/passwd",
+        "/main.js%00.html",
+        "/main.js/",
+        "/index.html/../secret.txt",
+        "/config.yaml",
+        "/trace/rank-00000.0000.spans",
+        "/..\\secret.txt",
+        "/server.py",
+        "/run_data.py",
+    ],
+)
+def test_only_the_pages_own_files(run: Path, path: str) -> None:
+    async def ask(client: TestClient[Any, Any]) -> bytes:
+        return await raw(
+            client, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
+
+    answer = asked(run, ask)
+    assert answer.split()[1] in (b"404", b"400")
+    assert b"not for readers" not in answer
+    assert b"root:" not in answer
+
+
+def test_a_nul_in_a_path(run: Path) -> None:
+    async def ask(client: TestClient[Any, Any]) -> bytes:
+        return await raw(client, b"GET /main.js\x00 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+
+    assert asked(run, ask).split()[1] in (b"404", b"400")
+
+
+@pytest.mark.parametrize(
+    "query", ["", "?step=", "?step=-1", "?step=1.5", "?step=x", "?step=9999999999999", "?step=1&ranks=a"]
+)
+def test_wrong_numbers_are_refused(run: Path, query: str) -> None:
+    assert status(run, f"/api/timeline{query}") == 400
+
+
+def test_a_step_without_spans(run: Path) -> None:
+    assert status(run, "/api/timeline?step=99") == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost:80", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("10.0.0.1", 403),
+        ("", 403),
+        ("[", 403),
+    ],
+)
+def test_host_names(run: Path, host: str, code: int) -> None:
+    assert status(run, "/api/state", headers={"Host": host}) == code
+
+
+@pytest.mark.parametrize(
+    ("origin", "code"),
+    [
+        ("http://localhost:7", 200),
+        ("http://localhost", 403),
+        ("https://localhost:7", 403),
+        ("http://evil.example", 403),
+        ("null", 403),
+    ],
+)
+def test_origins(run: Path, origin: str, code: int) -> None:
+    assert status(run, "/api/state", headers={"Host": "localhost:7", "Origin": origin}) == code
+
+
+def test_a_token_guards_everything(run: Path) -> None:
+    for path in ("/", "/main.js", "/api/state", "/api/events", "/api/timeline?step=1", "/nothing"):
+        assert status(run, path, token=TOKEN) == 401
+        assert status(run, path, headers={"Authorization": f"Bearer {TOKEN}x"}, token=TOKEN) == 401
+    assert status(run, "/api/state", headers={"Authorization": f"Bearer {TOKEN}"}, token=TOKEN) == 200
+    assert status(run, "/?token=wrong", token=TOKEN) == 401
+    assert status(run, "/", headers={"Cookie": "braid_session=é"}, token=TOKEN) == 401
+
+
+def test_a_token_in_the_address_becomes_a_cookie(run: Path) -> None:
+    async def ask(client: TestClient[Any, Any]) -> tuple[Any, int, int]:
+        async with client.get(f"/?token={TOKEN}", allow_redirects=False) as answer:
+            assert answer.status == 302
+            assert answer.headers["Location"] == "/"
+            cookie = answer.headers["Set-Cookie"]
+        async with client.get("/api/state") as answer:
+            inside = answer.status
+        async with ClientSession() as stranger, stranger.get(client.make_url("/api/state")) as answer:
+            return cookie, inside, answer.status
+
+    cookie, inside, outside = asked(run, ask, token=TOKEN)
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert TOKEN not in cookie
+    assert (inside, outside) == (200, 401)
+
+
+def test_beyond_loopback_only_with_a_token(run: Path) -> None:
+    with pytest.raises(ValueError, match="--token-file"):
+        make_app(run, host="0.0.0.0")
+    with pytest.raises(ValueError, match="at least 16"):
+        make_app(run, host="0.0.0.0", token="short")
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    options = {"host": "0.0.0.0", "token": TOKEN}
+    assert status(run, "/api/state", headers={**bearer, "Host": "10.1.2.3:80"}, **options) == 200
+    assert status(run, "/api/state", headers={**bearer, "Host": "evil.example"}, **options) == 403
+
+
+def test_further_routes_are_behind_the_same_doors(run: Path) -> None:
+    async def more(request: web.Request) -> web.Response:
+        return web.Response(text="more")
+
+    routes = [web.get("/metrics", more)]
+    assert status(run, "/metrics", extra_routes=routes) == 200
+    assert status(run, "/metrics", headers={"Host": "evil.example"}, extra_routes=routes) == 403
+    assert status(run, "/metrics", extra_routes=routes, token=TOKEN) == 401
+
+
+async def next_news(stream: Any) -> dict[str, Any]:
+    """The next event's data."""
+    async for line in stream.content:
+        if line.startswith(b"data: "):
+            return dict(json.loads(line[6:]))
+    raise AssertionError("the stream ended")
+
+
+def test_events_tell_of_new_steps_and_rest_without_readers(tmp_path: Path) -> None:
+    made = MadeUpRun(tmp_path / "run", 2)
+
+    async def ask(client: TestClient[Any, Any]) -> None:
+        watcher = client.app[WATCHER]
+        async with client.get("/api/events") as stream:
+            assert stream.headers["Content-Type"] == "text/event-stream"
+            assert (await next_news(stream))["metrics"][1] == 0
+            made.step()
+            assert (await asyncio.wait_for(next_news(stream), 10))["metrics"][1] == 1
+            assert watcher.pages == 1
+        for _ in range(100):
+            if not watcher.pages:
+                break
+            await asyncio.sleep(0.1)
+        assert watcher.pages == 0
+        await asyncio.sleep(0.5)
+        seen = watcher.news
+        made.step()
+        await asyncio.sleep(0.6)
+        assert watcher.news is seen, "nobody looks: nothing is read"
+        async with client.get("/api/events") as stream:
+            news = await next_news(stream)
+            while news["metrics"][1] < 2:
+                news = await asyncio.wait_for(next_news(stream), 10)
+
+    asked(made.path, ask)
+
+
+def test_a_reader_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
+    made = MadeUpRun(tmp_path / "run", 2)
+
+    async def ask(client: TestClient[Any, Any]) -> None:
+        sleepers = []
+        for path in ("/api/events", "/api/metrics", "/api/state"):
+            _, writer = await asyncio.open_connection("127.0.0.1", client.port)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 50)
+            sleepers.append(writer)
+        async with client.get("/api/events") as stream:
+            for step in range(1, 4):
+                made.step()
+                while (await asyncio.wait_for(next_news(stream), 10))["metrics"][1] < step:
+                    pass
+        for writer in sleepers:
+            writer.close()
+
+    asked(made.path, ask)
+
+
+def test_a_slow_reader_gets_the_newest_state_alone(tmp_path: Path) -> None:
+    made = MadeUpRun(tmp_path / "run", 2)
+
+    async def ask(client: TestClient[Any, Any]) -> None:
+        watcher = client.app[WATCHER]
+        await watcher.read()
+        seen = watcher.news
+        for _ in range(3):
+            made.step()
+            await watcher.read()
+        assert (await watcher.after(seen))["metrics"][1] == 3
+
+    asked(made.path, ask)
+
+
+def test_command(run: Path, tmp_path: Path) -> None:
+    """One line with the address, then silence; both signals end it, cleanly."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = start(tmp_path, "dashboard", str(run))
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.split(" on ")[1].split()[0]
+
+        async def ask(address: str = address) -> int:
+            async with ClientSession() as client, client.get(address) as answer:
+                return answer.status
+
+        assert asyncio.run(ask()) == 200
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
+        assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_command_with_wrong_input(run: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("short\n")
+    token.chmod(stat.S_IRUSR)
+    for arguments, message in (
+        (["nowhere"], "is no directory"),
+        ([str(tmp_path)], "holds no run"),
+        ([str(run), "--host", "0.0.0.0"], "--token-file"),
+        ([str(run), "--token-file", str(token)], "at least 16"),
+        ([str(run), "--token-file", "nothing"], "cannot be read"),
+        ([str(run), "--host", "203.0.113.7", "--token-file", str(token)], "at least 16"),
+        ([str(run), "--port", "99999"], "port"),
+    ):
+        outcome = braid(tmp_path, "dashboard", *arguments)
+        assert outcome.code == 2, outcome
+        assert message in outcome.errors
+        assert "Traceback" not in outcome.errors
