@@ -1,13 +1,15 @@
 """Feeds an `Exporter` from a run directory: what has been written since the last time."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from aiohttp import web
 
-from braid.dashboards.metrics import Exporter, Sink, layout_of
+from braid.dashboards.metrics import Exporter, PrometheusSink, Sink, layout_of
 
 
 class MetricsFeed:
@@ -49,6 +51,21 @@ class MetricsFeed:
                 continue
             if isinstance(content, dict):
                 yield content
+
+
+def metrics_route(run: Path) -> web.RouteDef:
+    """``GET /metrics``: a run in Prometheus' text format. Files are read when somebody asks."""
+    sink = PrometheusSink()
+    feed = MetricsFeed(run, sink)
+    reading = asyncio.Lock()
+
+    async def metrics(request: web.Request) -> web.Response:
+        async with reading:
+            await asyncio.to_thread(feed.refresh)
+        body, kind = sink.render()
+        return web.Response(body=body, headers={"Content-Type": kind})
+
+    return web.get("/metrics", metrics, allow_head=False)
 
 
 def _content(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One self-contained HTML file of a run: the live page with what its server would answer inside.
 
-The page's own code runs unchanged; its requests are answered from the file. It needs no network, no server and
-no other file, and shows the last steps' timelines.
+The page's own code runs unchanged; its requests are answered from the file. It needs no network, no server
+and no other file, and shows the last steps' timelines.
 """
 
 import base64

@@ -5,7 +5,6 @@ Needs matplotlib (``pip install 'braid[report]'``), which nothing else here does
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -74,11 +73,6 @@ def timeline_png(traces: TraceFolder, step: int, ranks: Sequence[int] | None = N
     output = io.BytesIO()
     figure.savefig(output, format="png", dpi=110)
     return output.getvalue()
-
-
-def write_timeline(path: Path, traces: TraceFolder, step: int) -> None:
-    """Write the picture of a step."""
-    path.write_bytes(timeline_png(traces, step))
 
 
 def _uses(trace: RankTrace, step: int, lane: Stream) -> bool:

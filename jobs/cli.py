@@ -16,7 +16,7 @@ from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
-from braid.jobs.viewing_cli import trace
+from braid.jobs.viewing_cli import report, trace
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -142,6 +142,7 @@ app.add_typer(bench, name="bench")
 register(app, bench)
 app.command()(profile)
 app.command()(trace)
+app.command()(report)
 app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
 

@@ -15,7 +15,12 @@ def dashboard(
     ] = None,
 ) -> None:
     """Show a run on a page: timeline, overlap, loss, ranks, plan; while it trains or afterwards."""
+    from braid.dashboards.metrics_feed import metrics_route
     from braid.dashboards.server import read_token, serve
 
     token = None if token_file is None else read_token(token_file)
-    serve(run, host, port, token, lambda url: typer.echo(f"showing {run} (Ctrl-C ends it) on {url}"))
+
+    def announce(url: str) -> None:
+        typer.echo(f"showing {run} (Ctrl-C ends it) on {url}")
+
+    serve(run, host, port, token, announce, [metrics_route(run)])

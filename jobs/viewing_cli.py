@@ -1,4 +1,4 @@
-"""Commands that look at a run: ``braid trace``; runs that go on are read as far as they are."""
+"""Commands that look at a run; one that goes on is read as far as it is."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,35 @@ def trace(
         raise ConfigError(f"--output {output}: {error.strerror}") from None
     shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
     typer.echo(f"{shown} of {run}, {len(traces.ranks)} ranks: {output} (open it at https://ui.perfetto.dev)")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")],
+    output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(help="Also the timeline of the last step as a picture (needs matplotlib).")
+    ] = None,
+) -> None:
+    """Write a run as one self-contained HTML file: the live page, for mails and archives."""
+    from braid.dashboards.report import report_html
+    from braid.dashboards.timeline_picture import timeline_png
+    from braid.dashboards.trace_folder import TraceFolder
+
+    text = report_html(run)
+    picture = None
+    if png is not None:
+        traces = TraceFolder(run / "trace")
+        traces.refresh()
+        if not traces.steps:
+            raise ConfigError(f"{run / 'trace'} holds no spans; train with telemetry.spans=true")
+        picture = timeline_png(traces, traces.steps[-1])
+    try:
+        write_durably(output, text)
+        if png is not None and picture is not None:
+            png.write_bytes(picture)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    typer.echo(f"report of {run}: {output}" + (f", {png}" if png else ""))
 
 
 def _steps(text: str | None, known: list[int]) -> list[int]:
