@@ -4,6 +4,7 @@ Nothing is read but the files of a run that are known by name; what is missing i
 is named in ``trouble``. Steps count from 1 here, as in ``metrics.jsonl``; in traces they count from 0.
 """
 
+import secrets
 import threading
 import time
 from bisect import bisect_left
@@ -129,7 +130,9 @@ class RunData:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] | None = None
+        self._reader = secrets.token_hex(8)
+        """Of no other server: the numbers of versions begin anew with each."""
+        self._facts: dict[str, tuple[int, int, int] | None] = {}
         self._version = 0
         self._described = _Described()
         self._metrics = GrowingLines(directory / "metrics.jsonl")
@@ -171,6 +174,7 @@ class RunData:
         steps = self._columns["step"]
         traced = self._traced()
         return {
+            "reader": self._reader,
             "state": self._version,
             "metrics": [self._metrics.epoch, len(steps)],
             "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
@@ -181,6 +185,10 @@ class RunData:
     def _refresh_descriptions(self) -> None:
         facts = {name: file_facts(self.directory / name) for name in DESCRIPTIONS}
         if facts != self._facts:
+            if (self._facts.get("config.yaml") or facts["config.yaml"]) != facts["config.yaml"]:
+                # The run began anew: files of spans with the names of old ones may hold others now.
+                self._trace, self._trace_due = TraceFolder(self.directory / "trace"), 0.0
+                self._trace_version += 1
             self._facts = facts
             self._version += 1
             self._described = _describe(self.directory)

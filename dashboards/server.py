@@ -350,6 +350,7 @@ def serve(
     extra_routes: Iterable[web.RouteDef] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM; ``announce`` is told the address. `ValueError` for what cannot be."""
+    host = "127.0.0.1" if host == "localhost" else host  # one address, so that a free port is one port
     app = make_app(run_directory, token=token, host=host, extra_routes=extra_routes)
     asyncio.run(_serve(app, host, port, announce))
 

@@ -131,13 +131,14 @@ def _numbers(
     operators: Records, blocks: Records, labels: Mapping[int, Label]
 ) -> tuple[OverlapNumbers, IntArray]:
     """A rank's numbers of a step, and when it waited for communication: disjoint intervals (n, 2)."""
-    computes = np.array([labels[int(n)].stream is Stream.COMPUTE for n in operators["label"]], bool)
-    compute = operators[computes]
-    solo = [labels[int(n)].solo_ns for n in compute["label"]]
-    busy, in_flight = _intervals(compute), _intervals(operators[~computes])
+    found, places = np.unique(operators["label"], return_inverse=True)
+    own = [_label(labels, int(number)) for number in found]
+    computes = np.array([label.stream is Stream.COMPUTE for label in own], bool)[places]
+    solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in own], np.int64)[places]
+    busy, in_flight = _intervals(operators[computes]), _intervals(operators[~computes])
     numbers = overlap_numbers(
         busy,
-        np.array([-1 if ns is None else ns for ns in solo], np.int64),
+        solo[computes],
         in_flight,
         _intervals(blocks),
         blocks["kind"] == KINDS.index("paired block"),
@@ -166,6 +167,11 @@ def _joined(arrays: Sequence[Records]) -> Records:
     return np.concatenate([np.zeros(0, RECORD), *arrays])
 
 
+def _label(labels: Mapping[int, Label], number: int) -> Label:
+    """A label by its number; a made-up one where it stood in a part of a file that is damaged."""
+    return labels.get(number) or Label(operator=f"operator {number}", stream=Stream.COMPUTE)
+
+
 class _Labels:
     """All ranks' labels as one table: most are the same on all of them."""
 
@@ -178,7 +184,7 @@ class _Labels:
     def numbers(self, own: NDArray[np.uint32], labels: Mapping[int, Label]) -> NDArray[np.uint32]:
         """Numbers in the table for numbers of a rank."""
         found, places = np.unique(own, return_inverse=True)
-        table = np.array([self._number(labels[int(n)]) for n in found], np.uint32)
+        table = np.array([self._number(_label(labels, int(n))) for n in found], np.uint32)
         return table[places] if len(found) else np.zeros(0, np.uint32)
 
     def _number(self, label: Label) -> int:

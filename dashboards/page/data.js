@@ -72,6 +72,12 @@ export class Run extends EventTarget {
     try {
       while (this._wanted && JSON.stringify(this._wanted) !== JSON.stringify(this._have)) {
         const wanted = this._wanted;
+        if (wanted.reader !== this._have.reader) {
+          // Another server: its numbers have nothing to do with those before.
+          this._have = { reader: wanted.reader };
+          this.epoch = 0;
+          this._steps.clear();
+        }
         const differs = (name) => JSON.stringify(wanted[name]) !== JSON.stringify(this._have[name]);
         if (differs("state")) {
           this.state = await this._json("api/state");
@@ -113,6 +119,7 @@ export class Run extends EventTarget {
     if (news.anew) {
       this.columns = news.columns;
       this.compute.clear();
+      this._steps.clear();
     } else {
       for (const [name, values] of Object.entries(news.columns)) for (const value of values) this.columns[name].push(value);
       if (news.columns.step.length) this.arrived.push(Date.now() / 1000 - news.columns.time.at(-1));

@@ -39,6 +39,16 @@ const reveal = (rank) => {
 const ranks = new Ranks(byId("ranks"), run, { chosen: reveal, redraw: () => redraw("ranks") });
 const charts = new Charts(byId("charts"), run, () => redraw("charts"));
 
+const shown = new Map();
+
+/** Whether what a part is made of differs from what it was drawn of before: hundreds of elements cost time. */
+function anew(part, content) {
+  const text = JSON.stringify(content);
+  const differs = shown.get(part) !== text;
+  shown.set(part, text);
+  return differs;
+}
+
 const PARTS = {
   header: () => drawHeader(run),
   summary: () => drawSummary(run),
@@ -55,8 +65,8 @@ const PARTS = {
     drawPlan(run);
     drawHeat(run);
   },
-  cluster: () => drawCluster(run, reveal),
-  log: () => drawLog(run),
+  cluster: () => anew("cluster", [run.state?.version, run.ranks?.stragglers, run.ranks?.line?.peak_bytes, run.columns.generation?.at(-1)]) && drawCluster(run, reveal),
+  log: () => anew("log", run.events) && drawLog(run),
   legends: drawLegends,
 };
 const OF = {

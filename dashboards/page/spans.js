@@ -64,7 +64,7 @@ export function describeSpan({ rank, data, span }) {
     batch[span] >= 0 && `micro-batch ${batch[span]}`, chunk[span] >= 0 && `chunk ${chunk[span]}`, facts.layer >= 0 && `layer ${facts.layer}`,
   ];
   const rows = [facts.operator, where.filter(Boolean).join(" · "), ["measured", nanoseconds(length)]];
-  const beside = (other) => `${nanoseconds(other)} (${length >= other ? "+" : "−"}${percent(Math.abs(length / other - 1))} measured)`;
+  const beside = (other) => `${nanoseconds(other)} (measured: ${percent(Math.abs(length / other - 1))} ${length >= other ? "longer" : "shorter"})`;
   if (facts.predicted_ns) rows.push(["predicted", beside(facts.predicted_ns)]);
   if (facts.solo_ns) rows.push(["alone", beside(facts.solo_ns)]);
   if (facts.shapes) rows.push(["shapes", facts.shapes]);

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -201,7 +202,7 @@ def test_only_ranks_in_view_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
-    """A page that was alone for a while shows the newest state, by itself."""
+    """A page that was alone for a while shows the newest state, by itself; of another run, too."""
     run = MadeUpRun(tmp_path / "run", 2)
     run.step()
 
@@ -222,8 +223,16 @@ def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
             run.step()
             run.step()
             runner = await serve(port)
+            await tab.until(DRAWN.format(step=3))
+            await runner.cleanup()
+            shutil.rmtree(run.path)
+            made_up(run.path, 2, 3, seed=5, name="another")
+            lines = (run.path / "metrics.jsonl").read_text().splitlines()
+            losses = [json.loads(line)["loss"] for line in lines]
+            runner = await serve(port)
             try:
-                await tab.until(DRAWN.format(step=3))
+                await tab.until("document.getElementById('name').textContent === 'another'")
+                await tab.until(f"JSON.stringify(braid.run.columns.loss) === JSON.stringify({losses})")
                 await tab.until("!document.getElementById('status').textContent.includes('no connection')")
             finally:
                 await runner.cleanup()

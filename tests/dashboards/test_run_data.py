@@ -1,7 +1,9 @@
 """What is read of a run: steps, ranks, traces; while files grow, begin anew, are damaged or are missing."""
 
 import json
+import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from braid.dashboards.run_data import RunData, stragglers
 from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.span_batches import decode
 from braid.scheduling.trace import communication, intervals, length_ns, merge
 from tests.dashboards.made_up_runs import MadeUpRun, made_up
 
@@ -166,6 +169,32 @@ def test_a_resumed_run_begins_anew(tmp_path: Path) -> None:
     answer = data.metrics(3, epoch)
     assert answer["anew"]
     assert answer["columns"]["step"] == [1]
+
+
+def test_a_run_that_replaces_another(tmp_path: Path) -> None:
+    """Its files have the names of the old ones, and may be shorter."""
+    run = made_up(tmp_path / "run", 2, 3, seed=1)
+    data = read(run.path)
+    before = data.timeline(1, 0)
+    shutil.rmtree(run.path)
+    made_up(run.path, 2, 1, seed=2)
+    data.refresh()
+    assert data.state()["traced"] == [1]
+    after = data.timeline(1, 0)
+    assert after is not None
+    assert unpacked(after)[0]["ranks"] != unpacked(before or b"")[0]["ranks"]
+
+
+def test_labels_that_damage_took_away(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    path = run.path / "trace" / "rank-00001.0000.spans"
+    ((batch, _),) = decode(path.read_bytes())
+    path.write_bytes(replace(batch, labels=batch.labels[:3]).encode())
+    body = read(run.path).timeline(1, 0)
+    assert body is not None
+    header, columns = unpacked(body)
+    assert {"operator 5", "operator 7"} <= {one["operator"] for one in header["labels"]}
+    assert sum(row["spans"][1] for row in header["ranks"]) == len(columns["start"])
 
 
 def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -306,6 +307,16 @@ def test_command(run: Path, tmp_path: Path) -> None:
         process.send_signal(number)
         output, errors = process.communicate(timeout=20)
         assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_a_port_that_is_taken(run: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        outcome = braid(tmp_path, "dashboard", str(run), "--port", str(taken.getsockname()[1]))
+    assert (outcome.code, outcome.output) == (2, "")
+    assert "cannot listen on" in outcome.errors
+    assert len(outcome.errors.splitlines()) == 1
 
 
 def test_command_with_wrong_input(run: Path, tmp_path: Path) -> None:
