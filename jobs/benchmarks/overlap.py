@@ -55,6 +55,9 @@ PEERS: Mapping[str, tuple[str, ...]] = {
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
 
+_SPAN_BYTES = 16 << 20
+"""Of a rank's files, in the benchmark's temporary folder."""
+
 Progress = Callable[[str], None]
 
 
@@ -266,9 +269,13 @@ class _Bench:
             data=self._data,
             solo_ns=schedule_costs(config, self.shape, profile, schedule).solo_ns,
         )
-        group = launchers(config).start(config.layout().ranks)
+        launcher = launchers(config)
+        files = Path(self._data).parent / "spans" / shown
+        collector = stack.enter_context(launcher.collector(files, _SPAN_BYTES))
+        group = launcher.start(config.layout().ranks)
         stack.callback(group.shutdown)
         _meet(group, plan)
+        group.call_all("stream_spans", collector.target, 1)  # as in a run
         simulation = predict(config, self.shape, profile, schedule)
         return Side(shown, group, predicted=simulation.numbers(1).step_seconds)
 
