@@ -34,6 +34,8 @@ class RankTrace:
     labels: dict[int, Label] = field(default_factory=dict)
     steps: dict[int, list[Records]] = field(default_factory=dict)
     generation: int = 0
+    first_label: int = 0
+    """Number of the generation's first label."""
     dropped: int = 0
     every: int = 1
     begins_anew: bool = False
@@ -93,11 +95,14 @@ class TraceFolder:
                 yield int(match[1]), path
 
     def _take(self, trace: RankTrace, batch: Batch) -> None:
-        records = batch.records
         if batch.generation != trace.generation:
+            # Its labels count from 0 again: they follow those of the steps that stay.
+            trace.first_label = max(trace.labels, default=-1) + 1
             trace.generation, trace.begins_anew = batch.generation, True
         trace.dropped, trace.every = batch.dropped, batch.every
-        trace.labels.update(enumerate(batch.labels, start=batch.first_label))
+        trace.labels.update(enumerate(batch.labels, start=trace.first_label + batch.first_label))
+        records = batch.records.copy()
+        records["label"] += np.uint32(trace.first_label)
         if not len(records):
             return
         if trace.begins_anew:

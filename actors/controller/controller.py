@@ -69,6 +69,7 @@ class Controller:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
+            self._generation = directory.last_generation
             store = CheckpointStore(directory.path / "checkpoints")
             resumed, notes = self._find_checkpoint(store)
             traces = directory.path / "trace"

@@ -161,6 +161,13 @@ class RunDirectory:
             (self.path / name).parent.mkdir(exist_ok=True)
             write_durably(self.path / name, text)
 
+    @property
+    def last_generation(self) -> int:
+        """Of the run that goes on here; 0 if it begins. A generation's number is never used again."""
+        if self._replaces:
+            return 0
+        return max((line.get("generation", 0) for line in read_lines(self.path / "events.jsonl")), default=0)
+
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
         (self.path / "trace").mkdir(exist_ok=True)

@@ -19,6 +19,8 @@ from braid.scheduling.span_batches import RECORD, Batch, Label, Records, decode
 
 LABELS = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20)]
 
+OTHERS = [Label(operator=f"another {n}", stream=Stream.INTER, layer=n) for n in range(4)]
+
 
 def records_of(step: int, count: int) -> Records:
     """Records that can be told apart."""
@@ -173,10 +175,13 @@ def test_a_new_generation_replaces_the_steps_that_ran_again(tmp_path: Path) -> N
     folder.refresh()
     assert folder.steps == [0, 1, 2, 3, 4]
     for sequence, step in enumerate((3, 4, 5)):
-        files.take(_batch(2, sequence, records_of(step, 4), LABELS[:4] if sequence == 0 else []))
+        files.take(_batch(2, sequence, records_of(step, 4), OTHERS if sequence == 0 else []))
     folder.refresh()
     assert [len(folder.spans(step)) for step in range(6)] == [10, 10, 10, 4, 4, 4]
     assert folder.ranks[0].generation == 2
+    # Each generation numbers its own labels.
+    assert {span.operator for span in folder.spans(0)} == {label.operator for label in LABELS[:10]}
+    assert {span.operator for span in folder.spans(5)} == {label.operator for label in OTHERS}
     files.close()
 
 

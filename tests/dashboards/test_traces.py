@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import StepDone
+from braid.actors.stage.messages import RunPlan
 from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs import cli
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import KINDS, STRANDS
 from braid.scheduling.trace import communication
-from tests.end_to_end.runs import Run, prepare_text, run_layout
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 
 STEPS = 6
 
@@ -121,3 +125,22 @@ def test_the_command(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str
         3,
         4,
     }
+
+
+def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:
+    data = prepare_text(tmp_path, 4, files=4)
+    config = small_config(tmp_path / "runs", train={"steps": 4}, parallel={"tp": 2})
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(
+        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
+    )
+    for options in (RunOptions(until=2), RunOptions(resume=True)):
+        events = list(Controller(plan, KeptRanks(config), options).run())
+    records = [event.record for event in events if isinstance(event, StepDone)]
+    assert [(record.step, record.generation) for record in records] == [(3, 2), (4, 2)]
+    folder = TraceFolder(config.run_directory / "trace")
+    folder.refresh()
+    assert folder.steps == [0, 1, 2, 3]
+    assert {trace.generation for trace in folder.ranks.values()} == {2}
+    names = [sorted(span.operator for span in folder.spans(step)) for step in folder.steps]
+    assert names[0] == names[1] == names[2] == names[3]
