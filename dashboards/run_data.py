@@ -128,6 +128,7 @@ class RunData:
     """One run directory. All methods may be called from any thread; `refresh` first."""
 
     def __init__(self, directory: Path) -> None:
+        directory = directory.resolve()  # it may be a link itself; what is in it may not
         self.directory = directory
         self._lock = threading.Lock()
         self._reader = secrets.token_hex(8)
@@ -220,7 +221,7 @@ class RunData:
     def _refresh_trace(self, *, at_once: bool) -> None:
         """Not all the time: the folder is looked through at most a twentieth of it."""
         now = time.monotonic()
-        if now < self._trace_due and not at_once:
+        if (now < self._trace_due and not at_once) or (self.directory / "trace").is_symlink():
             return
         ranks = max(1, self._described.ranks)
         self._trace.keep = min(max(1024 // ranks, _SPAN_STEPS[0]), _SPAN_STEPS[1])

@@ -18,7 +18,9 @@ class NotReadableError(Exception):
 
 
 def file_facts(path: Path) -> tuple[int, int, int] | None:
-    """Inode, size and time of change of a regular file; None where there is none."""
+    """Inode, size and time of change of a regular file; None where there is none, or behind a link."""
+    if path.parent.is_symlink():
+        return None
     try:
         facts = path.lstat()
     except OSError:

@@ -166,14 +166,17 @@ export class Charts {
 
   _marks(context, frame, height) {
     const colours = theme.colours;
+    let taken = -Infinity; // of the sign before: what happens at once stands side by side
     for (const event of this.run.events) {
       const sign = MARKS[event.kind];
       if (!sign || typeof event.step !== "number" || event.step < frame.first || event.step > frame.last) continue;
       const x = Math.round(frame.x(event.step)) + 0.5;
       context.fillStyle = event.kind === "failed" ? colours.hurt : colours.quiet;
       context.textAlign = "center";
+      const place = Math.abs(x - taken) < 11 ? taken + 11 : x;
+      taken = place;
       if (event.kind === "saved") {
-        context.fillText(sign, x, TOP - 7);
+        context.fillText(sign, place, TOP - 7);
       } else {
         context.strokeStyle = context.fillStyle;
         context.setLineDash([2, 3]);
@@ -182,7 +185,7 @@ export class Charts {
         context.lineTo(x, height - BOTTOM);
         context.stroke();
         context.setLineDash([]);
-        context.fillText(sign, x, TOP - 6);
+        context.fillText(sign, place, TOP - 6);
       }
       context.textAlign = "left";
     }

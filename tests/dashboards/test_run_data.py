@@ -252,6 +252,21 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert data.metrics(0, 0)["columns"]["step"] == []
 
 
+def test_links_in_traces_are_not_followed(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    predicted = run.path / "trace" / "predicted.json"
+    predicted.rename(tmp_path / "predicted.json")
+    predicted.symlink_to(tmp_path / "predicted.json")
+    data = read(run.path)
+    assert data.state()["predicted"]["compute_seconds"] is None
+    assert data.state()["traced"] == [1]
+    (run.path / "trace").rename(tmp_path / "elsewhere")
+    (run.path / "trace").symlink_to(tmp_path / "elsewhere")
+    assert read(run.path).state()["traced"] == []
+    (tmp_path / "link").symlink_to(run.path)
+    assert read(tmp_path / "link").metrics(0, 0)["columns"]["step"] == [1], "a run may be named by a link"
+
+
 def test_runs_of_before_there_were_batches_of_spans(tmp_path: Path, finished: Path) -> None:
     folder = TraceFolder(finished / "trace")
     folder.refresh()
