@@ -245,6 +245,13 @@ class CheckpointConfig(_Section):
     keep: Positive = 2
 
 
+class FailureConfig(_Section):
+    """What happens when a rank dies or raises: all ranks are started anew from the newest good checkpoint."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 3  # in the whole run; 0: the first failure ends it
+    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the first restart; doubled each time
+
+
 class TelemetryConfig(_Section):
     """What is written down while training."""
 
@@ -273,6 +280,7 @@ class Config(_Section):
     overlap: OverlapConfig = OverlapConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failure: FailureConfig = FailureConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     elastic: ElasticConfig = ElasticConfig()
 

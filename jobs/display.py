@@ -109,9 +109,9 @@ class Display:
         if event.first_step > event.last_step:
             work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
         self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
-        self._task = self._progress.add_task(
-            "training", total=event.last_step, completed=event.first_step - 1
-        )
+        if self._task is None:
+            self._task = self._progress.add_task("training", total=event.last_step)
+        self._progress.update(self._task, completed=event.first_step - 1)
         self._last_step = event.last_step
 
     def _step(self, record: StepRecord) -> None:

@@ -82,10 +82,14 @@ def train(
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
+        begun = False
         for event in events(config, options, plan, show):
             show(event)
             match event:
+                case Started() if begun:
+                    pass  # again, after a failure
                 case Started():
+                    begun = True
                     if telemetry.page:
                         _open_page(page, config, show)
                     sinks.begin(config.run_directory, config.name, config.model_dump(mode="json"))

@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -60,6 +60,11 @@ class Controller:
         self._stop = threading.Event()
         self._generation = 0
         self._last_saved: int | None = None
+        self._restarts = 0
+        self._step_now = 0
+        """Steps that are done."""
+        self._failure: _Failure | None = None
+        """What the present ranks were started for."""
 
     def stop(self) -> None:
         """Ask the run to end after the step under way, with a checkpoint; callable from any thread."""
@@ -71,21 +76,71 @@ class Controller:
         try:
             self._generation = directory.last_generation
             store = CheckpointStore(directory.path / "checkpoints")
-            resumed, notes = self._find_checkpoint(store)
+            found = self._find_checkpoint(store) if self._options.resume else (None, [])
             traces = directory.path / "trace"
             budget = self._config.telemetry.trace_mb_per_rank << 20
             with self._launcher.collector(traces, budget) as collector:
-                group = self._launcher.start(self._config.layout().ranks)
-                try:
-                    yield from self._train(group, collector, directory, store, resumed, notes)
-                finally:
-                    group.shutdown()
+                while (
+                    failure := (yield from self._attempt(collector, directory, store, *found))
+                ) is not None:
+                    self._failure = failure
+                    yield from self._back_off(failure, directory)
+                    found = self._find_checkpoint(store) if store.steps() else (None, [])
         finally:
             directory.close()
 
+    def _attempt(
+        self,
+        collector: Collector,
+        directory: RunDirectory,
+        store: CheckpointStore,
+        resumed: tuple[str, Manifest] | None,
+        notes: list[str],
+    ) -> Generator[Event, None, "_Failure | None"]:
+        """Train with new ranks to the end or until one fails; returns the failure if there is another try."""
+        group = self._launcher.start(self._config.layout().ranks)
+        try:
+            yield from self._train(group, collector, directory, store, resumed, notes)
+        except WorkerError as error:
+            detected = time.time()
+            group.abort()
+            if error.user_error:
+                raise
+            text = str(error).splitlines()[0]
+            if self._restarts >= self._config.failure.max_restarts or self._stop.is_set():
+                directory.note("failed", self._step_now, self._generation, text)
+                raise
+            return _Failure(error.rank, text, self._step_now, detected)
+        finally:
+            group.shutdown()
+        return None
+
+    def _back_off(self, failure: "_Failure", directory: RunDirectory) -> Iterator[Event]:
+        """Tell of a failure, and wait before the next try: the longer the more there were."""
+        self._restarts += 1
+        wait = self._config.failure.backoff_s * 2 ** (self._restarts - 1)
+        text = f"{failure.text}; all ranks start anew in {wait:g} s"
+        text += f" (restart {self._restarts} of {self._config.failure.max_restarts})"
+        directory.note("restarted", failure.step, self._generation, text)
+        yield Incident(kind="restarted", text=text, step=failure.step)
+        self._stop.wait(wait)
+
+    def _recovered(self, directory: RunDirectory, first_step: int) -> None:
+        """The first step after a failure is done."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            directory.incident(
+                kind="rank failed",
+                rank=failure.rank,
+                text=failure.text,
+                time=failure.time,
+                step=failure.step,
+                recovered_after_seconds=time.time() - failure.time,
+                steps_lost=failure.step - first_step,
+                generation=self._generation,
+            )
+
     def _find_checkpoint(self, store: CheckpointStore) -> tuple[tuple[str, Manifest] | None, list[str]]:
-        if not self._options.resume:
-            return None, []
         path, manifest, complaints = store.newest_verified()
         notes = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
         shape = asdict(self._plan.shape)
@@ -124,7 +179,7 @@ class Controller:
         )
         directory.note("started", done, self._generation, f"{self._config.layout().ranks} ranks", notes=notes)
         watch = _Watch(collector, directory)
-        step = done
+        step = self._step_now = done
         while step < last and not self._stop.is_set():
             traced = directory if step + 1 == last else None
             event = self._step(group, step, facts, traced, validates=self._validates_after(step + 1, last))
@@ -132,6 +187,8 @@ class Controller:
             records.append(event.record)
             yield event
             step += 1
+            self._step_now = step
+            self._recovered(directory, done)
             yield from watch.look(step, self._generation, event.ranks)
             every = self._config.checkpoint.every
             if every and step % every == 0:
@@ -279,6 +336,18 @@ class Controller:
         seconds = time.perf_counter() - begin
         directory.note("saved", step, self._generation, f"{path.name} in {seconds:.1f} s", seconds=seconds)
         return Saved(step=step, path=str(path), seconds=seconds)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that died or raised."""
+
+    rank: int
+    text: str
+    step: int
+    """Steps that were done by then."""
+    time: float
+    """When it was known."""
 
 
 class _Watch:

@@ -9,22 +9,25 @@ from braid.actors.controller.span_files import SpanCounts
 
 
 class WorkerError(RuntimeError):
-    """A rank raised or died. ``user_error``: its message is for the user and needs no trace."""
+    """A rank raised, or ``died``. ``user_error``: its message is for the user and needs no trace."""
 
-    def __init__(self, rank: int, message: str, *, user_error: bool = False, trace: str = "") -> None:
+    def __init__(
+        self, rank: int, message: str, *, user_error: bool = False, trace: str = "", died: bool = False
+    ) -> None:
         super().__init__(f"rank {rank}: {message}")
         self.rank = rank
         self.user_error = user_error
         self.user_message = message
         self.trace = trace
+        self.died = died
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive pickling with all fields."""
-        return _worker_error, (self.rank, self.user_message, self.user_error, self.trace)
+        return _worker_error, (self.rank, self.user_message, self.user_error, self.trace, self.died)
 
 
-def _worker_error(rank: int, message: str, user_error: bool, trace: str) -> WorkerError:
-    return WorkerError(rank, message, user_error=user_error, trace=trace)
+def _worker_error(rank: int, message: str, user_error: bool, trace: str, died: bool) -> WorkerError:
+    return WorkerError(rank, message, user_error=user_error, trace=trace, died=died)
 
 
 class WorkerGroup(Protocol):
@@ -45,6 +48,9 @@ class WorkerGroup(Protocol):
 
     def shutdown(self) -> None:
         """End all ranks; nothing is left running."""
+
+    def abort(self) -> None:
+        """End all ranks at once, whatever they are at: one of them has failed."""
 
 
 class Collector(Protocol):

@@ -17,6 +17,8 @@ from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import StageActor
 
 _EXIT_SECONDS = 5.0
+_CAUSE_SECONDS = 0.3
+"""For so long a rank's error is not believed to be the first one: another rank may have died."""
 
 
 class RayLauncher:
@@ -93,6 +95,7 @@ class ActorGroup:
 
     def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], threads: int) -> None:
         self._group = group
+        self._aborted = False
         self._actors = [
             StageActor.options(  # type: ignore[attr-defined]
                 num_cpus=bundle["CPU"],
@@ -120,8 +123,24 @@ class ActorGroup:
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1)
             for reference in ready:
-                results[rank_of[reference]] = self._get(rank_of[reference], reference)
+                try:
+                    results[rank_of[reference]] = self._get(rank_of[reference], reference)
+                except WorkerError as error:
+                    raise self._cause(error, {rank_of[other]: other for other in waiting}) from None
         return [results[rank] for rank in range(len(references))]
+
+    def _cause(self, error: WorkerError, waiting: dict[int, Any]) -> WorkerError:
+        """The death of another rank, if that is what a rank complains of; else its own error."""
+        if error.died or error.user_error:
+            return error
+        for rank, reference in waiting.items():
+            try:
+                ray.get(reference, timeout=_CAUSE_SECONDS)
+            except RayActorError:
+                return WorkerError(rank, "its actor died", died=True)
+            except RayError:
+                pass
+        return error
 
     @staticmethod
     def _get(rank: int, reference: Any) -> Any:
@@ -133,20 +152,27 @@ class ActorGroup:
                 rank,
                 str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}",
                 user_error=isinstance(cause, ValueError),
-                trace=error.traceback_str,
+                trace=str(error),
             ) from None
         except RayActorError as error:
-            raise WorkerError(rank, f"its actor died: {str(error).splitlines()[0]}") from None
+            text = f"its actor died: {str(error).splitlines()[0]}"
+            raise WorkerError(rank, text, died=True) from None
 
     def describe(self) -> dict[str, Any]:
         """The actors, their nodes and processes."""
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
+    def abort(self) -> None:
+        """Kill the actors; `shutdown` has nobody to ask then."""
+        self._aborted = True
+        for actor in self._actors:
+            ray.kill(actor)
+
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
-        leaving = [actor.close.remote() for actor in self._actors]
+        leaving = [] if self._aborted else [actor.close.remote() for actor in self._actors]
         with contextlib.suppress(RayError):
-            ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
+            ray.wait(leaving, num_returns=max(1, len(leaving)), timeout=_EXIT_SECONDS if leaving else 0)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

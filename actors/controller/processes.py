@@ -21,6 +21,8 @@ from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
+_CAUSE_SECONDS = 0.3
+"""For so long a rank's error is not believed to be the first one: another rank may have died."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -116,13 +118,24 @@ class ProcessGroup:
                 except (EOFError, OSError):
                     raise self._died(rank) from None
                 if isinstance(outcome, WorkerError):
-                    raise outcome
+                    raise self._cause(outcome, waiting)
                 results[rank] = outcome[0]
         return results
 
+    def _cause(self, error: WorkerError, waiting: dict[Connection, int]) -> WorkerError:
+        """The death of another rank, if that is what a rank complains of; else its own error."""
+        if not error.user_error and waiting:
+            for connection in multiprocessing.connection.wait(list(waiting), _CAUSE_SECONDS):
+                process = self._processes[waiting[connection]]  # type: ignore[index]
+                process.join(_CAUSE_SECONDS)
+                if not process.is_alive():
+                    return self._died(waiting[connection])  # type: ignore[index]
+        return error
+
     def _died(self, rank: int) -> WorkerError:
         self._processes[rank].join(1.0)
-        return WorkerError(rank, f"its process ended with exit code {self._processes[rank].exitcode}")
+        text = f"its process ended with exit code {self._processes[rank].exitcode}"
+        return WorkerError(rank, text, died=True)
 
     def describe(self) -> dict[str, Any]:
         """The processes and this machine."""
@@ -131,6 +144,11 @@ class ProcessGroup:
             "addresses": list(self.addresses),
             "processes": [process.pid for process in self._processes],
         }
+
+    def abort(self) -> None:
+        """Kill the processes; `shutdown` has nothing to wait for then."""
+        for process in self._processes:
+            process.kill()
 
     def shutdown(self) -> None:
         """Ask every rank to end, then end those that do not."""

@@ -153,6 +153,7 @@ class RunDirectory:
         """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
         if self._replaces:
             self._empty()
+            self._replaces = False
         write_durably(self.path / "config.yaml", config.to_yaml())
         write_durably(self.path / "schedule.txt", schedule)
         write_durably(self.path / "cluster.json", json.dumps(cluster, indent=1))
@@ -190,6 +191,10 @@ class RunDirectory:
         """Add a step's lines: of the whole run, and by rank."""
         self._add("metrics.jsonl", asdict(record))
         self._add("ranks.jsonl", ranks)
+
+    def incident(self, **facts: Any) -> None:
+        """Add a line to ``incidents.jsonl``: what failed, when that was known, and what it cost."""
+        self._add("incidents.jsonl", facts)
 
     def note(self, kind: str, step: int, generation: int, text: str, **facts: Any) -> None:
         """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks."""

@@ -85,7 +85,11 @@ class Run:
 
     def parameters(self) -> dict[str, Tensor]:
         """Final parameters by global name, from the last checkpoint."""
-        reader = dcp.FileSystemReader(self.directory / "checkpoints" / f"step-{len(self.records)}")
+        return self.parameters_at(len(self.records))
+
+    def parameters_at(self, step: int) -> dict[str, Tensor]:
+        """Parameters by global name from the checkpoint of a step."""
+        reader = dcp.FileSystemReader(self.directory / "checkpoints" / f"step-{step}")
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()

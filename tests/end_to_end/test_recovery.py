@@ -1,0 +1,124 @@
+"""A rank is killed: all start anew from the newest checkpoint, and the run ends as if nothing had been."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerError
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.stage.messages import RunPlan
+from tests.end_to_end.command import start, write_config, write_corpus
+from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
+
+STEPS = 12
+LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("recovery"), 7, files=4)
+
+
+def killed(path: Path, data: Path, kills: Sequence[int], **overrides: Any) -> Run:
+    """A run in which a rank that is drawn is killed after each of some numbers of events."""
+    config = small_config(path, **overrides)
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(
+        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
+    )
+    draw, events = random.Random(str(kills)), []
+    left = list(kills)
+    for event in Controller(plan, ProcessLauncher(config), RunOptions()).run():
+        events.append(event)
+        if left and sum(isinstance(e, StepDone) for e in events) == left[0]:
+            left.pop(0)
+            processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
+            os.kill(draw.choice(processes), signal.SIGKILL)
+    assert not left, "every fault fired"
+    return Run(config=config, shape=shape, directory=config.run_directory, events=tuple(events))
+
+
+def last_of_each_step(events: Sequence[Event]) -> list[float]:
+    """Losses; of a step that ran twice, the later one."""
+    found = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict[str, int]) -> None:
+    sections: dict[str, Any] = {
+        "parallel": parallel,
+        "train": {"steps": STEPS, "dtype": "fp64"},
+        "checkpoint": {"every": 4},
+        "failure": {"backoff_s": 0.1},
+    }
+    # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
+    run = killed(tmp_path / "killed", data, [2, 8], **sections)
+    whole = run_layout(tmp_path / "whole", data, **sections)
+    assert last_of_each_step(run.events) == whole.losses
+    ours, theirs = run.parameters_at(STEPS), whole.parameters_at(STEPS)
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    told = [event for event in run.events if isinstance(event, Incident)]
+    assert [event.kind for event in told] == ["restarted", "restarted"]
+    assert "all ranks start anew" in told[0].text
+    lines = [json.loads(line) for line in (run.directory / "incidents.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["steps_lost"], line["generation"]) for line in lines] == [
+        (2, 2, 2),
+        (6, 2, 3),
+    ]
+    assert all(line["recovered_after_seconds"] > 0 for line in lines)
+    steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["generation"] for line in steps] == [2] * 4 + [3] * 8
+
+
+@pytest.mark.slow
+def test_there_is_a_budget(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(WorkerError, match="exit code -9"):
+        killed(tmp_path, data, [1, 2], failure={"max_restarts": 1, "backoff_s": 0.1}, parallel={"tp": 2})
+    (events,) = tmp_path.glob("*/events.jsonl")
+    kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
+    assert kinds == ["started", "restarted", "started", "failed"]
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed(tmp_path: Path) -> None:
+    """The same through Ray and the command line."""
+    write_corpus(tmp_path)
+    write_config(
+        tmp_path,
+        parallel={"tp": 2},
+        train={"steps": 400},
+        checkpoint={"every": 10},
+        failure={"backoff_s": 0.1},
+        telemetry={"page": False},
+    )
+    process = start(tmp_path, "train", "run.yaml", "--until", "60", "--launcher", "ray")
+    run = tmp_path / "runs" / "run"
+    deadline = time.monotonic() + 90
+    while not (run / "checkpoints" / "latest").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    victim = json.loads((run / "cluster.json").read_text())["ranks"][1]["process"]
+    os.kill(victim, signal.SIGKILL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "all ranks start anew" in output
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))
+    (incident,) = [json.loads(line) for line in (run / "incidents.jsonl").read_text().splitlines()]
+    assert incident["rank"] == 1
+    assert 0 < incident["steps_lost"] <= 10 or incident["step"] % 10 == 0
