@@ -26,6 +26,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # every command of the README, most of them whole runs
 def test_examples_run_in_order(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     assert len(commands()) >= 4

@@ -18,6 +18,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Incident, StepDone
 from braid.actors.stage.messages import RunPlan
+from braid.dashboards.trace_folder import TraceFolder
 from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
 
@@ -121,4 +122,10 @@ def test_an_actor_that_is_killed(tmp_path: Path) -> None:
     assert steps == list(range(1, 61))
     (incident,) = [json.loads(line) for line in (run / "incidents.jsonl").read_text().splitlines()]
     assert incident["rank"] == 1
+    traces = TraceFolder(run / "trace")  # streamed to an actor, by two generations
+    traces.refresh()
+    assert sorted(traces.ranks) == [0, 1]
+    assert traces.steps[-1] == 59
+    assert {trace.generation for trace in traces.ranks.values()} == {2}
+    assert len({len(trace.records(59)) for trace in traces.ranks.values()}) == 1
     assert 0 < incident["steps_lost"] <= 10 or incident["step"] % 10 == 0
