@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final
 
 import yaml
@@ -37,6 +37,7 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.compare_traces import read_trace
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import AXES, ParallelLayout
+from braid.scheduling.stragglers import stragglers
 from braid.scheduling.trace import Span, length_ns, merge
 
 DESCRIPTIONS: Final = (
@@ -77,41 +78,6 @@ _CACHED_BYTES: Final = 192 << 20
 _RANKS_TAIL_BYTES: Final = 64 << 20
 _SPAN_STEPS: Final = (4, 32)
 """Fewest and most steps of spans that are kept in memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A rank that computes longer than its stage's others."""
-
-    rank: int
-    stage: int
-    times: float
-    """Its compute time over the median of its stage."""
-
-
-def stragglers(
-    lines: Sequence[Mapping[str, Any]], stages: Sequence[int], *, times: float = 1.2, last: int = 20
-) -> list[Straggler]:
-    """Ranks whose compute takes more than ``times`` the median of their stage over the ``last`` steps.
-
-    lines: of ``ranks.jsonl``; stages: the pipeline stage of every rank. A rank counts with its median over
-    the steps, so that one slow step names nobody. The slowest come first.
-    """
-    recent = [_numbers(line, "compute_seconds") for line in lines[-last:]]
-    recent = [row for row in recent if len(row) == len(stages)]
-    if not stages or not recent:
-        return []
-    own = [median(values) for values in zip(*recent, strict=True)]
-    found = []
-    for stage in sorted(set(stages)):
-        members = [rank for rank, its in enumerate(stages) if its == stage]
-        usual = median(own[rank] for rank in members)
-        found += [
-            Straggler(rank=rank, stage=stage, times=own[rank] / usual)
-            for rank in members
-            if usual > 0 and own[rank] > times * usual
-        ]
-    return sorted(found, key=lambda one: -one.times)
 
 
 @dataclass
@@ -273,7 +239,7 @@ class RunData:
             lines = list(self._rank_lines)
             found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
             stages = self._stages(len(_numbers(found or {}, "seconds")))
-            slow = stragglers(lines, stages)
+            slow = stragglers([_numbers(line, "compute_seconds") for line in lines], stages)
             return {
                 "line": found,
                 "stages": stages,

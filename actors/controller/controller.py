@@ -34,6 +34,7 @@ from braid.actors.controller.records import (
     overlap_fields,
     rank_fields,
 )
+from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 from braid.scheduling.memory import model_flops
 from braid.scheduling.trace import Span
@@ -178,7 +179,7 @@ class Controller:
             notes=tuple(notes),
         )
         directory.note("started", done, self._generation, f"{self._config.layout().ranks} ranks", notes=notes)
-        watch = _Watch(collector, directory)
+        watch = Watch(collector, directory, self._config.layout())
         step = self._step_now = done
         while step < last and not self._stop.is_set():
             traced = directory if step + 1 == last else None
@@ -348,38 +349,3 @@ class _Failure:
     """Steps that were done by then."""
     time: float
     """When it was known."""
-
-
-class _Watch:
-    """Tells when telemetry loses something or cannot keep up; each trouble once."""
-
-    def __init__(self, collector: Collector, directory: RunDirectory) -> None:
-        self._collector, self._directory = collector, directory
-        self._looked = time.monotonic()
-        self._told: set[str] = set()
-
-    def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
-        """What is new, every few seconds."""
-        if time.monotonic() - self._looked < _WATCH_SECONDS:
-            return
-        self._looked = time.monotonic()
-        counts = self._collector.counts()
-        found = {
-            "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
-            "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
-            "records": self._directory.trouble,
-            "dropped": "ranks record faster than spans can be streamed: some are dropped"
-            if any(ranks["dropped_spans"])
-            else "",
-            "sampled": "spans of some steps only, to stay within 1 % of the time"
-            if max(ranks["sampled_every"]) > 1
-            else "",
-        }
-        for kind, text in found.items():
-            if text and kind not in self._told:
-                self._told.add(kind)
-                self._directory.note("telemetry", step, generation, text)
-                yield Incident(kind="telemetry", text=text, step=step)
-
-
-_WATCH_SECONDS = 5.0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from braid.dashboards.run_data import RunData, stragglers
+from braid.dashboards.run_data import RunData
 from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
@@ -54,27 +54,6 @@ def test_a_slow_rank_is_named(finished: Path) -> None:
     assert [one["rank"] for one in ranks["stragglers"]] == [3]
     assert ranks["line"]["step"] == 4
     assert ranks["stages"] == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-def test_stragglers_are_judged_within_their_stage() -> None:
-    """Stages may differ by any factor; one slow step is none; the slowest come first."""
-    usual = [1.0, 1.1, 1.0, 3.0, 3.1, 3.0]
-    stages = [0, 0, 0, 1, 1, 1]
-    lines = [{"compute_seconds": usual} for _ in range(20)]
-    assert stragglers(lines, stages) == []
-    lines[-1] = {"compute_seconds": [9.0, *usual[1:]]}
-    assert stragglers(lines, stages) == []
-    slow = [{"compute_seconds": [1.3, 1.0, 1.0, 3.0, 3.0, 4.5]} for _ in range(20)]
-    assert [(one.rank, one.stage, round(one.times, 3)) for one in stragglers(slow, stages)] == [
-        (5, 1, 1.5),
-        (0, 0, 1.3),
-    ]
-    assert stragglers([*slow, *lines[:20]], stages) == [], "only the last steps count"
-
-
-def test_stragglers_without_numbers() -> None:
-    assert stragglers([], [0, 0]) == []
-    assert stragglers([{"compute_seconds": None}, {"step": 3}, {"compute_seconds": [1.0]}], [0, 0]) == []
 
 
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:

@@ -1,0 +1,62 @@
+"""Tells when a rank falls behind, and when telemetry loses something or cannot keep up; each thing once."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from braid.actors.controller.group import Collector
+from braid.actors.controller.records import Incident, RunDirectory
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stragglers import LAST, stragglers
+
+
+class Watch:
+    """Looks at the ranks' numbers after every step."""
+
+    def __init__(self, collector: Collector, directory: RunDirectory, layout: ParallelLayout) -> None:
+        self._collector, self._directory = collector, directory
+        self._looked = time.monotonic()
+        self._told: set[str] = set()
+        self._stages = [layout.coordinate(rank)["pp"] for rank in range(layout.ranks)]
+        self._compute: deque[list[float]] = deque(maxlen=LAST)
+        self._slow: set[int] = set()
+
+    def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
+        """What is new: of the ranks with every step, of the rest every few seconds."""
+        self._compute.append(ranks["compute_seconds"])
+        yield from self._stragglers(step, generation)
+        if time.monotonic() - self._looked < _WATCH_SECONDS:
+            return
+        self._looked = time.monotonic()
+        counts = self._collector.counts()
+        found = {
+            "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
+            "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
+            "records": self._directory.trouble,
+            "dropped": "ranks record faster than spans can be streamed: some are dropped"
+            if any(ranks["dropped_spans"])
+            else "",
+            "sampled": "spans of some steps only, to stay within 1 % of the time"
+            if max(ranks["sampled_every"]) > 1
+            else "",
+        }
+        for kind, text in found.items():
+            if text and kind not in self._told:
+                self._told.add(kind)
+                self._directory.note("telemetry", step, generation, text)
+                yield Incident(kind="telemetry", text=text, step=step)
+
+    def _stragglers(self, step: int, generation: int) -> Iterator[Incident]:
+        """Ranks that have become slow; one that recovers and slows down again is named again."""
+        if len(self._compute) < LAST:
+            return
+        slow = {one.rank: one for one in stragglers(list(self._compute), self._stages)}
+        for rank in slow.keys() - self._slow:
+            text = f"rank {rank} computes {slow[rank].times:.2f} times as long as the others of its stage"
+            self._directory.note("straggler", step, generation, text, rank=rank, times=slow[rank].times)
+            yield Incident(kind="straggler", text=text, step=step)
+        self._slow = set(slow)
+
+
+_WATCH_SECONDS = 5.0
