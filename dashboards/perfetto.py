@@ -10,7 +10,7 @@ from typing import Any
 
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import DIRECTIONS, KINDS, STRANDS, Label
+from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
 
 LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3}
 """The thread that a kind of span is shown as."""

@@ -11,8 +11,9 @@ import numpy as np
 
 from braid.dashboards.trace_folder import RankTrace, TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import DIRECTIONS, KINDS, STRANDS, Records
-from braid.scheduling.trace import IntArray, intervals, union
+from braid.scheduling.span_batches import Records
+from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS
+from braid.scheduling.trace_arrays import IntArray, intervals, union
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 _LANE_NAMES: Final = {

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from braid.dashboards.trace_folder import RankTrace
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import KINDS, RECORD, STRANDS, Label, Records
-from braid.scheduling.trace import IntArray, OverlapNumbers, Span, overlap_numbers, union
+from braid.scheduling.span_batches import RECORD, Records
+from braid.scheduling.trace import KINDS, STRANDS, Label, OverlapNumbers, Span
+from braid.scheduling.trace_arrays import IntArray, overlap_numbers, union
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 Durations = Mapping[tuple[str, int], float]

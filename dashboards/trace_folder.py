@@ -13,16 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.span_batches import (
-    KINDS,
-    Batch,
-    Label,
-    Records,
-    concatenated,
-    decode,
-    span_of,
-)
-from braid.scheduling.trace import Span
+from braid.scheduling.span_batches import Batch, Records, concatenated, decode, span_of
+from braid.scheduling.trace import KINDS, Label, Span
 
 _NAME: Final = re.compile(r"rank-(\d{5})\.(\d{4,})\.spans")
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.trace import Span
+from braid.scheduling.trace import STRANDS, Label, Span
 
 Records = NDArray[np.void]
 """(spans,) of `RECORD`."""
@@ -38,33 +38,11 @@ RECORD: Final = np.dtype(
 )
 """32 bytes. Times are of the wall clock. A micro-batch or chunk of -1: it belongs to none."""
 
-STRANDS: Final = ("", "alpha", "beta")
-DIRECTIONS: Final = ("", "forward", "backward")
-KINDS: Final = ("operator", "block", "paired block")
-"""Blocks are spans too: what lies between them is bubble."""
-
 _MAGIC: Final = b"BRAIDSP1"
 _HEAD: Final = struct.Struct("<8sIII")
 """Magic, bytes of the header, bytes of the records, CRC-32 of both."""
 _LARGEST: Final = 1 << 28
 """No header and no array is larger; a length beyond is damage."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Label:
-    """What all executions of an operator have in common."""
-
-    operator: str
-    stream: Stream
-    layer: int = -1
-    bytes: int = 0
-    flops: int = 0
-    shapes: str = ""
-    """Of its inputs and outputs, for people."""
-    key: str = ""
-    """Its name in a profile."""
-    solo_ns: int | None = None
-    """What it takes with nothing beside it, where that was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from braid.scheduling.operators import Stream
 
 Interval = tuple[int, int]
 """Start and end in nanoseconds, end excluded."""
 
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
+
+STRANDS: Final = ("", "alpha", "beta")
+DIRECTIONS: Final = ("", "forward", "backward")
+KINDS: Final = ("operator", "block", "paired block")
+"""Blocks are spans too: what lies between them is bubble."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,23 @@ class Span:
     end_ns: int
     bytes: int = 0
     flops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What all executions of an operator have in common."""
+
+    operator: str
+    stream: Stream
+    layer: int = -1
+    bytes: int = 0
+    flops: int = 0
+    shapes: str = ""
+    """Of its inputs and outputs, for people."""
+    key: str = ""
+    """Its name in a profile."""
+    solo_ns: int | None = None
+    """What it takes with nothing beside it, where that was measured."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -109,57 +127,3 @@ class OverlapNumbers:
     def hidden_fraction(self) -> float:
         """Share of the communication that compute hid; 1.0 where there was none."""
         return self.hidden_ns / self.communication_ns if self.communication_ns else 1.0
-
-
-def overlap_numbers(
-    compute: IntArray, solo_ns: IntArray, transfers: IntArray, blocks: IntArray, paired: BoolArray
-) -> OverlapNumbers:
-    """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
-
-    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. blocks:
-    of all blocks; ``paired`` (n,): which are paired ones.
-    """
-    busy, in_flight, inside = union(compute), union(transfers), union(blocks)
-    running = union(np.concatenate([busy, in_flight]))
-    bubble = int(inside[-1, 1] - inside[0, 0] - _length(inside)) if len(inside) else 0
-    return OverlapNumbers(
-        communication_ns=_length(in_flight),
-        hidden_ns=_length(in_flight) + _length(busy) - _length(running),
-        slowdown_ns=_slowdown_ns(compute, solo_ns, blocks[paired]),
-        launch_gap_ns=_length(union(np.concatenate([inside, running]))) - _length(running),
-        bubble_ns=bubble,
-        compute_ns=_length(busy),
-    )
-
-
-def union(intervals: IntArray) -> IntArray:
-    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish. As `merge`."""
-    found = intervals[intervals[:, 1] > intervals[:, 0]]
-    if not len(found):
-        return np.zeros((0, 2), np.int64)
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    reached = np.maximum.accumulate(found[:, 1])
-    begins = np.flatnonzero(np.concatenate([[True], found[1:, 0] > reached[:-1]]))
-    ends = np.concatenate([begins[1:] - 1, [len(found) - 1]])
-    return np.stack([found[begins, 0], reached[ends]], axis=1)
-
-
-def intervals(pairs: Iterable[Interval]) -> IntArray:
-    """Pairs of begin and end as an array (n, 2)."""
-    return np.array(list(pairs), np.int64).reshape(-1, 2)
-
-
-def _length(disjoint: IntArray) -> int:
-    return int((disjoint[:, 1] - disjoint[:, 0]).sum())
-
-
-def _slowdown_ns(compute: IntArray, solo_ns: IntArray, paired: IntArray) -> int | None:
-    """None if the solo time of some operator in a paired block is not known."""
-    if not len(paired):
-        return 0
-    paired = paired[np.argsort(paired[:, 0])]
-    place = np.searchsorted(paired[:, 0], compute[:, 0], side="right") - 1
-    inside = (place >= 0) & (compute[:, 0] < paired[place, 1])
-    if (solo_ns[inside] < 0).any():
-        return None
-    return int((compute[inside, 1] - compute[inside, 0] - solo_ns[inside]).sum())

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from braid.scheduling.span_batches import Batch, Label, decode
+from braid.scheduling.span_batches import Batch, decode
+from braid.scheduling.trace import Label
 
 FILES = 4
 """Files per rank; the budget is shared between them."""

@@ -32,7 +32,7 @@ from braid.scheduling.schedule import (
     Start,
     Wait,
 )
-from braid.scheduling.span_batches import Label
+from braid.scheduling.trace import Label
 
 BoundAction = Callable[[Values, Block], None]
 

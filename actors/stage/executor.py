@@ -35,7 +35,7 @@ from braid.scheduling.schedule import (
     WaitReduce,
     WaitSend,
 )
-from braid.scheduling.span_batches import Label
+from braid.scheduling.trace import Label
 
 
 class Update(Protocol):

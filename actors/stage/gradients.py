@@ -14,7 +14,7 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import all_reduce
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import Label
+from braid.scheduling.trace import Label
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from braid.actors.stage.streams import Mark, Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.autograd import Graph
 from braid.scheduling.schedule import Block
-from braid.scheduling.span_batches import Label
+from braid.scheduling.trace import Label
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""

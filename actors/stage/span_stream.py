@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from braid.scheduling.span_batches import RECORD, Batch, Label, Records
+from braid.scheduling.span_batches import RECORD, Batch, Records
+from braid.scheduling.trace import Label
 
 
 class Sink(Protocol):

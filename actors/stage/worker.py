@@ -32,8 +32,8 @@ from braid.actors.stage.network import bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
+from braid.actors.stage.step_records import NoRecorder, StepRecorder
 from braid.actors.stage.streams import device_streams
-from braid.actors.stage.telemetry import NoRecorder, Recorder
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -120,7 +120,7 @@ class Worker:
         )
         self._model.initialise(train.seed)
         self._streams = device_streams(self._device)
-        kind = Recorder if config.telemetry.spans else NoRecorder
+        kind = StepRecorder if config.telemetry.spans else NoRecorder
         self._recorder = kind(self._streams, plan.solo_ns)
         self._gradients = GradientBuckets(
             self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20

@@ -31,7 +31,8 @@ from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Label
+from braid.scheduling.span_batches import RECORD
+from braid.scheduling.trace import Label
 
 ON, OFF = "with telemetry", "without"
 PER_STEP = 2000

@@ -15,7 +15,8 @@ from braid.actors.controller.span_files import FILES, SpanFiles, socket_collecto
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Label, Records, decode
+from braid.scheduling.span_batches import RECORD, Batch, Records, decode
+from braid.scheduling.trace import Label
 
 LABELS = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20)]
 

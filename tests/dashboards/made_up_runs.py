@@ -22,9 +22,10 @@ from braid.scheduling.planner.compose import Outcome, evaluate, with_schedule
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.schedule import Block, Direction
 from braid.scheduling.simulate import Simulation
-from braid.scheduling.span_batches import DIRECTIONS, KINDS, RECORD, STRANDS, Batch, Label, Records
+from braid.scheduling.span_batches import RECORD, Batch, Records
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.trace import OverlapNumbers, overlap_numbers
+from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
+from braid.scheduling.trace_arrays import overlap_numbers
 
 SIMULATED = "simulated"
 BEGIN_NS = 1_750_000_000_000_000_000

@@ -18,7 +18,8 @@ from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.span_batches import decode
-from braid.scheduling.trace import communication, intervals, length_ns, merge
+from braid.scheduling.trace import communication, length_ns, merge
+from braid.scheduling.trace_arrays import intervals
 from tests.dashboards.made_up_runs import MadeUpRun, made_up
 
 

@@ -9,7 +9,8 @@ import pytest
 from braid.dashboards.timeline_picture import EXPOSED, timeline_png
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Label
+from braid.scheduling.span_batches import RECORD, Batch
+from braid.scheduling.trace import Label
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 LABELS = (

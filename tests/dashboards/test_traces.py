@@ -15,8 +15,7 @@ from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs import cli
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import KINDS, STRANDS
-from braid.scheduling.trace import communication
+from braid.scheduling.trace import KINDS, STRANDS, communication
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 
 STEPS = 6

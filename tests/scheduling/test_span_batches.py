@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Label, Records, decode, span_of
+from braid.scheduling.span_batches import RECORD, Batch, Records, decode, span_of
+from braid.scheduling.trace import Label
 
 LABELS = st.builds(
     Label,

@@ -17,13 +17,11 @@ from braid.scheduling.trace import (
     OverlapNumbers,
     Span,
     communication,
-    intervals,
     length_ns,
     merge,
     overlap_ns,
-    overlap_numbers,
-    union,
 )
+from braid.scheduling.trace_arrays import intervals, overlap_numbers, union
 
 LONGEST = 40
 INTERVALS = st.lists(
