@@ -7,7 +7,6 @@ the path of the key, its value, and what would be right.
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -83,11 +82,13 @@ class ModelConfig(_Section):
     capacity_factor: Annotated[float, Field(gt=0)] = 1.0
     # a layer of your own: "package.module:Class" or "file.py:Class"
     layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
+    # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)
+    initial: Annotated[Path | None, AfterValidator(lambda path: path and path.resolve())] = None
 
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
-        if self.preset is not None:
-            return self._preset_shape(self.preset, vocabulary)
+        if self.preset is not None or self.initial is not None:
+            return self._known_shape(vocabulary)
         if self.head_dim is None and self.hidden % self.heads:
             raise ConfigError(
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
@@ -116,20 +117,27 @@ class ModelConfig(_Section):
             capacity_factor=self.capacity_factor,
         )
 
-    def _preset_shape(self, preset: str, vocabulary: int) -> ModelShape:
-        """The preset with the keys that the configuration sets itself."""
-        from braid.scheduling.presets.library import model_preset
+    def _known_shape(self, vocabulary: int) -> ModelShape:
+        """The preset with the keys that the configuration sets itself; or what ``initial`` holds, which those
+        keys must agree with."""
+        from braid.scheduling.presets.library import known_shape
 
+        given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
         try:
-            base = model_preset(preset)
-            given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer"}}
-            shape = replace(base, **given)
+            shape = known_shape(self.preset, self.initial, given)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if shape.vocabulary < vocabulary:
+        if self.initial is not None and self.layer is not None:
             raise ConfigError(
-                f"model.preset={preset!r} has a vocabulary of {shape.vocabulary}, too small for the "
-                f"tokenizer's {vocabulary} tokens; set model.vocabulary"
+                f"model.layer={self.layer!r} cannot take model.initial's weights; leave one out"
+            )
+        if shape.vocabulary < vocabulary:
+            key, remedy = (
+                ("initial", "use its tokenizer") if self.initial else ("preset", "set model.vocabulary")
+            )
+            raise ConfigError(
+                f"model.{key}={str(getattr(self, key))!r} has a vocabulary of {shape.vocabulary}, too small "
+                f"for the tokenizer's {vocabulary} tokens; {remedy}"
             )
         return shape
 
@@ -331,7 +339,11 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """The resolved configuration; `load_config` reads it back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        content = self.model_dump(mode="json")
+        if self.model.preset is not None or self.model.initial is not None:
+            # Defaults written out would be sizes that the configuration gives, against the preset's.
+            content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
+        return yaml.safe_dump(content, sort_keys=False)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
