@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from braid.actors.config import ConfigError, load_config
+from braid.actors.config import ConfigError, read_content
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
 from braid.scheduling.records import from_mapping
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -103,7 +103,8 @@ def check_built_in(checkpoint: Path) -> None:
     written = checkpoint.resolve().parent.parent / "config.yaml"
     if not written.is_file():
         return
-    layer = load_config(written).model.layer
+    model = read_content(written).get("model")
+    layer = model.get("layer") if isinstance(model, dict) else None
     if layer is not None:
         raise ConfigError(
             f"checkpoint {checkpoint} has layers of model.layer={layer!r}; only built-in ones have a "
