@@ -76,7 +76,8 @@ def export_model(
     if a file cannot be written.
     """
     tensors = stored_tensors(shape)
-    _check_contents(checkpoint, tensors)
+    reader = GuardedReader(checkpoint)
+    _check_contents(checkpoint, reader, tensors)
     kind = EXPORT_DTYPES[dtype]
     groups = _groups(tensors, kind.itemsize, max_file_bytes)
     names = (
@@ -85,7 +86,7 @@ def export_model(
         else [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     )
     for name, group in zip(names, groups, strict=True):
-        parts = _load(checkpoint, group)
+        parts = _load(reader, group)
         content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
         try:
             save_file(content, directory / name, metadata={"format": "pt"})
@@ -101,11 +102,11 @@ def export_model(
     return [directory / name for name in names]
 
 
-def _check_contents(checkpoint: Path, tensors: Sequence[StoredTensor]) -> None:
+def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
     """Compare names and shapes of the checkpoint's parameters with those that will be asked for."""
     held = {
         name.removeprefix("parameter."): tuple(entry.size)
-        for name, entry in GuardedReader(checkpoint).read_metadata().state_dict_metadata.items()
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
     }
     wanted = {name: shape for tensor in tensors for name, shape in _source_shapes(tensor).items()}
@@ -143,9 +144,8 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
     return groups
 
 
-def _load(checkpoint: Path, group: Sequence[StoredTensor]) -> dict[str, Tensor]:
+def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Tensor]:
     """The global parameters that a file's tensors are made of, in the dtype of the checkpoint."""
-    reader = GuardedReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {}
     for name in (name for tensor in group for name, _ in tensor.sources):

@@ -45,9 +45,17 @@ class GuardedReader(FileSystemReader):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._directory = directory
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents; `ValueError` if it is anything else."""
+        """The table of contents, read once; `ValueError` if it is anything else."""
+        if self._metadata is None:
+            self._metadata = self._read()
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _read(self) -> Metadata:
         path = self._directory / ".metadata"
         try:
             with path.open("rb") as file:
@@ -63,5 +71,4 @@ class GuardedReader(FileSystemReader):
             if Path(file_name).name != file_name:
                 raise ValueError(f"{path} is refused: it leads to {file_name!r}, out of the checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -15,26 +15,34 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerError
 from braid.actors.controller.manifest import CheckpointStore, verify
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import Event, StepDone
+from braid.actors.stage.messages import RunPlan
 from braid.jobs.checkpoints import new_directory
 from braid.jobs.cli import main
-from tests.end_to_end.runs import prepare_text, run_layout
+from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
 from tests.foreign_models import opened
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("data"), seed=0, files=4)
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with checkpoints of steps 2 and 4, not to be changed."""
-    path = tmp_path_factory.mktemp("trained")
     checkpoints = {"every": 2, "keep": 9}
-    data = prepare_text(path, seed=0, files=4)
-    return run_layout(path / "runs", data, 4, parallel={"tp": 2}, checkpoint=checkpoints).directory
+    return run_layout(tmp_path_factory.mktemp("runs"), data, 4, parallel={"tp": 2}, checkpoint=checkpoints)
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to damage."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def run(trained: Run, tmp_path: Path) -> Path:
+    """A copy of its directory, to damage."""
+    return Path(shutil.copytree(trained.directory, tmp_path / "run"))
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,28 @@ def test_a_forged_table_of_contents_runs_nothing(run: Path, command: Command, tm
     assert not marker.exists()
     pickle.loads(metadata.read_bytes())
     assert marker.exists(), "the file is harmless: too easy a test"
+
+
+def test_a_forged_table_of_contents_runs_nothing_on_the_ranks(
+    trained: Run, run: Path, data: Path, tmp_path: Path
+) -> None:
+    """Nor does a run that goes on from such a checkpoint."""
+    marker = tmp_path / "ran"
+    config = trained.config.model_copy(update={"runs": tmp_path, "name": "run"})
+    schedule = build_schedule(config, trained.shape).to_text()
+    plan = RunPlan(config=config, shape=trained.shape, schedule=schedule, data=str(data))
+
+    def resume() -> list[Event]:
+        return list(Controller(plan, KeptRanks(config), RunOptions(resume=True, until=5)).run())
+
+    assert any(isinstance(event, StepDone) for event in resume())
+    assert verify(step(run, 5)).step == 5
+    (step(run, 5) / ".metadata").write_bytes(pickle.dumps(Marker(marker)))
+    republish(step(run, 5))
+    with pytest.raises(WorkerError, match=r"\.metadata is refused.*mkdir") as failure:
+        resume()
+    assert failure.value.user_error
+    assert not marker.exists()
 
 
 def test_a_forged_table_of_contents_leads_nowhere(run: Path, command: Command, tmp_path: Path) -> None:
