@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from braid.actors.config import ConfigError
 
@@ -51,9 +52,9 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
     table.add_column("layout")
     table.add_column("state", overflow="fold")
     for one in found:
-        state = one.problem or "verified"
+        state = Text(one.problem or "verified")  # names of files are not rich's markup
         table.add_row(str(one.step), _size(one.size_bytes), one.layout or "-", state)
-    Console().print(table, highlight=False, markup=False)
+    Console().print(table, highlight=False)
 
 
 @checkpoint.command("verify")

@@ -54,13 +54,17 @@ class Examined:
 
 def examine(path: Path) -> Examined:
     """Check every file of a checkpoint against its manifest."""
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = 0
     try:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         manifest = verify(path)
         found = Examined(path=path, size_bytes=size, manifest=manifest)
         if found.step != manifest.step:
             raise CheckpointError(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
         _ = found.layout, found.shape
+    except OSError as error:  # the run that it belongs to may remove it while it is read
+        problem = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
+        return Examined(path=path, size_bytes=size, manifest=None, problem=problem)
     except ValueError as error:
         return Examined(path=path, size_bytes=size, manifest=None, problem=str(error))
     return found

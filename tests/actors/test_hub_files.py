@@ -1,21 +1,27 @@
 """Hugging Face directories: sizes come from config.json, and what does not fit is refused by name."""
 
+import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.actors.stage import exchange
 from braid.actors.stage.hub_files import HubDirectory, check_initial
+from braid.actors.stage.model import StageModel
+from braid.scheduling.layers import part_sizes
 from braid.scheduling.presets.hugging_face import hugging_face_config
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
 
 TOKENS = 257
@@ -278,6 +284,53 @@ def test_what_has_no_equal_is_not_written() -> None:
     experts = {"kv_heads": 4, "head_dim": 16, "experts": 4, "top_k": 2}
     with pytest.raises(ValueError, match=r"model\.family='moe'"):
         hugging_face_config(ModelShape(family="moe", **sizes, **experts), "float32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_reads_its_slices_only(
+    stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
+) -> None:
+    """As many elements as the rank holds; and nothing is asked for whole."""
+    shape, layout = load(stored[kind]), ParallelLayout(tp=2, pp=2)
+    sizes = part_sizes(shape, layout, micro_batch=2)
+    model = StageModel(
+        shape=shape,
+        layout=layout,
+        position=layout.coordinate(rank),
+        sizes=sizes,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    tensors = [parameter.tensor for parameter in model.parameters]
+    for tensor in tensors:
+        torch.nn.init.constant_(tensor, torch.nan)
+    read: list[int] = []
+    monkeypatch.setattr(exchange, "safe_open", counting(read))
+    optimizer: Any = SimpleNamespace(masters=tensors, restored=lambda steps: None)
+    exchange.load_initial(stored[kind], shape, model.parameters, optimizer)
+    assert sum(read) == sum(tensor.numel() for tensor in tensors) < shape.parameters() / 2
+    assert not any(tensor.isnan().any() for tensor in tensors)
+
+
+def counting(read: list[int]) -> Callable[..., Any]:
+    """`safe_open` that notes how many elements are read, and knows no other way to read."""
+
+    @contextlib.contextmanager
+    def opening(path: Path, framework: str) -> Iterator[Any]:
+        with safe_open(path, framework=framework) as file:
+            yield SimpleNamespace(get_slice=lambda name: Part(file.get_slice(name)))
+
+    class Part:
+        def __init__(self, part: Any) -> None:
+            self.part = part
+
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            found: torch.Tensor = self.part[place]
+            read.append(found.numel())
+            return found
+
+    return opening
 
 
 def test_places_of_tensors(stored: dict[str, Path]) -> None:

@@ -179,6 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_manifest(path, lambda content: content.update(layout={"tp": "x"})),
         "layout.tp",
     ),
+    "name of a file like markup": (lambda path: (path / "[red]x").write_bytes(b""), "[red]x"),
     "renamed": (_renamed, "step 2; it was renamed"),
 }
 
@@ -190,6 +191,7 @@ def test_damage(run: Path, command: Command, tmp_path: Path, damage: str) -> Non
     act(step(run, 4))
     refused(command("verify", run), "step-4", says)
     assert says in json.loads(command("list", run, "--json").output)[1]["problem"]
+    assert says in command("list", run).output
     refused(command("export", step(run, 4), tmp_path / "no"), "step-4", says)
     assert not (tmp_path / "no").exists()
     fallen = command("export", run, tmp_path / "model")
@@ -197,6 +199,20 @@ def test_damage(run: Path, command: Command, tmp_path: Path, damage: str) -> Non
     assert says in fallen.errors
     assert "falling back to step 2" in fallen.errors
     opened(tmp_path / "model")
+
+
+def test_a_checkpoint_that_goes_away_meanwhile(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run removes old ones while somebody reads them."""
+
+    def verify_too_late(path: Path) -> None:
+        file = weights(path)
+        shutil.rmtree(path)
+        file.stat()
+
+    monkeypatch.setattr("braid.jobs.checkpoints.verify", verify_too_late)
+    refused(command("verify", step(run, 2)), "step-2", "__0_0.distcp cannot be read")
 
 
 def test_nothing_left_to_export(run: Path, command: Command, tmp_path: Path) -> None:
