@@ -7,19 +7,18 @@ the path of the key, its value, and what would be right.
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from braid.actors.config_model import ConfigError, ModelConfig, Positive, Section
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
     AXES,
     CONTEXT_MODES,
-    FAMILIES,
     ModelShape,
     ParallelLayout,
     Workload,
@@ -27,7 +26,6 @@ from braid.scheduling.spec import (
     check_runnable,
 )
 
-Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 AUTO: Final = "auto"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -45,96 +43,7 @@ def _one_of(options: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _absolute_file(reference: str | None) -> str | None:
-    """``file.py:Class`` with the file's whole path, since ranks may run elsewhere; others as they are."""
-    place, _, name = (reference or "").rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names key, value and remedy."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
-    """The model: a preset (`braid presets`), sizes, or a preset with some of them changed.
-
-    Sizes that are left out follow from ``hidden``.
-    """
-
-    preset: str | None = None
-    family: Literal["llama", "gpt", "moe"] = "llama"
-    hidden: Positive = 256
-    layers: Positive = 4
-    heads: Positive = 8
-    kv_heads: Positive | None = None  # default: heads (no grouping)
-    head_dim: Positive | None = None  # default: hidden / heads
-    ffn: Positive | None = None  # default: 4 x hidden (gpt), 8/3 x hidden rounded up to 64 (llama)
-    vocabulary: Positive | None = None  # default: the tokenizer's, rounded up to 64
-    sequence: Positive = 256
-    tied_head: bool = False
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
-    experts: Annotated[int, Field(ge=0)] = 0  # family moe
-    top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
-    capacity_factor: Annotated[float, Field(gt=0)] = 1.0
-    # a layer of your own: "package.module:Class" or "file.py:Class"
-    layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
-
-    def shape(self, vocabulary: int) -> ModelShape:
-        """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
-        if self.preset is not None:
-            return self._preset_shape(self.preset, vocabulary)
-        if self.head_dim is None and self.hidden % self.heads:
-            raise ConfigError(
-                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
-                f"change one of them or set model.head_dim"
-            )
-        if self.vocabulary is not None and self.vocabulary < vocabulary:
-            raise ConfigError(
-                f"model.vocabulary={self.vocabulary} is smaller than the tokenizer's {vocabulary} tokens"
-            )
-        gated_ffn = -(-self.hidden * 8 // 3 // 64) * 64
-        return ModelShape(
-            family=self.family,
-            hidden=self.hidden,
-            ffn=self.ffn or (4 * self.hidden if self.family == "gpt" else gated_ffn),
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
-            head_dim=self.head_dim or self.hidden // self.heads,
-            vocabulary=self.vocabulary or -(-vocabulary // 64) * 64,
-            sequence=self.sequence,
-            tied_head=self.tied_head,
-            norm_eps=self.norm_eps,
-            rotary_base=self.rotary_base,
-            experts=self.experts,
-            top_k=self.top_k,
-            capacity_factor=self.capacity_factor,
-        )
-
-    def _preset_shape(self, preset: str, vocabulary: int) -> ModelShape:
-        """The preset with the keys that the configuration sets itself."""
-        from braid.scheduling.presets.library import model_preset
-
-        try:
-            base = model_preset(preset)
-            given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer"}}
-            shape = replace(base, **given)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if shape.vocabulary < vocabulary:
-            raise ConfigError(
-                f"model.preset={preset!r} has a vocabulary of {shape.vocabulary}, too small for the "
-                f"tokenizer's {vocabulary} tokens; set model.vocabulary"
-            )
-        return shape
-
-
-class DataConfig(_Section):
+class DataConfig(Section):
     """The corpus. ``python-stdlib`` among the files stands for the sources of Python's standard library."""
 
     files: tuple[str, ...] = ("python-stdlib",)
@@ -147,7 +56,7 @@ class DataConfig(_Section):
     directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """Steps, batch and optimizer."""
 
     steps: Positive = 100
@@ -168,7 +77,7 @@ class TrainConfig(_Section):
     validation_samples: Positive = 64
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
 
     ``parallel: auto`` lets `braid plan` search them; ``{auto: true, tp: 8}`` fixes those that are given.
@@ -200,7 +109,7 @@ class ParallelConfig(_Section):
         return {axis: getattr(self, axis) for axis in (*AXES, "ep") if axis in self.model_fields_set}
 
 
-class OverlapConfig(_Section):
+class OverlapConfig(Section):
     """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
 
     Schedules with searched pairings (dhelix, braid, braid_v) take them from a plan (``braid plan --output``),
@@ -223,7 +132,7 @@ class OverlapConfig(_Section):
         )
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """Where ranks run."""
 
     launcher: Literal["ray", "processes"] = "ray"
@@ -238,21 +147,21 @@ class ClusterConfig(_Section):
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When parameters and optimizer are saved. A checkpoint is always written at the end."""
 
     every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     keep: Positive = 2
 
 
-class FailureConfig(_Section):
+class FailureConfig(Section):
     """What happens when a rank dies or raises: all ranks are started anew from the newest good checkpoint."""
 
     max_restarts: Annotated[int, Field(ge=0)] = 3  # in the whole run; 0: the first failure ends it
     backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the first restart; doubled each time
 
 
-class TelemetryConfig(_Section):
+class TelemetryConfig(Section):
     """What is written down while training."""
 
     progress: bool = True
@@ -264,11 +173,11 @@ class TelemetryConfig(_Section):
     page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
 
 
-class ElasticConfig(_Section):
+class ElasticConfig(Section):
     """Growing and shrinking while training; has no keys yet."""
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = "run"
@@ -339,7 +248,11 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """The resolved configuration; `load_config` reads it back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        content = self.model_dump(mode="json")
+        if self.model.preset is not None or self.model.initial is not None:
+            # Defaults written out would be sizes that the configuration gives, against the preset's.
+            content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
+        return yaml.safe_dump(content, sort_keys=False)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
@@ -413,7 +326,7 @@ def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}{_suggestion(path)}"
     value = problem.get("input")
     message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
-    shown = "" if isinstance(value, (dict, _Section)) else f"={value!r}"
+    shown = "" if isinstance(value, (dict, Section)) else f"={value!r}"
     return f"{key}{shown}: {message}"
 
 
@@ -440,7 +353,4 @@ def _suggestion(path: list[str]) -> str:
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
     candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, _Section)), None)
-
-
-assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)

@@ -12,6 +12,7 @@ from rich.console import Console
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.bench_cli import bench
+from braid.jobs.checkpoint_cli import checkpoint
 from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
@@ -83,12 +84,14 @@ def train(
 
 
 def _dry_run(console: Console, config: Config) -> None:
+    from braid.actors.stage.hub_files import check_initial
     from braid.jobs.corpus import find_sources
     from braid.jobs.drawing import show_dry_run
     from braid.jobs.tokenizer import load_tokenizer
     from braid.jobs.train import corpus_of
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    check_initial(config.model.initial, shape)
     find_sources(corpus_of(config))
     show_dry_run(console, config, shape)
 
@@ -145,6 +148,7 @@ app.command()(trace)
 app.command()(report)
 app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _version(value: bool) -> None:

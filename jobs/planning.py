@@ -65,7 +65,7 @@ def _config(reference: str, overrides: list[str]) -> Config:
 
 def _vocabulary(config: Config) -> int:
     """The tokenizer's, where the model's is not given; a preset has its own."""
-    if config.model.preset is not None:
+    if config.model.preset is not None or config.model.initial is not None:
         return 1
     from braid.jobs.tokenizer import load_tokenizer
 

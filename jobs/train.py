@@ -22,6 +22,7 @@ from braid.actors.controller.planning import (
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
+from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.messages import RunPlan, SerialStep
 from braid.dashboards.metrics import RaySink
 from braid.dashboards.metrics_feed import MetricsFeed
@@ -68,6 +69,8 @@ def train(
     """
     config, options = config.located(), options or RunOptions()
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    if not options.resume:
+        check_initial(config.model.initial, shape)
     if not config.overlap.needs_profile:
         build_schedule(config, shape)  # what is wrong with it shows before anything starts
 

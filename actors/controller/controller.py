@@ -228,8 +228,10 @@ class Controller:
     def _restore(
         self, group: WorkerGroup, resumed: tuple[str, Manifest] | None, facts: dict[str, Any]
     ) -> int:
-        """Load the checkpoint, if there is one; returns the number of finished steps."""
+        """Load the checkpoint if there is one, else initial weights; returns the number of finished steps."""
         if resumed is None:
+            if self._config.model.initial is not None:
+                group.call_all("load_initial", str(self._config.model.initial))
             return 0
         path, manifest = resumed
         here = {**self._data_cursor(facts)}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -36,9 +37,14 @@ def save_shards(directory: Path, parameters: list[StageParameter], optimizer: Op
 def load_checkpoint(
     directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh, step: int
 ) -> None:
-    """Read this rank's slices into parameters and moments, in place; ``step`` steps were done."""
+    """Read this rank's slices into parameters and moments, in place; ``step`` steps were done.
+
+    `ValueError` if the table of contents is refused (`GuardedReader`).
+    """
+    reader = GuardedReader(directory)
+    reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
     with _quietly():
-        dcp.load(_global_state(parameters, optimizer, mesh), storage_reader=dcp.FileSystemReader(directory))
+        dcp.load(_global_state(parameters, optimizer, mesh), storage_reader=reader)
     optimizer.restored(step)
 
 

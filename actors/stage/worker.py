@@ -21,6 +21,7 @@ from braid.actors.config import Config
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import load_checkpoint, save_shards
 from braid.actors.stage.data import TokenShards, sample_ids
+from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter
@@ -256,6 +257,10 @@ class Worker:
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
         load_checkpoint(Path(directory), self._model.parameters, self._optimizer, self._mesh, step)
+
+    def load_initial(self, directory: str) -> None:
+        """Begin with the weights of a Hugging Face directory instead of random ones."""
+        load_initial(Path(directory), self._shape, self._model.parameters, self._optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Global name and local slice of every parameter, for tests and exports."""

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.presets.hugging_face import initial_shape
 from braid.scheduling.records import from_mapping, number
 from braid.scheduling.spec import ModelShape
 
@@ -46,6 +47,16 @@ def model_preset(name: str) -> ModelShape:
     content = dict(_known("model.preset", name, _content("models.yaml")))
     content.pop("source")
     return from_mapping(ModelShape, content, f"preset {name}")
+
+
+def known_shape(preset: str | None, initial: Path | None, given: Mapping[str, Any]) -> ModelShape:
+    """The preset with the fields that are ``given`` instead; or what a Hugging Face directory holds, which
+    preset and given fields must agree with. `ValueError` names key, value and remedy."""
+    if preset is None:
+        assert initial is not None
+        return initial_shape(initial, given)
+    shape = replace(model_preset(preset), **given)
+    return shape if initial is None else initial_shape(initial, vars(shape))
 
 
 def model_source(name: str) -> str:

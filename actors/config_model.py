@@ -1,0 +1,113 @@
+"""The model's section of the configuration: sizes, a preset, or somebody else's weights."""
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from braid.scheduling.spec import FAMILIES, ModelShape
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+def _absolute_file(reference: str | None) -> str | None:
+    """``file.py:Class`` with the file's whole path, since ranks may run elsewhere; others as they are."""
+    place, _, name = (reference or "").rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names key, value and remedy."""
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The model: a preset (`braid presets`), sizes, or a preset with some of them changed.
+
+    Sizes that are left out follow from ``hidden``.
+    """
+
+    preset: str | None = None
+    family: Literal["llama", "gpt", "moe"] = "llama"
+    hidden: Positive = 256
+    layers: Positive = 4
+    heads: Positive = 8
+    kv_heads: Positive | None = None  # default: heads (no grouping)
+    head_dim: Positive | None = None  # default: hidden / heads
+    ffn: Positive | None = None  # default: 4 x hidden (gpt), 8/3 x hidden rounded up to 64 (llama)
+    vocabulary: Positive | None = None  # default: the tokenizer's, rounded up to 64
+    sequence: Positive = 256
+    tied_head: bool = False
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    experts: Annotated[int, Field(ge=0)] = 0  # family moe
+    top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
+    capacity_factor: Annotated[float, Field(gt=0)] = 1.0
+    # a layer of your own: "package.module:Class" or "file.py:Class"
+    layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
+    # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)
+    initial: Annotated[Path | None, AfterValidator(lambda path: path and path.resolve())] = None
+
+    def shape(self, vocabulary: int) -> ModelShape:
+        """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
+        if self.preset is not None or self.initial is not None:
+            return self._known_shape(vocabulary)
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ConfigError(
+                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
+                f"change one of them or set model.head_dim"
+            )
+        if self.vocabulary is not None and self.vocabulary < vocabulary:
+            raise ConfigError(
+                f"model.vocabulary={self.vocabulary} is smaller than the tokenizer's {vocabulary} tokens"
+            )
+        gated_ffn = -(-self.hidden * 8 // 3 // 64) * 64
+        return ModelShape(
+            family=self.family,
+            hidden=self.hidden,
+            ffn=self.ffn or (4 * self.hidden if self.family == "gpt" else gated_ffn),
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim or self.hidden // self.heads,
+            vocabulary=self.vocabulary or -(-vocabulary // 64) * 64,
+            sequence=self.sequence,
+            tied_head=self.tied_head,
+            norm_eps=self.norm_eps,
+            rotary_base=self.rotary_base,
+            experts=self.experts,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
+        )
+
+    def _known_shape(self, vocabulary: int) -> ModelShape:
+        """The preset with the keys that the configuration sets itself; or what ``initial`` holds, which those
+        keys must agree with."""
+        from braid.scheduling.presets.library import known_shape
+
+        given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
+        try:
+            shape = known_shape(self.preset, self.initial, given)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self.initial is not None and self.layer is not None:
+            raise ConfigError(
+                f"model.layer={self.layer!r} cannot take model.initial's weights; leave one out"
+            )
+        if shape.vocabulary < vocabulary:
+            key, remedy = (
+                ("initial", "use its tokenizer") if self.initial else ("preset", "set model.vocabulary")
+            )
+            raise ConfigError(
+                f"model.{key}={str(getattr(self, key))!r} has a vocabulary of {shape.vocabulary}, too small "
+                f"for the tokenizer's {vocabulary} tokens; {remedy}"
+            )
+        return shape
+
+
+assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)

@@ -1,0 +1,169 @@
+"""Weights from and to Hugging Face directories, tensor by tensor; which tensor is which says `hub_files`."""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from braid.actors.stage.guarded_reader import GuardedReader
+from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
+from braid.actors.stage.optimizer import Optimizer
+from braid.actors.stage.parameters import ParameterSlice, StageParameter
+from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config
+from braid.scheduling.spec import ModelShape
+
+EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@torch.no_grad()
+def load_initial(
+    directory: Path, shape: ModelShape, parameters: list[StageParameter], optimizer: Optimizer
+) -> None:
+    """Fill masters and parameters with this rank's slices of stored tensors; nothing else is read.
+
+    `ValueError` if the directory does not hold such a model.
+    """
+    hub = HubDirectory.open(directory)
+    hub.check(shape)
+    homes: dict[str, tuple[StoredTensor, int]] = {}
+    for tensor in stored_tensors(shape):
+        row = 0
+        for name, rows in tensor.sources:
+            homes[name] = (tensor, row)
+            row += rows
+    with contextlib.ExitStack() as files:
+        opened = {
+            path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
+        }
+        for master, parameter in zip(optimizer.masters, parameters, strict=True):
+            for piece in parameter.slices:
+                tensor, row = homes[piece.source.name]
+                stored = hub.stored_name(tensor)
+                piece.of_local(master).copy_(
+                    _read(opened[hub.places[stored]].get_slice(stored), tensor, piece, row)
+                )
+    optimizer.restored(0)
+
+
+def _read(part: Any, tensor: StoredTensor, piece: ParameterSlice, row: int) -> Tensor:
+    """A slice of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
+    extents = [slice(0, extent) for extent in piece.source.shape]
+    extents[piece.dim] = slice(piece.offset, piece.offset + piece.length)
+    extents[0] = slice(row + extents[0].start, row + extents[0].stop)
+    if not tensor.transposed:
+        found: Tensor = part[tuple(extents)]
+        return found
+    found = part[tuple(reversed(extents))]
+    return found.t()
+
+
+def export_model(
+    checkpoint: Path, directory: Path, shape: ModelShape, dtype: str, max_file_bytes: int
+) -> list[Path]:
+    """Write a verified checkpoint's parameters into an empty directory, and say which files hold them.
+
+    ``dtype``: a key of `EXPORT_DTYPES`. One file of tensors is in memory at a time; a tensor larger than
+    ``max_file_bytes`` has a file of its own. `ValueError` if the checkpoint is not of such a model, `OSError`
+    if a file cannot be written.
+    """
+    tensors = stored_tensors(shape)
+    reader = GuardedReader(checkpoint)
+    _check_contents(checkpoint, reader, tensors)
+    kind = EXPORT_DTYPES[dtype]
+    groups = _groups(tensors, kind.itemsize, max_file_bytes)
+    names = (
+        [SINGLE]
+        if len(groups) == 1
+        else [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    )
+    for name, group in zip(names, groups, strict=True):
+        parts = _load(reader, group)
+        content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
+        try:
+            save_file(content, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{name}: {error}") from None
+    if len(groups) > 1:
+        total = sum(_bytes(tensor, kind.itemsize) for tensor in tensors)
+        places = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    config = hugging_face_config(shape, str(kind).removeprefix("torch."))
+    (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return [directory / name for name in names]
+
+
+def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
+    """Compare names and shapes of the checkpoint's parameters with those that will be asked for."""
+    held = {
+        name.removeprefix("parameter."): tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+    }
+    wanted = {name: shape for tensor in tensors for name, shape in _source_shapes(tensor).items()}
+    for name in sorted(held.keys() | wanted.keys()):
+        if held.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {checkpoint} cannot be exported: parameter {name} has shape {held.get(name)} "
+                f"there and {wanted.get(name)} in the model that `transformers` knows"
+            )
+
+
+def _source_shapes(tensor: StoredTensor) -> dict[str, tuple[int, ...]]:
+    columns = () if tensor.columns is None else (tensor.columns,)
+    return {name: (rows, *columns) for name, rows in tensor.sources}
+
+
+def _bytes(tensor: StoredTensor, itemsize: int) -> int:
+    count = itemsize
+    for extent in tensor.shape:
+        count *= extent
+    return count
+
+
+def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int) -> list[list[StoredTensor]]:
+    """Tensors in their order, cut into files."""
+    groups: list[list[StoredTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        size = _bytes(tensor, itemsize)
+        if groups[-1] and used + size > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += size
+    return groups
+
+
+def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """The global parameters that a file's tensors are made of, in the dtype of the checkpoint."""
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {}
+    for name in (name for tensor in group for name, _ in tensor.sources):
+        entry = entries[f"parameter.{name}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        state[f"parameter.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with _without_warnings():
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
+
+
+def _stored(tensor: StoredTensor, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    stacked = torch.cat([parts[name] for name, _ in tensor.sources]).to(dtype)
+    return stacked.t().contiguous() if tensor.transposed else stacked
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
+        yield

@@ -1,0 +1,214 @@
+"""Weights as Hugging Face directories hold them: names, shapes, files. Importable without torch.
+
+A stored tensor is one global parameter of ours, or several stacked along their first dim (GPT-2's fused q, k,
+v), and perhaps transposed (GPT-2 keeps matrices as inputs x outputs). Only safetensors are ever opened: they
+are numbers behind a JSON header, while pickles can run code when they are read.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from braid.scheduling.presets.hugging_face import CONFIG, GPT2, architecture_of
+from braid.scheduling.spec import ModelShape
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+READABLE: Final = ("F64", "F32", "F16", "BF16")
+"""Element types, as safetensors name them."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_BUFFERS = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+"""Constants that old files hold beside the weights: causal masks, rotary frequencies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file: global parameters (name, rows), stacked; ``columns`` is None for vectors."""
+
+    name: str
+    sources: tuple[tuple[str, int], ...]
+    columns: int | None = None
+    transposed: bool = False
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """In our orientation: rows are outputs."""
+        rows = sum(count for _, count in self.sources)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it stands in the file."""
+        return self.stacked_shape[::-1] if self.transposed else self.stacked_shape
+
+
+def stored_tensors(shape: ModelShape) -> tuple[StoredTensor, ...]:
+    """Every tensor that a model of this shape is stored as; `ValueError` if it has no such form."""
+    gpt = architecture_of(shape) is GPT2
+    return tuple(_gpt2(shape) if gpt else _llama(shape))
+
+
+def _tensor(name: str, source: str, rows: int, columns: int | None = None) -> StoredTensor:
+    return StoredTensor(name=name, sources=((source, rows),), columns=columns)
+
+
+def _llama(shape: ModelShape) -> Iterator[StoredTensor]:
+    hidden, ffn = shape.hidden, shape.ffn
+    yield _tensor("model.embed_tokens.weight", "embedding.weight", shape.vocabulary, hidden)
+    for index in range(shape.layers):
+        stored, ours = f"model.layers.{index}", f"layers.{index}"
+        yield _tensor(f"{stored}.input_layernorm.weight", f"{ours}.attention_norm.weight", hidden)
+        for part, rows in (("q", shape.query_width), ("k", shape.kv_width), ("v", shape.kv_width)):
+            yield _tensor(f"{stored}.self_attn.{part}_proj.weight", f"{ours}.qkv.{part}.weight", rows, hidden)
+        projection = f"{ours}.projection.weight"
+        yield _tensor(f"{stored}.self_attn.o_proj.weight", projection, hidden, shape.query_width)
+        yield _tensor(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", hidden)
+        for part in ("gate", "up"):
+            yield _tensor(f"{stored}.mlp.{part}_proj.weight", f"{ours}.mlp_in.{part}.weight", ffn, hidden)
+        yield _tensor(f"{stored}.mlp.down_proj.weight", f"{ours}.mlp_out.weight", hidden, ffn)
+    yield _tensor("model.norm.weight", "final_norm.weight", hidden)
+    if not shape.tied_head:
+        yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
+
+
+def _gpt2(shape: ModelShape) -> Iterator[StoredTensor]:
+    hidden, ffn = shape.hidden, shape.ffn
+    yield _tensor("transformer.wte.weight", "embedding.weight", shape.vocabulary, hidden)
+    yield _tensor("transformer.wpe.weight", "positions.weight", shape.sequence, hidden)
+    for index in range(shape.layers):
+        stored, ours = f"transformer.h.{index}", f"layers.{index}"
+        yield from _gpt2_norm(f"{stored}.ln_1", f"{ours}.attention_norm", hidden)
+        qkv = {f"{ours}.qkv.{part}": hidden for part in "qkv"}
+        yield from _gpt2_linear(f"{stored}.attn.c_attn", qkv, hidden)
+        yield from _gpt2_linear(f"{stored}.attn.c_proj", {f"{ours}.projection": hidden}, hidden)
+        yield from _gpt2_norm(f"{stored}.ln_2", f"{ours}.mlp_norm", hidden)
+        yield from _gpt2_linear(f"{stored}.mlp.c_fc", {f"{ours}.mlp_in.up": ffn}, hidden)
+        yield from _gpt2_linear(f"{stored}.mlp.c_proj", {f"{ours}.mlp_out": hidden}, ffn)
+    yield from _gpt2_norm("transformer.ln_f", "final_norm", hidden)
+    if not shape.tied_head:
+        yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
+
+
+def _gpt2_norm(stored: str, ours: str, width: int) -> Iterator[StoredTensor]:
+    for kind in ("weight", "bias"):
+        yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", width)
+
+
+def _gpt2_linear(stored: str, outputs: dict[str, int], inputs: int) -> Iterator[StoredTensor]:
+    weights = tuple((f"{name}.weight", rows) for name, rows in outputs.items())
+    biases = tuple((f"{name}.bias", rows) for name, rows in outputs.items())
+    yield StoredTensor(name=f"{stored}.weight", sources=weights, columns=inputs, transposed=True)
+    yield StoredTensor(name=f"{stored}.bias", sources=biases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDirectory:
+    """A directory of safetensors that was looked through; ``places`` maps a tensor's name to its file."""
+
+    path: Path
+    places: dict[str, Path]
+
+    @classmethod
+    def open(cls, path: Path) -> "HubDirectory":
+        """Find the tensors. `ValueError` for pickles, names that lead out of the directory, lost files."""
+        if (path / SINGLE).is_file():
+            return cls(path=path, places=dict.fromkeys(_header(path / SINGLE), path / SINGLE))
+        if not (path / INDEX).is_file():
+            raise ValueError(_nothing_to_read(path))
+        places = {}
+        for name, file in _index(path / INDEX).items():
+            if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+                refused = (
+                    "is a pickle, which can run code when it is read" if _is_pickle(file) else "is refused"
+                )
+                raise ValueError(
+                    f"{path / INDEX}: {name} is said to be in {file!r}, which {refused}; "
+                    f"only names such as model-00001-of-00002.safetensors are read"
+                )
+            places[name] = path / file
+        for file in sorted(set(places.values())):
+            held = _header(file)
+            if lost := [name for name, place in places.items() if place == file and name not in held]:
+                raise ValueError(f"{file} has no tensor {lost[0]}, which {INDEX} says is there")
+        return cls(path=path, places=places)
+
+    def stored_name(self, tensor: StoredTensor) -> str:
+        """A tensor's name here: GPT-2 is also published without the first part of its names."""
+        bare = tensor.name.removeprefix("transformer.")
+        return bare if tensor.name not in self.places and bare in self.places else tensor.name
+
+    def check(self, shape: ModelShape) -> None:
+        """`ValueError` unless the directory holds exactly the tensors of such a model, in their shapes."""
+        tensors = {self.stored_name(tensor): tensor for tensor in stored_tensors(shape)}
+        if missing := [name for name in tensors if name not in self.places]:
+            raise ValueError(
+                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which {CONFIG} says is there"
+            )
+        known = {*tensors, *(("lm_head.weight",) if shape.tied_head else ())}
+        spare = [name for name in self.places if name not in known and not _BUFFERS.fullmatch(name)]
+        if spare:
+            raise ValueError(
+                f"{self.path} holds tensor {min(spare)}{_and_more(spare)}, which a {shape.family} model of "
+                f"model.layers={shape.layers} does not have; it is of another architecture"
+            )
+        headers = {file: _header(file) for file in set(self.places.values())}
+        for name, tensor in tensors.items():
+            found, kind = headers[self.places[name]][name]
+            if found != tensor.shape:
+                raise ValueError(
+                    f"{self.places[name]}: tensor {name} has shape {list(found)} instead of "
+                    f"{list(tensor.shape)}, which follows from {CONFIG}"
+                )
+            if kind not in READABLE:
+                raise ValueError(f"{self.places[name]}: tensor {name} is {kind}, not {', '.join(READABLE)}")
+
+
+def check_initial(path: Path | None, shape: ModelShape) -> None:
+    """Look through ``model.initial``, if there is one, before anything starts; `ValueError` if it is bad."""
+    if path is not None:
+        HubDirectory.open(path).check(shape)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _is_pickle(file: Any) -> bool:
+    return isinstance(file, str) and file.endswith(PICKLES)
+
+
+def _nothing_to_read(path: Path) -> str:
+    pickles = sorted(file.name for file in path.iterdir() if _is_pickle(file.name))
+    if not pickles:
+        return f"model.initial={str(path)!r} holds neither {SINGLE} nor {INDEX}"
+    return (
+        f"model.initial={str(path)!r} holds {pickles[0]} but no {SINGLE}: a pickle can run code when it is "
+        f"read, so it is refused; save the model as safetensors where you trust the file"
+    )
+
+
+def _index(path: Path) -> dict[str, Any]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); it must hold a weight_map") from None
+    if not isinstance(places, dict):
+        raise ValueError(f"{path}: weight_map must map names of tensors to names of files")
+    return places
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type of every tensor in a file, by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None

@@ -1,0 +1,114 @@
+"""``braid checkpoint``: list, verify and export what runs have saved."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from braid.actors.config import ConfigError
+
+checkpoint = typer.Typer(
+    help="List, verify and export the checkpoints of a run.", no_args_is_help=True, add_completion=False
+)
+
+Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")]
+RunOrCheckpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="A run, or one checkpoint such as runs/demo/checkpoints/step-20.", metavar="RUN|CHECKPOINT"
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON array instead of a table.")]
+_ERROR_EXIT = 2
+
+
+@checkpoint.command("list")
+def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
+    """Show a run's checkpoints: step, size, layout, and whether every file is what was saved."""
+    from braid.jobs.checkpoints import checkpoints_at, examine
+
+    found = [examine(path) for path in checkpoints_at(run)]
+    if as_json:
+        rows = [
+            {
+                "step": one.step,
+                "path": str(one.path),
+                "size_bytes": one.size_bytes,
+                "layout": one.layout,
+                "verified": one.manifest is not None,
+                "problem": one.problem or None,
+            }
+            for one in found
+        ]
+        typer.echo(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    table.add_column("state", overflow="fold")
+    for one in found:
+        state = Text(one.problem or "verified")  # names of files are not rich's markup
+        table.add_row(str(one.step), _size(one.size_bytes), one.layout or "-", state)
+    Console().print(table, highlight=False)
+
+
+@checkpoint.command("verify")
+def verify_checkpoints(source: RunOrCheckpoint) -> None:
+    """Compare every file with its checksum; exit code 2, and the file's name, if one differs."""
+    from braid.jobs.checkpoints import checkpoints_at, examine
+
+    problems = 0
+    for path in checkpoints_at(source):
+        one = examine(path)
+        if one.problem:
+            typer.echo(f"braid: {one.problem}", err=True)
+            problems += 1
+        else:
+            typer.echo(f"{path}: verified, {_size(one.size_bytes)}")
+    if problems:
+        raise typer.Exit(_ERROR_EXIT)
+
+
+@checkpoint.command("export")
+def export_checkpoint(
+    source: RunOrCheckpoint,
+    directory: Annotated[Path, typer.Argument(help="A new directory.", metavar="DIR")],
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    max_file_gb: Annotated[
+        float, typer.Option(help="Cut the weights into files of at most this size.")
+    ] = 5.0,
+) -> None:
+    """Write a model for Hugging Face's transformers: safetensors and config.json (Llama, GPT-2).
+
+    A run's newest verified checkpoint is taken. Tokenizers and generation settings are not written.
+    """
+    from braid.jobs.checkpoints import best_checkpoint, check_built_in, new_directory
+
+    if dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"--dtype {dtype} must be fp32 or bf16")
+    if not max_file_gb > 0:
+        raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
+    found, complaints = best_checkpoint(source)
+    check_built_in(found.path)
+    for complaint in complaints:
+        typer.echo(f"braid: {complaint}; falling back to step {found.step}", err=True)
+    with new_directory(directory) as partial:
+        from braid.actors.stage.exchange import export_model
+
+        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9))
+        size = sum(file.stat().st_size for file in files)
+    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    typer.echo(f"step {found.step} of {source}: {directory}, {_size(size)} of {dtype} in {count}")
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

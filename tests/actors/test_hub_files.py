@@ -1,0 +1,339 @@
+"""Hugging Face directories: sizes come from config.json, and what does not fit is refused by name."""
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.actors.stage import exchange
+from braid.actors.stage.hub_files import HubDirectory, check_initial
+from braid.actors.stage.model import StageModel
+from braid.scheduling.layers import part_sizes
+from braid.scheduling.presets.hugging_face import hugging_face_config
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
+
+TOKENS = 257
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories as `transformers` writes them, not to be changed."""
+    path = tmp_path_factory.mktemp("stored")
+    for kind in ("llama", "gpt2"):
+        random_model(kind, 0).save_pretrained(path / kind)
+    random_model("llama", 0).save_pretrained(path / "files", max_shard_size="200KB")
+    return {kind: path / kind for kind in ("llama", "gpt2", "files")}
+
+
+@pytest.fixture
+def copy(stored: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A directory of one's own, to damage."""
+
+    def make(kind: str) -> Path:
+        target = tmp_path / kind
+        target.mkdir()
+        for file in stored[kind].iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        return target
+
+    return make
+
+
+def config(directory: Path, **model: Any) -> Config:
+    return parse_config({"model": {"initial": str(directory), **model}})
+
+
+def load(directory: Path, **model: Any) -> ModelShape:
+    """What a run does before it starts."""
+    shape = config(directory, **model).check(TOKENS)
+    check_initial(directory, shape)
+    return shape
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def test_sizes_come_from_the_directory(stored: dict[str, Path]) -> None:
+    common = {"hidden": 64, "layers": 4, "heads": 4, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
+    llama = {"kv_heads": 2, "head_dim": 16, "ffn": 96, "norm_eps": 1e-6, "rotary_base": 50_000.0}
+    assert load(stored["llama"]) == ModelShape(family="llama", **common, **llama)
+    gpt = {"kv_heads": 4, "head_dim": 16, "ffn": 256, "tied_head": True}
+    assert load(stored["gpt2"]) == ModelShape(family="gpt", **common, **gpt)
+
+
+def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path]) -> None:
+    free = load(stored["llama"])
+    given = asdict(free)
+    assert load(stored["llama"], **given) == free
+    assert load(stored["llama"], sequence=16) == ModelShape(**{**given, "sequence": 16})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "theirs"),
+    [
+        ("llama", "hidden", 128, 64),
+        ("llama", "layers", 3, 4),
+        ("llama", "kv_heads", 4, 2),
+        ("llama", "rotary_base", 1e4, 5e4),
+        ("llama", "family", "gpt", "llama"),
+        ("llama", "sequence", 64, SEQUENCE),
+        ("gpt2", "sequence", 16, SEQUENCE),
+        ("gpt2", "tied_head", False, True),
+        ("gpt2", "norm_eps", 1e-6, 1e-5),
+    ],
+)
+def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, theirs: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(stored[kind], **{key: value})
+    message = str(refusal.value)
+    for text in (f"model.{key}={value!r}", repr(theirs), "config.json", f"leave model.{key} out"):
+        assert text in message
+    assert "\n" not in message
+
+
+def test_a_resolved_configuration_reads_back(stored: dict[str, Path], tmp_path: Path) -> None:
+    """Defaults are not taken for sizes that somebody asked for."""
+    for model in ({"initial": str(stored["llama"])}, {"preset": "qwen3-0.6b", "layers": 2}):
+        first = parse_config({"model": model})
+        (tmp_path / "again.yaml").write_text(first.to_yaml())
+        again = load_config(tmp_path / "again.yaml")
+        assert again == first
+        assert again.model.shape(TOKENS) == first.model.shape(TOKENS)
+
+
+def test_older_files(copy: Callable[[str], Path]) -> None:
+    """The rotary base at top level; GPT-2 without the first part of its names, with its causal masks."""
+    llama = copy("llama")
+    edit(llama / "config.json", rope_parameters=None, rope_scaling=None, rope_theta=123.0)
+    assert load(llama).rotary_base == 123.0
+    gpt = copy("gpt2")
+    tensors = load_file(gpt / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, gpt / "model.safetensors")
+    load(gpt)
+
+
+def refused(directory: Path, *says: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        load(directory)
+    for text in says:
+        assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            ("mistral", "'llama'", "'gpt2'"),
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ("LlamaForSequenceClassification",)),
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ({"attention_bias": True}, ("attention_bias=True",)),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            ("rope_parameters", "llama3", "default"),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling", "linear")),
+        ({"rope_parameters": [1]}, ("rope_parameters=[1]",)),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
+        ({"hidden_size": None}, ("hidden_size is missing",)),
+        ({"hidden_size": "many"}, ("hidden='many'", "whole number")),
+        ({"num_hidden_layers": 0}, ("layers=0",)),
+        ({"num_key_value_heads": 3}, ("kv_heads=3",)),
+        ({"rms_norm_eps": float("nan")}, ("norm_eps", "finite")),
+        ({"vocab_size": 100}, ("vocabulary of 100", "257 tokens")),
+        ({"num_hidden_layers": 5}, ("lacks tensor model.layers.4.", "8 more")),
+        ({"num_hidden_layers": 3}, ("holds tensor model.layers.3.", "another architecture")),
+        ({"intermediate_size": 95}, ("gate_proj.weight has shape [96, 64] instead of [95, 64]",)),
+        ({"tie_word_embeddings": False, "vocab_size": 300}, ("[261, 64] instead of [300, 64]",)),
+    ],
+)
+def test_other_models(copy: Callable[[str], Path], changes: dict[str, Any], says: tuple[str, ...]) -> None:
+    directory = copy("llama")
+    edit(directory / "config.json", **changes)
+    refused(directory, str(directory), *says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"activation_function": "relu"}, "activation_function='relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"n_head": 5}, "model.head_dim=12"),
+        ({"n_head": "x"}, "heads='x'"),
+    ],
+)
+def test_other_gpts(copy: Callable[[str], Path], changes: dict[str, Any], says: str) -> None:
+    directory = copy("gpt2")
+    edit(directory / "config.json", **changes)
+    refused(directory, says)
+
+
+def test_tensors_that_are_missing_too_many_or_of_integers(copy: Callable[[str], Path]) -> None:
+    file = copy("llama") / "model.safetensors"
+    whole = load_file(file)
+    norm = "model.layers.2.input_layernorm.weight"
+    for tensors, says in (
+        ({name: tensor for name, tensor in whole.items() if name != norm}, f"lacks tensor {norm}"),
+        ({**whole, "model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, "q_proj.bias"),
+        ({**whole, norm: torch.ones(64, dtype=torch.int8)}, f"{norm} is I8"),
+        ({**whole, norm: torch.ones(63)}, f"{norm} has shape [63] instead of [64]"),
+    ):
+        save_file(tensors, file)
+        refused(file.parent, says)
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(file.parent, str(file), "cannot be read as safetensors")
+
+
+class Marker:
+    """A pickle of this makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickles_are_refused_unread(copy: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    directory, marker = copy("llama"), tmp_path / "ran"
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_bytes(pickle.dumps(Marker(marker)))
+    refused(directory, name, "pickle", "safetensors")
+    assert not marker.exists()
+    pickle.loads((directory / name).read_bytes())
+    assert marker.exists(), "the file is harmless: too easy a test"
+
+
+def test_a_pickle_beside_safetensors_is_left_alone(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, marker = copy("llama"), tmp_path / "ran"
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
+    load(directory)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("../llama/model.safetensors", "is refused"),
+        ("/etc/passwd", "is refused"),
+        ("sub/model.safetensors", "is refused"),
+        ("..", "is refused"),
+        ("pytorch_model.bin", "is a pickle"),
+        (7, "is refused"),
+        ("model-00009-of-00009.safetensors", "cannot be read"),
+    ],
+)
+def test_names_in_an_index(copy: Callable[[str], Path], name: Any, says: str) -> None:
+    copy("llama")  # what the first name leads to is there
+    directory = copy("files")
+    load(directory)
+    index = directory / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map={**places, "model.norm.weight": name})
+    refused(directory, str(name), says)
+
+
+def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
+    directory = copy("files")
+    index = directory / "model.safetensors.index.json"
+    places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    other = next(file for file in places.values() if file != places["model.norm.weight"])
+    edit(index, weight_map={**places, "model.norm.weight": other})
+    refused(directory, other, "has no tensor model.norm.weight")
+    for content in ("{", "[]", '{"weight_map": []}'):
+        index.write_text(content)
+        refused(directory, str(index), "weight_map")
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "model.initial", "nowhere", "does not exist")
+    (tmp_path / "model.pt").write_bytes(b"")
+    refused(tmp_path / "model.pt", "model.pt", "is not a directory")
+    refused(tmp_path, "config.json", "cannot be read")
+    (tmp_path / "config.json").write_text("[]")
+    refused(tmp_path, "config.json", "no keys")
+
+
+def test_an_own_layer_takes_no_weights(stored: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.layer=.*model\.initial"):
+        load(stored["llama"], layer="package.module:Layer")
+
+
+def test_what_has_no_equal_is_not_written() -> None:
+    sizes = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 4, "vocabulary": 64, "sequence": 8}
+    for changes in ({"kv_heads": 2, "head_dim": 16}, {"kv_heads": 4, "head_dim": 8}):
+        with pytest.raises(ValueError, match=r"no equal in `transformers`"):
+            hugging_face_config(ModelShape(family="gpt", **sizes, **changes), "float32")
+    experts = {"kv_heads": 4, "head_dim": 16, "experts": 4, "top_k": 2}
+    with pytest.raises(ValueError, match=r"model\.family='moe'"):
+        hugging_face_config(ModelShape(family="moe", **sizes, **experts), "float32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_reads_its_slices_only(
+    stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
+) -> None:
+    """As many elements as the rank holds; and nothing is asked for whole."""
+    shape, layout = load(stored[kind]), ParallelLayout(tp=2, pp=2)
+    sizes = part_sizes(shape, layout, micro_batch=2)
+    model = StageModel(
+        shape=shape,
+        layout=layout,
+        position=layout.coordinate(rank),
+        sizes=sizes,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    tensors = [parameter.tensor for parameter in model.parameters]
+    for tensor in tensors:
+        torch.nn.init.constant_(tensor, torch.nan)
+    read: list[int] = []
+    monkeypatch.setattr(exchange, "safe_open", counting(read))
+    optimizer: Any = SimpleNamespace(masters=tensors, restored=lambda steps: None)
+    exchange.load_initial(stored[kind], shape, model.parameters, optimizer)
+    assert sum(read) == sum(tensor.numel() for tensor in tensors) < shape.parameters() / 2
+    assert not any(tensor.isnan().any() for tensor in tensors)
+
+
+def counting(read: list[int]) -> Callable[..., Any]:
+    """`safe_open` that notes how many elements are read, and knows no other way to read."""
+
+    @contextlib.contextmanager
+    def opening(path: Path, framework: str) -> Iterator[Any]:
+        with safe_open(path, framework=framework) as file:
+            yield SimpleNamespace(get_slice=lambda name: Part(file.get_slice(name)))
+
+    class Part:
+        def __init__(self, part: Any) -> None:
+            self.part = part
+
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            found: torch.Tensor = self.part[place]
+            read.append(found.numel())
+            return found
+
+    return opening
+
+
+def test_places_of_tensors(stored: dict[str, Path]) -> None:
+    hub = HubDirectory.open(stored["files"])
+    assert len(set(hub.places.values())) > 2
+    assert {path.parent for path in hub.places.values()} == {stored["files"]}

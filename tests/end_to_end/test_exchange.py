@@ -1,0 +1,230 @@
+"""Weights go from and to `transformers` without the change of a bit, and train there and here alike.
+
+Inputs are fresh in every session: the seed stands in the tests' names, and BRAID_TEST_SEED sets it.
+"""
+
+import json
+import math
+import os
+import random
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.actors.config import Config, load_config
+from braid.actors.stage.data import sample_ids
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
+from braid.jobs.cli import main
+from braid.scheduling.presets.hugging_face import initial_shape
+from tests.end_to_end.command import braid, write_config, write_corpus
+from tests.end_to_end.runs import Run, prepare_text, run_layout, windows
+from tests.foreign_models import (
+    KINDS,
+    SEQUENCE,
+    VOCABULARY,
+    LossOf,
+    assert_same_bits,
+    opened,
+    random_model,
+    tensors_in,
+)
+
+SEED = int(os.environ.get("BRAID_TEST_SEED", random.SystemRandom().randrange(2**31)))
+STEPS = 10
+FROZEN: Mapping[str, Any] = {"lr": 1e-300, "steps": 20}
+"""A learning rate that moves no bit: the checkpoint holds what was imported."""
+LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "one rank": {},
+    "tp 2": {"parallel": {"tp": 2}},
+    "pp 2": {"parallel": {"pp": 2}},
+    "pp 2 folded": {"parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+    "tp 2 x pp 2": {"parallel": {"tp": 2, "pp": 2}},
+}
+
+
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "llama, tied, wide heads": {"tied_head": True, "head_dim": 24},
+    "gpt2": {"family": "gpt", "kv_heads": 4, "tied_head": True},
+    "gpt2, head of its own, narrow": {"family": "gpt", "kv_heads": 4, "ffn": 100},
+}
+"""What the kinds are called here; other sizes are those of `SMALL`."""
+
+
+class Exchange:
+    """Directories and runs of this module, each made once."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._path, self._seed = path, seed
+        self.data = prepare_text(path, seed)
+        self.stored = cache(self._stored)
+        self._references: dict[str, tuple[list[float], list[float]]] = {}
+
+    def _stored(self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+        """A random model as `transformers` saves it."""
+        directory = self._path / "stored" / f"{kind} {dtype} {shard}"
+        random_model(kind, self._seed).to(dtype).save_pretrained(directory, max_shard_size=shard)
+        return directory
+
+    def run(
+        self, kind: str, layout: str, directory: Path | None, until: int | None = None, **train: Any
+    ) -> Run:
+        """Ours, from the weights in a directory, or from our own initial values."""
+        model = {**OURS[kind], **({"initial": str(directory)} if directory else {})}
+        overrides = {"model": model, "train": {"steps": STEPS, "seed": self._seed, **train}}
+        return run_layout(self._path / "runs", self.data, until, **overrides, **LAYOUTS[layout])
+
+    def reference(self, kind: str, config: Config) -> tuple[list[float], list[float]]:
+        """Losses and gradient norms of `transformers` and torch's AdamW under the same settings."""
+        if kind not in self._references:
+            train = config.train
+            names = PlainSettings.__dataclass_fields__
+            settings = PlainSettings(**{name: getattr(train, name) for name in names})
+            model: Any = LossOf(opened(self.stored(kind)).train())
+            trainer = PlainTrainer(model, settings)
+            samples = windows(self.data, "train", SEQUENCE)
+            results = []
+            for step in range(train.steps):
+                ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
+                results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
+            self._references[kind] = [loss for loss, _ in results], [norm for _, norm in results]
+        return self._references[kind]
+
+    def exported(self, run: Run, *options: str) -> Path:
+        """What ``braid checkpoint export`` makes of a run."""
+        target = self._path / f"exported-{sum(1 for _ in self._path.iterdir())}"
+        assert command("checkpoint", "export", str(run.directory), str(target), *options) == 0
+        return target
+
+
+def command(*arguments: str) -> int:
+    """``braid ARGUMENTS`` in this process; the exit code."""
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    return int(left.value.code or 0)
+
+
+@pytest.fixture(scope="module", params=[SEED], ids=lambda seed: f"seed={seed}")
+def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchange:
+    return Exchange(tmp_path_factory.mktemp("exchange"), request.param)
+
+
+def logits(model: Any, tokens_BS: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model.eval()(tokens_BS)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+QUICK = [("llama", "tp 2"), ("gpt2", "pp 2")]
+CASES = [(kind, layout) for kind in ("llama", "gpt2") for layout in LAYOUTS]
+CASES += [("llama, tied, wide heads", "pp 2"), ("gpt2, head of its own, narrow", "tp 2")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_training_goes_on_as_in_transformers(exchange: Exchange, kind: str, layout: str) -> None:
+    run = exchange.run(kind, layout, exchange.stored(kind))
+    losses, norms = exchange.reference(kind, run.config)
+    assert len(run.losses) == STEPS
+    assert run.losses == pytest.approx(losses, rel=2e-5, abs=0)
+    assert run.gradient_norms == pytest.approx(norms, rel=2e-5, abs=0)
+    assert max(norms) > run.config.train.clip_norm, "nothing was clipped: too easy a test"
+    assert losses[-1] < losses[0] - 0.1, "nothing was learned: too easy a test"
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS][:1] + [pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:]]
+)
+def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> None:
+    """Trained here from our own initial values; read by `transformers`, in its words and in its float32."""
+    run = exchange.run(kind, "tp 2", None)
+    there = opened(exchange.exported(run))
+    assert there.dtype == torch.float32
+    here = PlainModel(PlainSizes.of(run.shape))
+    load_named(here, run.parameters())
+    held_out = windows(exchange.data, "validation", SEQUENCE)[: run.config.train.validation_samples]
+    ours, theirs = logits(here, held_out[:, :-1]), logits(there, held_out[:, :-1])
+    assert ours.abs().max() > 0.5, "all logits are near zero: too easy a test"
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+
+    # What the ranks themselves computed, each on its share of the model, is in the report.
+    loss = F.cross_entropy(theirs.flatten(0, 1), held_out[:, 1:].flatten()).item()
+    split = json.loads((exchange.data / "index.json").read_text())["splits"]["validation"]
+    bytes_per_token = sum(s["bytes_of_text"] for s in split) / sum(s["tokens"] for s in split)
+    bits = loss / math.log(2) / bytes_per_token
+    assert run.report["validation"]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2 x pp 2", marks=pytest.mark.slow)])
+def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: str) -> None:
+    run = exchange.run(kind, layout, exchange.stored(kind), until=1, **FROZEN)
+    target = exchange.exported(run)
+    assert_same_bits(tensors_in(target), tensors_in(exchange.stored(kind)))
+    assert initial_shape(target, {}) == initial_shape(exchange.stored(kind), {})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_many_files(exchange: Exchange, kind: str) -> None:
+    stored = exchange.stored(kind, torch.float32, "100KB")
+    assert len(list(stored.glob("*.safetensors"))) > 2
+    target = exchange.exported(
+        exchange.run(kind, "tp 2", stored, until=1, **FROZEN), "--max-file-gb", "0.0001"
+    )
+    files = sorted(target.glob("*.safetensors"))
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert {target / name for name in index["weight_map"].values()} == set(files)
+    tensors = tensors_in(target)
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
+    assert_same_bits(tensors, tensors_in(exchange.stored(kind)))
+    tokens = torch.arange(SEQUENCE).unsqueeze(0)
+    assert torch.equal(logits(opened(target), tokens), logits(opened(stored), tokens))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_16_bits(exchange: Exchange, kind: str) -> None:
+    """Half as many bits in, the same out; and masters keep the bits that 16 cannot hold."""
+    stored = exchange.stored(kind, torch.bfloat16)
+    run = exchange.run(kind, "tp 2", stored, until=1, **FROZEN)
+    target = exchange.exported(run, "--dtype", "bf16")
+    assert_same_bits(tensors_in(target), tensors_in(stored))
+    assert opened(target).dtype == torch.bfloat16
+    wide = exchange.run(kind, "tp 2", exchange.stored(kind), until=1, dtype="bf16", **FROZEN)
+    assert_same_bits(tensors_in(exchange.exported(wide)), tensors_in(exchange.stored(kind)))
+
+
+@pytest.mark.slow
+def test_from_the_command_line(exchange: Exchange, tmp_path: Path) -> None:
+    """Sizes from the directory, a relative path, Ray's ranks; a resumed run does not begin anew."""
+    write_corpus(tmp_path)
+    random_model("llama", SEED).save_pretrained(tmp_path / "weights")
+    config = write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"tp": 2})
+    content = yaml.safe_load(config.read_text()) | {"model": {"initial": "weights"}}
+    config.write_text(yaml.safe_dump(content))
+    first = braid(tmp_path, "train", "run.yaml", "--until", "2")
+    assert first.code == 0, first.errors
+    shape = json.loads((tmp_path / "runs" / "run" / "model.json").read_text())
+    assert (shape["vocabulary"], shape["rotary_base"], shape["sequence"]) == (VOCABULARY, 50_000.0, SEQUENCE)
+    again = braid(tmp_path, "train", "run.yaml", "--resume", "--launcher", "processes")
+    assert again.code == 0, again.errors
+    whole = braid(tmp_path, "train", "run.yaml", "--set", "name=whole", "--launcher", "processes")
+    assert whole.code == 0, whole.errors
+    resumed, straight = (
+        [json.loads(line)["loss"] for line in (tmp_path / "runs" / n / "metrics.jsonl").open()]
+        for n in ("run", "whole")
+    )
+    assert resumed == straight
+    written = load_config(tmp_path / "runs" / "run" / "config.yaml")
+    assert written.model.shape(257) == load_config(
+        config, [f"model.initial={tmp_path / 'weights'}"]
+    ).model.shape(257)

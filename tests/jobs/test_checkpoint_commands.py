@@ -1,0 +1,370 @@
+"""``braid checkpoint``: what is shown, verified and written; damage and malice are refused by name."""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import SafetensorError
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerError
+from braid.actors.controller.manifest import CheckpointStore, verify
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import Event, StepDone
+from braid.actors.stage.messages import RunPlan
+from braid.jobs.checkpoints import new_directory
+from braid.jobs.cli import main
+from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
+from tests.foreign_models import opened
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("data"), seed=0, files=4)
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with checkpoints of steps 2 and 4, not to be changed."""
+    checkpoints = {"every": 2, "keep": 9}
+    return run_layout(tmp_path_factory.mktemp("runs"), data, 4, parallel={"tp": 2}, checkpoint=checkpoints)
+
+
+@pytest.fixture
+def run(trained: Run, tmp_path: Path) -> Path:
+    """A copy of its directory, to damage."""
+    return Path(shutil.copytree(trained.directory, tmp_path / "run"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    output: str
+    errors: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """``braid checkpoint ARGUMENTS`` in this process."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(["checkpoint", *map(str, arguments)])
+        caught = capsys.readouterr()
+        return Outcome(int(left.value.code or 0), caught.out, caught.err)
+
+    return call
+
+
+def step(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step-{number}"
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def weights(checkpoint: Path) -> Path:
+    return min(checkpoint.glob("*.distcp"))
+
+
+def republish(checkpoint: Path, **changes: Any) -> None:
+    """Give a checkpoint that was tampered with a manifest that agrees, as a forger would."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").unlink()
+    aside = checkpoint.rename(checkpoint.parent / "step-0.tmp-0")
+    facts = {key: manifest[key] for key in ("step", "layout", "data", "shape")} | changes
+    CheckpointStore(checkpoint.parent).publish(aside, **facts)
+    verify(checkpoint)
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = checkpoint / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def refused(outcome: Outcome, *says: str) -> None:
+    assert outcome.code == 2, outcome
+    assert outcome.errors.startswith("braid: ")
+    assert "Traceback" not in outcome.errors
+    for text in says:
+        assert text in outcome.errors
+
+
+def test_list(run: Path, command: Command) -> None:
+    shown = command("list", run)
+    assert shown.code == 0
+    head, first, second = shown.output.splitlines()
+    assert head.split() == ["step", "size", "layout", "state"]
+    assert first.split()[0] == "2"
+    assert second.split()[0] == "4"
+    assert "tp 2" in first
+    assert first.rstrip().endswith("verified")
+    rows = json.loads(command("list", run, "--json").output)
+    assert [(row["step"], row["layout"], row["verified"], row["problem"]) for row in rows] == [
+        (2, "tp 2", True, None),
+        (4, "tp 2", True, None),
+    ]
+    assert [row["size_bytes"] for row in rows] == [
+        sum(file.stat().st_size for file in step(run, number).iterdir()) for number in (2, 4)
+    ]
+
+
+def test_list_says_what_is_wrong(run: Path, command: Command) -> None:
+    flip(weights(step(run, 4)))
+    (step(run, 2) / "manifest.json").unlink()
+    shown = command("list", run)
+    assert shown.code == 0
+    _, first, second = shown.output.splitlines()
+    assert "manifest" in first
+    assert f"checksum of file {weights(step(run, 4)).name} is wrong" in second
+    rows = json.loads(command("list", run, "--json").output)
+    assert [row["verified"] for row in rows] == [False, False]
+    assert all(row["problem"] and row["layout"] is None for row in rows)
+
+
+def test_verify(run: Path, command: Command) -> None:
+    good = command("verify", run)
+    assert good.code == 0
+    assert good.output.count("verified") == 2
+    flip(step(run, 2) / ".metadata")
+    refused(command("verify", run), "step-2", ".metadata")
+    refused(command("verify", step(run, 2)), ".metadata")
+    assert command("verify", step(run, 4)).code == 0
+
+
+def _renamed(checkpoint: Path) -> None:
+    """An old checkpoint under a newer one's name."""
+    shutil.rmtree(checkpoint)
+    shutil.copytree(checkpoint.parent / "step-2", checkpoint)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda path: flip(weights(path)), "checksum of file __0_0.distcp"),
+    "torn file": (lambda path: os.truncate(weights(path), 100), "__0_0.distcp has 100 bytes"),
+    "lost file": (lambda path: weights(path).unlink(), "__0_0.distcp is missing"),
+    "further file": (lambda path: (path / "more.pt").write_bytes(b""), "more.pt"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest"),
+    "torn manifest": (lambda path: os.truncate(path / "manifest.json", 50), "manifest"),
+    "other size in the manifest": (
+        lambda path: edit_manifest(path, lambda content: content["files"]["__0_0.distcp"].__setitem__(0, 1)),
+        "instead of 1",
+    ),
+    "file elsewhere in the manifest": (
+        lambda path: edit_manifest(path, lambda content: content["files"].update({"../step-2/x": [1, "0"]})),
+        "../step-2/x",
+    ),
+    "other version": (lambda path: edit_manifest(path, lambda content: content.update(version=99)), "99"),
+    "no model": (lambda path: edit_manifest(path, lambda content: content.update(shape={})), "shape"),
+    "no layout": (
+        lambda path: edit_manifest(path, lambda content: content.update(layout={"tp": "x"})),
+        "layout.tp",
+    ),
+    "name of a file like markup": (lambda path: (path / "[red]x").write_bytes(b""), "[red]x"),
+    "renamed": (_renamed, "step 2; it was renamed"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage(run: Path, command: Command, tmp_path: Path, damage: str) -> None:
+    """Named by every command; export of the run falls back, aloud; of the checkpoint itself there is none."""
+    act, says = DAMAGES[damage]
+    act(step(run, 4))
+    refused(command("verify", run), "step-4", says)
+    assert says in json.loads(command("list", run, "--json").output)[1]["problem"]
+    assert says in command("list", run).output
+    refused(command("export", step(run, 4), tmp_path / "no"), "step-4", says)
+    assert not (tmp_path / "no").exists()
+    fallen = command("export", run, tmp_path / "model")
+    assert fallen.code == 0, fallen
+    assert says in fallen.errors
+    assert "falling back to step 2" in fallen.errors
+    opened(tmp_path / "model")
+
+
+def test_a_checkpoint_that_goes_away_meanwhile(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run removes old ones while somebody reads them."""
+
+    def verify_too_late(path: Path) -> None:
+        file = weights(path)
+        shutil.rmtree(path)
+        file.stat()
+
+    monkeypatch.setattr("braid.jobs.checkpoints.verify", verify_too_late)
+    refused(command("verify", step(run, 2)), "step-2", "__0_0.distcp cannot be read")
+
+
+def test_nothing_left_to_export(run: Path, command: Command, tmp_path: Path) -> None:
+    for number in (2, 4):
+        flip(weights(step(run, number)))
+    refused(command("export", run, tmp_path / "model"), "step-2", "step-4", "checksum")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+class Marker:
+    """A pickle of this makes a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_forged_table_of_contents_runs_nothing(run: Path, command: Command, tmp_path: Path) -> None:
+    """Checksums agree with it, so that only the reader itself can refuse it."""
+    marker, metadata = tmp_path / "ran", step(run, 4) / ".metadata"
+    metadata.write_bytes(pickle.dumps(Marker(marker)))
+    refused(command("export", step(run, 4), tmp_path / "model"), "file .metadata has")
+    republish(step(run, 4))
+    refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused", "mkdir")
+    assert not marker.exists()
+    pickle.loads(metadata.read_bytes())
+    assert marker.exists(), "the file is harmless: too easy a test"
+
+
+def test_a_forged_table_of_contents_runs_nothing_on_the_ranks(
+    trained: Run, run: Path, data: Path, tmp_path: Path
+) -> None:
+    """Nor does a run that goes on from such a checkpoint."""
+    marker = tmp_path / "ran"
+    config = trained.config.model_copy(update={"runs": tmp_path, "name": "run"})
+    schedule = build_schedule(config, trained.shape).to_text()
+    plan = RunPlan(config=config, shape=trained.shape, schedule=schedule, data=str(data))
+
+    def resume() -> list[Event]:
+        return list(Controller(plan, KeptRanks(config), RunOptions(resume=True, until=5)).run())
+
+    assert any(isinstance(event, StepDone) for event in resume())
+    assert verify(step(run, 5)).step == 5
+    (step(run, 5) / ".metadata").write_bytes(pickle.dumps(Marker(marker)))
+    republish(step(run, 5))
+    with pytest.raises(WorkerError, match=r"\.metadata is refused.*mkdir") as failure:
+        resume()
+    assert failure.value.user_error
+    assert not marker.exists()
+
+
+def test_a_forged_table_of_contents_leads_nowhere(run: Path, command: Command, tmp_path: Path) -> None:
+    metadata = step(run, 4) / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    for entry in content.storage_data.values():
+        entry.relative_path = f"../step-2/{entry.relative_path}"
+    metadata.write_bytes(pickle.dumps(content))
+    republish(step(run, 4))
+    refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused", "'../step-2/__")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({}), pickle.dumps(7)])
+def test_a_table_of_contents_that_is_none(
+    run: Path, command: Command, tmp_path: Path, content: bytes
+) -> None:
+    (step(run, 4) / ".metadata").write_bytes(content)
+    republish(step(run, 4))
+    refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused")
+
+
+def _existing(path: Path, kind: str) -> None:
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("kept")
+    else:
+        path.symlink_to(path.parent / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "broken link"])
+def test_an_existing_target_is_left_alone(run: Path, command: Command, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "model"
+    _existing(target, kind)
+    before = os.lstat(target)
+    refused(command("export", run, target), str(target), "exists already")
+    assert os.lstat(target) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "model"}
+
+
+def test_targets_and_options_that_will_not_do(run: Path, command: Command, tmp_path: Path) -> None:
+    refused(command("export", run, tmp_path / "no" / "model"), "does not exist")
+    refused(command("export", run, tmp_path / "model", "--dtype", "fp8"), "--dtype fp8", "fp32", "bf16")
+    refused(command("export", run, tmp_path / "model", "--max-file-gb", "0"), "--max-file-gb 0")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_sources_that_are_none(run: Path, command: Command, tmp_path: Path) -> None:
+    for verb in (("list",), ("verify",), ("export",)):
+        target = [tmp_path / "model"] if verb == ("export",) else []
+        refused(command(*verb, tmp_path / "nowhere", *target), "nowhere", "neither a run nor a checkpoint")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    refused(command("list", run), "no checkpoint")
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("full")]
+)
+def test_a_write_that_fails_leaves_nothing(
+    run: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    from braid.actors.stage import exchange
+
+    whole = exchange.save_file
+
+    def fails(tensors: Any, path: Path, **options: Any) -> None:
+        whole(tensors, path, **options)
+        raise failure
+
+    monkeypatch.setattr(exchange, "save_file", fails)
+    refused(command("export", run, tmp_path / "model"), "cannot be written", str(failure.args[-1]))
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_new_directory_appears_whole(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "new") as partial:
+        (partial / "file").write_text("content")
+        assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert (tmp_path / "new" / "file").read_text() == "content"
+    with contextlib.suppress(KeyboardInterrupt), new_directory(tmp_path / "other") as partial:
+        (partial / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_models_that_have_no_form_elsewhere(run: Path, command: Command, tmp_path: Path) -> None:
+    """GPT-2 groups no heads; sizes must be those of the parameters; own layers are nobody else's."""
+    shape = json.loads((run / "model.json").read_text())
+    for changes, says in (
+        ({"family": "gpt"}, "model.kv_heads=2"),
+        ({"hidden": 128}, "parameter embedding.weight has shape"),
+        ({"layers": 5}, "parameter layers.4.attention_norm.weight has shape None"),
+        ({"tied_head": True}, "parameter head.weight has shape"),
+    ):
+        republish(step(run, 4), shape={**shape, **changes})
+        refused(command("export", run, tmp_path / "model"), says)
+    republish(step(run, 4), shape=shape)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["layer"] = "package.module:Layer"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    refused(command("export", run, tmp_path / "model"), "model.layer='package.module:Layer'")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
