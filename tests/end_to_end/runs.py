@@ -167,6 +167,10 @@ class _Lent:
         self.addresses, self.describe = group.addresses, group.describe
         self.call, self.call_all = group.call, group.call_all
 
+    def abort(self) -> None:
+        """The ranks are of no use any more."""
+        self._group.abort()
+
     def shutdown(self) -> None:
         """Leave the run's process groups and wait for the next run."""
         try:

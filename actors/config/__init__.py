@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from braid.actors.config_model import ConfigError, ModelConfig, Positive, Section
+from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
