@@ -9,6 +9,7 @@ from braid.dashboards.grafana.panels import (
     ORANGE,
     PURPLE,
     SKY,
+    STAGES,
     VERMILION,
     Json,
     Panel,
@@ -18,6 +19,7 @@ from braid.dashboards.grafana.panels import (
     of_run,
     or_zero,
     rate,
+    series,
 )
 
 _HIDDEN: Final = ((0.0, VERMILION), (0.5, ORANGE), (0.8, BLUE))
@@ -26,8 +28,9 @@ _HIDDEN: Final = ((0.0, VERMILION), (0.5, ORANGE), (0.8, BLUE))
 def _lost(name: str) -> str:
     """A rank's time of a kind as a share of time, mean over the chosen ranks."""
     expr = rate(f"braid_{name}_seconds_total")
-    # All are recorded together, but slowdown only where solo times are known: nothing is not 0 there.
-    return expr if name == "slowdown" else or_zero(expr, rate("braid_compute_seconds_total"))
+    # All are recorded together, but slowdown only where solo times are known, which its gauge tells.
+    known = f"abs(avg({series('braid_step_slowdown_seconds', STAGES)}))"
+    return or_zero(expr, known if name == "slowdown" else rate("braid_compute_seconds_total"))
 
 
 PANELS: Final = (
