@@ -145,6 +145,8 @@ def _side(config: Config, runs: Path, spans: bool, steps: int) -> Config:
     content["telemetry"]["spans"] = spans
     content["train"] |= {"steps": steps, "validate_every": 0}
     content["data"]["validation_fraction"] = 0.0
+    if config.overlap.needs_profile:
+        content["overlap"]["schedule"] = "wavelet"  # two strands, and nothing to measure first
     content["cluster"] |= {"launcher": "processes", "cpus_per_rank": 0.25}
     return parse_config(content)
 

@@ -105,7 +105,7 @@ def test_layout_trains_as_plain_pytorch_does(runs: Runs, model: str, layout: str
     tolerance = TOLERANCE[dtype]
     assert len(run.losses) == run.config.train.steps == 20
     assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
-    # A norm sums what rounding did to every gradient: seen 2.2e-5 apart in fp32 where losses were within 2e-5.
+    # A norm sums what rounding did to every gradient: seen 2.2e-5 apart where losses were within 2e-5.
     norms = 5 * tolerance if dtype == "fp32" else tolerance
     assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=norms, abs=0)
     assert [record.lr for record in run.records] == pytest.approx(plain.lr, rel=1e-12)

@@ -1,0 +1,24 @@
+"""The benchmark of telemetry on small cases; times are not tested."""
+
+import json
+
+import pytest
+
+from braid.jobs import cli
+
+
+@pytest.mark.slow
+def test_it_reports_price_and_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "telemetry", "--steps", "5", "--seconds", "0.5", "--json"])
+    assert not ended.value.code
+    result = json.loads(capsys.readouterr().out)
+    (price,) = result["prices"]
+    assert price["case"] == "demo"
+    assert price["spans_per_step"] > 100
+    assert price["on"]["count"] == price["off"]["count"] == price["ratio"]["count"] == 5
+    free, paced = result["throughputs"]
+    assert free["asked_per_second"] is None
+    assert free["written_per_second"] > 0
+    assert paced["asked_per_second"] == 200_000
+    assert paced["lost"] == free["lost"] == 0
