@@ -12,7 +12,7 @@ from braid.scheduling.profile import Profile
 _WORST, _NONE, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 """Colours of an OEF of -1, 0 and 1: red slows down, white gains nothing, blue hides all."""
 
-_CELL, _LABEL, _TOP = 110, 200, 150
+_CELL, _LABEL = 110, 200
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ def terminal_map(heat: HeatMap) -> Table:
 
 def svg_map(heat: HeatMap) -> str:
     """The map as an SVG picture."""
-    width = _LABEL + _CELL * len(heat.columns) + 20
-    height = _TOP + 22 * len(heat.rows) + 60
+    # Headings lean to the right by 40 degrees: they need room above and beside the last column.
+    longest = 6.5 * (max(map(len, heat.columns), default=0) + len(" 00.0 ms"))
+    top = round(50 + max(60.0, longest * 0.64))
+    width = max(640, round(_LABEL + _CELL * (len(heat.columns) - 0.5) + longest * 0.77 + 16))
+    height = top + 22 * len(heat.rows) + 60
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="system-ui, sans-serif" font-size="12">',
@@ -103,11 +106,11 @@ def svg_map(heat: HeatMap) -> str:
     for place, (name, ns) in enumerate(zip(heat.columns, heat.column_ns, strict=True)):
         x = _LABEL + _CELL * place + _CELL / 2
         out.append(
-            f'<text transform="translate({x + 4:g} {_TOP - 8}) rotate(-40)" font-size="11">{escape(name)} '
+            f'<text transform="translate({x + 4:g} {top - 8}) rotate(-40)" font-size="11">{escape(name)} '
             f'<tspan fill="#777777">{ns / 1e6:.1f} ms</tspan></text>'
         )
     for line, (name, ns, values) in enumerate(zip(heat.rows, heat.row_ns, heat.values, strict=True)):
-        y = _TOP + 22 * line
+        y = top + 22 * line
         out.append(
             f'<text x="{_LABEL - 8}" y="{y + 15}" text-anchor="end">{escape(name)} '
             f'<tspan fill="#777777">{ns / 1e6:.1f} ms</tspan></text>'
