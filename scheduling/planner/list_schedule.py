@@ -254,7 +254,7 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
     """The best order, by branch and bound from the list schedule's; `ValueError` beyond ``limit`` states."""
     machine = Machine(problem)
     best = list_schedule(problem)
-    seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]] = {}
+    seen: dict[tuple[object, ...], float] = {}
     stack: list[tuple[float, State, tuple[int, ...]]] = [(0.0, machine.start(), ())]
     visited = 0
     while stack:
@@ -278,16 +278,17 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
     return best
 
 
-def _is_dominated(
-    state: State, seen: dict[tuple[int, int, tuple[int, ...]], list[tuple[float, ...]]]
-) -> bool:
-    """Whether a state with the same operators issued and under way was no later in anything."""
-    under_way = tuple(op for queue in state.queues for op, _ in queue)
-    point = (state.clock, *(state.clock + left for queue in state.queues for _, left in queue))
-    known = seen.setdefault((state.done_f, state.done_b, under_way), [])
-    if any(all(a <= b + _EPSILON for a, b in zip(other, point, strict=True)) for other in known):
+def _is_dominated(state: State, seen: dict[tuple[object, ...], float]) -> bool:
+    """Whether the same operators were issued, with as much of them left to run, no later than here.
+
+    Less work left is not enough: what comes next on a link then starts sooner, perhaps beside an operator
+    that it slows down more than the wait would have cost.
+    """
+    under_way = tuple((op, round(left, 3)) for queue in state.queues for op, left in queue)
+    key = (state.done_f, state.done_b, under_way)
+    if seen.get(key, float("inf")) <= state.clock + _EPSILON:
         return True
-    known.append(point)
+    seen[key] = state.clock
     return False
 
 

@@ -216,8 +216,10 @@ def test_list_schedule_is_near_the_best_order() -> None:
     assert near >= 0.95 * len(losses), f"{near} of {len(losses)} within {NEAR:.0%}, worst {max(losses):.1%}"
 
 
-def test_exact_order_equals_every_order_tried() -> None:
-    seed = fresh_seed()
+@pytest.mark.parametrize("seed", [308023330, None], ids=["a start too soon", "fresh"])
+def test_exact_order_equals_every_order_tried(seed: int | None) -> None:
+    # The fixed seed holds a pair in which a link that is free sooner ends later.
+    seed = fresh_seed() if seed is None else seed
     draw = random.Random(seed)
     for number in range(40):
         problem = made_up_problem(draw, (1, 3))
