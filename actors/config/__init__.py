@@ -151,14 +151,33 @@ class CheckpointConfig(Section):
     """When parameters and optimizer are saved. A checkpoint is always written at the end."""
 
     every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
-    keep: Positive = 2
+    asynchronous: bool = True  # written in the background while training goes on
+    keep: Positive = 2  # newest ones
+    keep_every: Annotated[int, Field(ge=0)] = 0  # steps; checkpoints at their multiples are kept for ever
+    mirror: str | None = None  # an fsspec URL, such as s3://bucket/run: every checkpoint is copied there
+    copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
+    copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
+    copies_wait: bool = False  # a step ends when its copy has arrived, not during the next one
 
 
 class FailureConfig(Section):
-    """What happens when a rank dies or raises: all ranks are started anew from the newest good checkpoint."""
+    """When ranks have failed, and what happens then: those that are gone are replaced, all ranks form a new
+    generation, and training goes on from copies in memory (``checkpoint.copies_every``) or from the newest
+    good checkpoint.
+    """
 
-    max_restarts: Annotated[int, Field(ge=0)] = 3  # in the whole run; 0: the first failure ends it
-    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the first restart; doubled each time
+    max_restarts: Annotated[int, Field(ge=0)] = (
+        3  # failures that are put up with; 0: the first one ends the run
+    )
+    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the second restart in a row; doubled each time
+    silence_s: Annotated[float, Field(gt=0)] = 5.0  # a rank that does not answer for so long is given up
+    stall_s: Annotated[float, Field(gt=0)] = 6.0  # no progress for so long (or 3 steps) is a failure
+    on_nan: Literal["retry", "skip", "stop"] = (
+        "retry"  # a gradient norm that is no number; retry once, then skip
+    )
+    spike: Annotated[float, Field(ge=0)] = (
+        0.0  # a loss so many times the median of the last 20: step is repeated
+    )
 
 
 class TelemetryConfig(Section):

@@ -1,15 +1,28 @@
-"""The ranks of one generation as the controller sees them, wherever they run."""
+"""The ranks of a run as the controller sees them, wherever they run."""
 
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from braid.actors.config import ClusterConfig, FailureConfig
+from braid.actors.controller.health import Vigil
 from braid.actors.controller.span_files import SpanCounts
+
+_PULSE_SECONDS = 0.5
+"""Between two questions to a rank that is at work."""
+_CAUSE_SECONDS = 0.3
+"""For so long a rank's error is not believed to be the first one: another rank may have died."""
+_INTERRUPT_SECONDS = 3.0
+"""A rank that has not dropped its work by then is killed."""
+_STEADY = frozenset({"train_step", "validate"})
+"""Calls during which ranks count what they do."""
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, or ``died``. ``user_error``: its message is for the user and needs no trace."""
+    """A rank raised, ``died`` or was given up; ``user_error``: the message is for the user, without trace."""
 
     def __init__(
         self, rank: int, message: str, *, user_error: bool = False, trace: str = "", died: bool = False
@@ -20,6 +33,8 @@ class WorkerError(RuntimeError):
         self.user_message = message
         self.trace = trace
         self.died = died
+        self.unwell_seconds = 0.0
+        """For how long before this the rank had not been known to be well."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive pickling with all fields."""
@@ -43,14 +58,151 @@ class WorkerGroup(Protocol):
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call all ranks at once and wait for all results, in rank order; raises `WorkerError`."""
 
+    def expect(self, stall_s: float) -> None:
+        """From now on, ranks that do not get on for so long in a step have failed."""
+
+    def interrupt(self) -> list[int]:
+        """Make all ranks drop what they are at; returns those that are gone: dead, or killed for silence."""
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start ranks that are gone anew; `ConfigError` if there is no room for them."""
+
     def describe(self) -> dict[str, Any]:
         """What the ranks run on, for ``cluster.json``."""
 
     def shutdown(self) -> None:
         """End all ranks; nothing is left running."""
 
-    def abort(self) -> None:
-        """End all ranks at once, whatever they are at: one of them has failed."""
+
+Outcome = tuple[Any] | WorkerError
+"""What a call came to."""
+
+
+class WatchedGroup(ABC):
+    """A group that notices ranks which die, fall silent or do not get on; how to reach one is left open."""
+
+    addresses: Sequence[str]
+
+    def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig) -> None:
+        self._ranks = ranks
+        self._silence_s = failure.silence_s
+        self._stall_s = cluster.group_timeout_s
+        self._busy: set[int] = set()
+        """Ranks that have not answered their last call yet."""
+        self._gone: set[int] = set()
+        self._awake: set[int] = set()
+        """Ranks that have answered a question since they were started: the first answer may take long."""
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call one rank and wait."""
+        return self._outcomes([rank], method, arguments)[rank]
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all ranks and wait; the first failure ends the waiting."""
+        results = self._outcomes(range(self._ranks), method, arguments)
+        return [results[rank] for rank in range(self._ranks)]
+
+    def expect(self, stall_s: float) -> None:
+        """From now on, ranks that do not get on for so long in a step have failed."""
+        self._stall_s = stall_s
+
+    def interrupt(self) -> list[int]:
+        """Make all ranks drop what they are at; whoever does not is killed."""
+        for rank in self._busy - self._gone:
+            self._ask(rank, "interrupt")
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        while (left := self._busy - self._gone) and time.monotonic() < deadline:
+            outcomes, _ = self._poll(left, _PULSE_SECONDS)
+            for rank, outcome in outcomes:
+                self._answered(rank, outcome)
+        for rank in self._busy - self._gone:
+            self._gone.add(rank)
+        for rank in self._gone:
+            self._kill(rank)
+        self._busy.clear()
+        return sorted(self._gone)
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start ranks that are gone anew."""
+        self._awake -= set(ranks)
+        self._restart(ranks)
+        self._gone -= set(ranks)
+
+    def _outcomes(self, ranks: Iterable[int], method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        waiting = set(ranks)
+        for rank in sorted(waiting):
+            self._busy.add(rank)
+            self._submit(rank, method, arguments)
+        stall_s = self._stall_s if method in _STEADY else None
+        vigil = Vigil(waiting, self._awake, time.monotonic(), self._silence_s, stall_s)
+        results: dict[int, Any] = {}
+        asked = 0.0
+        while waiting:
+            if (now := time.monotonic()) > asked + _PULSE_SECONDS:
+                asked = now
+                for rank in waiting:
+                    self._ask(rank, "pulse")
+            outcomes, beats = self._poll(waiting, _PULSE_SECONDS)
+            now = time.monotonic()
+            for rank, progress in beats:
+                vigil.beat(rank, progress, now)
+                self._awake.add(rank)
+            for rank, outcome in outcomes:
+                waiting.discard(rank)
+                self._answered(rank, outcome)
+                if isinstance(outcome, WorkerError):
+                    error = self._cause(outcome, waiting)
+                    error.unwell_seconds = now - vigil.last_heard(error.rank)
+                    raise error
+                vigil.done(rank, now)
+                results[rank] = outcome[0]
+            if (trouble := vigil.verdict(time.monotonic())) is not None:
+                if trouble.silent:
+                    self._gone.add(trouble.rank)
+                error = WorkerError(trouble.rank, trouble.text, died=trouble.silent)
+                error.unwell_seconds = trouble.seconds
+                raise error
+        return results
+
+    def _answered(self, rank: int, outcome: Outcome) -> None:
+        self._busy.discard(rank)
+        if isinstance(outcome, WorkerError) and outcome.died:
+            self._gone.add(rank)
+
+    def _cause(self, error: WorkerError, waiting: Collection[int]) -> WorkerError:
+        """The death of another rank, if that is what a rank complains of; else its own error."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        left = set(waiting)
+        while not (error.died or error.user_error) and left and (rest := deadline - time.monotonic()) > 0:
+            outcomes, _ = self._poll(left, rest)
+            for rank, outcome in outcomes:
+                left.discard(rank)
+                self._answered(rank, outcome)
+                if isinstance(outcome, WorkerError) and outcome.died:
+                    return outcome
+        return error
+
+    @abstractmethod
+    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Call a rank; its outcome comes out of `_poll`."""
+
+    @abstractmethod
+    def _ask(self, rank: int, question: str) -> None:
+        """Call ``pulse`` or ``interrupt`` of a rank that is at work, unless such a call is unanswered."""
+
+    @abstractmethod
+    def _poll(
+        self, waiting: Collection[int], timeout_s: float
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+        """Wait for something; returns outcomes of the ranks waited for, and answers with progress."""
+
+    @abstractmethod
+    def _kill(self, rank: int) -> None:
+        """End a rank at once, if there is something left of it."""
+
+    @abstractmethod
+    def _restart(self, ranks: Sequence[int]) -> None:
+        """Start new ones in the places of some ranks."""
 
 
 class Collector(Protocol):

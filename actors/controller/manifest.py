@@ -17,7 +17,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 VERSION = 1
-_STEP = re.compile(r"step-(\d+)")
+STEP_NAME = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(ValueError):
@@ -87,23 +87,28 @@ class CheckpointStore:
         write_durably(self.directory / "latest", final.name)
         return final
 
-    def collect(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints, and leftovers of saves that never finished."""
-        for path in self.directory.glob("step-*.tmp-*"):
+    def collect(self, keep: int, keep_every: int = 0) -> None:
+        """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
+        saves that never finished."""
+        for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.replaced-*")):
             shutil.rmtree(path)
-        for step in self.steps()[:-keep]:
-            shutil.rmtree(self.directory / f"step-{step}")
+        for step in to_be_removed(self.steps(), keep, keep_every):
+            # By a name that is none first: what is removed half-way must not look like a checkpoint.
+            gone = self.directory / f"step-{step}.tmp-old"
+            os.rename(self.directory / f"step-{step}", gone)
+            shutil.rmtree(gone)
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
-        matches = [_STEP.fullmatch(path.name) for path in self.directory.iterdir()]
+        matches = [STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
     def newest_verified(self) -> tuple[Path, Manifest, list[str]]:
         """The newest checkpoint that matches its manifest, and what is wrong with those newer than it."""
         complaints: list[str] = []
+        self._undo_replacements()
         for step in reversed(self.steps()):
             path = self.directory / f"step-{step}"
             try:
@@ -113,6 +118,18 @@ class CheckpointStore:
         if complaints:
             raise CheckpointError("; ".join(complaints) + "; no older checkpoint is left to fall back to")
         raise CheckpointError(f"there is no checkpoint in {self.directory}; start without --resume")
+
+    def _undo_replacements(self) -> None:
+        """A crash between the two renames of `publish` leaves an older save of the step without its name."""
+        for aside in self.directory.glob("step-*.replaced-*"):
+            final = self.directory / aside.name.split(".")[0]
+            if not final.exists():
+                os.rename(aside, final)
+
+
+def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """Of checkpoints' steps, oldest first, those that need not be kept."""
+    return [step for step in steps[:-keep] if not keep_every or step % keep_every]
 
 
 def disk_is_full(path: Path, error: Exception) -> bool:

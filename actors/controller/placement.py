@@ -2,30 +2,28 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.group import Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
-from braid.actors.stage.actor import StageActor
+from braid.actors.stage.actor import BESIDE, start_stage
 
 _EXIT_SECONDS = 5.0
-_CAUSE_SECONDS = 0.3
-"""For so long a rank's error is not believed to be the first one: another rank may have died."""
 
 
 class RayLauncher:
     """Starts one actor per rank in one placement group."""
 
     def __init__(self, config: Config) -> None:
-        self._cluster = config.cluster
+        self._config, self._cluster = config, config.cluster
         device = config.cluster.device
         self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
@@ -59,7 +57,7 @@ class RayLauncher:
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
             raise ConfigError(self._too_small(ranks))
-        return ActorGroup(group, ranks, self._bundle, self._cluster.threads_per_rank)
+        return ActorGroup(group, ranks, self._bundle, self._config)
 
     def _too_small(self, ranks: int) -> str:
         bundle = self._bundle
@@ -90,87 +88,100 @@ class ActorCollector:
         return counts
 
 
-class ActorGroup:
+class ActorGroup(WatchedGroup):
     """One actor per rank."""
 
-    def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], threads: int) -> None:
-        self._group = group
-        self._aborted = False
-        self._actors = [
-            StageActor.options(  # type: ignore[attr-defined]
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0.0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=rank
-                ),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-            ).remote(rank)
-            for rank in range(ranks)
-        ]
+    def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], config: Config) -> None:
+        super().__init__(ranks, config.failure, config.cluster)
+        self._group, self._bundle = group, bundle
+        self._timeout_s = config.cluster.placement_timeout_s
+        self._threads = config.cluster.threads_per_rank
+        self._calls: dict[int, Any] = {}
+        self._pulses: dict[int, Any] = {}
+        """Calls under way, and unanswered questions, by rank."""
+        self._actors = [self._start(rank) for rank in range(ranks)]
+        self._find_nodes()
+
+    def _start(self, rank: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=rank
+        )
+        options = {
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0.0),
+            "scheduling_strategy": place,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}},
+        }
+        return start_stage(rank, options)
+
+    def _find_nodes(self) -> None:
         self._nodes: list[dict[str, Any]] = self.call_all("node")
         self.addresses = [str(node["address"]) for node in self._nodes]
 
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Call one rank and wait."""
-        return self._get(rank, getattr(self._actors[rank], method).remote(*arguments))
+    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._calls[rank] = getattr(self._actors[rank], method).remote(*arguments)
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all ranks and wait; the first failure ends the waiting."""
-        references = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        rank_of = {reference: rank for rank, reference in enumerate(references)}
-        results: dict[int, Any] = {}
-        waiting = references
-        while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1)
-            for reference in ready:
-                try:
-                    results[rank_of[reference]] = self._get(rank_of[reference], reference)
-                except WorkerError as error:
-                    raise self._cause(error, {rank_of[other]: other for other in waiting}) from None
-        return [results[rank] for rank in range(len(references))]
+    def _ask(self, rank: int, question: str) -> None:
+        if question == "interrupt" or rank not in self._pulses:
+            self._pulses[rank] = (
+                getattr(self._actors[rank], question).options(concurrency_group=BESIDE).remote()
+            )
 
-    def _cause(self, error: WorkerError, waiting: dict[int, Any]) -> WorkerError:
-        """The death of another rank, if that is what a rank complains of; else its own error."""
-        if error.died or error.user_error:
-            return error
-        for rank, reference in waiting.items():
-            try:
-                ray.get(reference, timeout=_CAUSE_SECONDS)
-            except RayActorError:
-                return WorkerError(rank, "its actor died", died=True)
-            except RayError:
-                pass
-        return error
+    def _poll(
+        self, waiting: Collection[int], timeout_s: float
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+        calls = {self._calls[rank]: rank for rank in waiting}
+        pulses = {reference: rank for rank, reference in self._pulses.items()}
+        everything = [*calls, *pulses]
+        ray.wait(everything, num_returns=1, timeout=timeout_s)
+        ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
+        beats: list[tuple[int, int | None]] = []
+        for reference in (r for r in ready if r in pulses):
+            del self._pulses[pulses[reference]]
+            with contextlib.suppress(RayError):
+                beats.append((pulses[reference], ray.get(reference)))
+        return [(calls[r], self._outcome(calls[r], r)) for r in ready if r in calls], beats
 
     @staticmethod
-    def _get(rank: int, reference: Any) -> Any:
+    def _outcome(rank: int, reference: Any) -> Outcome:
         try:
-            return ray.get(reference)
+            return (ray.get(reference),)
         except RayTaskError as error:
             cause = error.cause
-            raise WorkerError(
+            return WorkerError(
                 rank,
                 str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}",
                 user_error=isinstance(cause, ValueError),
                 trace=str(error),
-            ) from None
-        except RayActorError as error:
+            )
+        except RayError as error:  # it died, or its node cannot be reached
             text = f"its actor died: {str(error).splitlines()[0]}"
-            raise WorkerError(rank, text, died=True) from None
+            return WorkerError(rank, text, died=True)
 
     def describe(self) -> dict[str, Any]:
         """The actors, their nodes and processes."""
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
-    def abort(self) -> None:
-        """Kill the actors; `shutdown` has nobody to ask then."""
-        self._aborted = True
-        for actor in self._actors:
-            ray.kill(actor)
+    def _kill(self, rank: int) -> None:
+        self._pulses.pop(rank, None)
+        ray.kill(self._actors[rank])
+
+    def _restart(self, ranks: Sequence[int]) -> None:
+        # Ray finds another node for the places of a lost one; until then the group is not ready.
+        if not self._group.wait(self._timeout_s):
+            names = ", ".join(map(str, ranks))
+            raise ConfigError(
+                f"there is no room to start rank {names} again: its node is gone and no other one is free; "
+                f"add a node"
+            )
+        for rank in ranks:
+            self._actors[rank] = self._start(rank)
+        self._find_nodes()
 
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
-        leaving = [] if self._aborted else [actor.close.remote() for actor in self._actors]
+        asked = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
+        leaving = [actor.close.remote() for actor in asked]
         with contextlib.suppress(RayError):
             ray.wait(leaving, num_returns=max(1, len(leaving)), timeout=_EXIT_SECONDS if leaving else 0)
         for actor in self._actors:

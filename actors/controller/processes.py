@@ -6,8 +6,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
+from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
-_CAUSE_SECONDS = 0.3
-"""For so long a rank's error is not believed to be the first one: another rank may have died."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -42,7 +41,7 @@ class ProcessLauncher:
     ) -> None:
         """``serve``: makes what each process serves, by default a `Worker`."""
         self._serve = serve or _worker
-        self._threads = config.cluster.threads_per_rank
+        self._config = config
         self._cpus_per_rank = config.cluster.cpus_per_rank
         self._places = places
 
@@ -63,104 +62,117 @@ class ProcessLauncher:
     def start(self, ranks: int) -> WorkerGroup:
         """Start the processes."""
         self.check(ranks)
-        return ProcessGroup(self._places or [Place()] * ranks, self._threads, self._serve)
+        return ProcessGroup(self._places or [Place()] * ranks, self._config, self._serve)
 
 
-class ProcessGroup:
-    """One child process per rank, each at the end of a private pipe."""
+class ProcessGroup(WatchedGroup):
+    """One child process per rank, each at the end of two private pipes: for calls, and for its pulse.
 
-    def __init__(self, places: Sequence[Place], threads: int, serve: "Serve") -> None:
+    A fork server that has imported what a rank needs makes them, so that a lost rank is replaced at once.
+    """
+
+    def __init__(self, places: Sequence[Place], config: Config, serve: "Serve") -> None:
+        super().__init__(len(places), config.failure, config.cluster)
         self.addresses = [place.address for place in places]
-        context = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        for rank, place in enumerate(places):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, place, theirs, os.getpid(), threads, serve),
-                name=f"braid rank {rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(mine)
-            self._processes.append(process)
+        self._places, self._serve = places, serve
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank)}
+        self._asked: set[int] = set()
+        """Ranks whose pulse was asked for."""
+        self._children = [self._start(rank) for rank in range(len(places))]
 
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Call one rank and wait."""
-        self._send(rank, method, arguments)
-        return self._collect([rank])[rank]
+    def _start(self, rank: int) -> "_Child":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["braid.actors.stage.worker"])
+        (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(rank, self._places[rank], theirs, their_pulse, self._environment, self._serve),
+            name=f"braid rank {rank}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        their_pulse.close()
+        return _Child(process, calls, pulse)
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all ranks and wait; the first failure ends the waiting."""
-        ranks = range(len(self._processes))
-        for rank in ranks:
-            self._send(rank, method, arguments)
-        results = self._collect(list(ranks))
-        return [results[rank] for rank in ranks]
+    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        with contextlib.suppress(OSError):  # the pipe of a dead process: `_poll` says so
+            self._children[rank].calls.send((method, arguments))
 
-    def _send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def _ask(self, rank: int, question: str) -> None:
+        if question == "interrupt" or rank not in self._asked:
+            with contextlib.suppress(OSError):
+                self._children[rank].pulse.send(question)
+                self._asked.add(rank)
+
+    def _poll(
+        self, waiting: Collection[int], timeout_s: float
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+        calls = {self._children[rank].calls: rank for rank in waiting}
+        pulses = {self._children[rank].pulse: rank for rank in self._asked}
+        ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
+        beats: list[tuple[int, int | None]] = []
+        for connection, rank in pulses.items():
+            if connection in ready:
+                self._asked.discard(rank)
+                with contextlib.suppress(EOFError, OSError):
+                    beats.append((rank, connection.recv()))
+        outcomes = [(rank, self._receive(rank)) for connection, rank in calls.items() if connection in ready]
+        return outcomes, beats
+
+    def _receive(self, rank: int) -> Outcome:
+        child = self._children[rank]
         try:
-            self._connections[rank].send((method, arguments))
-        except OSError:
-            raise self._died(rank) from None
+            outcome: Outcome = child.calls.recv()
+        except (EOFError, OSError):
+            child.process.join(1.0)
+            text = f"its process ended with exit code {child.process.exitcode}"
+            return WorkerError(rank, text, died=True)
+        return outcome
 
-    def _collect(self, ranks: list[int]) -> dict[int, Any]:
-        waiting = {self._connections[rank]: rank for rank in ranks}
-        results: dict[int, Any] = {}
-        while waiting:
-            multiprocessing.connection.wait(list(waiting))
-            for connection in [c for c in waiting if c.poll()]:
-                rank = waiting.pop(connection)
-                try:
-                    outcome = connection.recv()
-                except (EOFError, OSError):
-                    raise self._died(rank) from None
-                if isinstance(outcome, WorkerError):
-                    raise self._cause(outcome, waiting)
-                results[rank] = outcome[0]
-        return results
+    def _kill(self, rank: int) -> None:
+        child = self._children[rank]
+        child.process.kill()
+        child.process.join()
+        child.calls.close()
+        child.pulse.close()
 
-    def _cause(self, error: WorkerError, waiting: dict[Connection, int]) -> WorkerError:
-        """The death of another rank, if that is what a rank complains of; else its own error."""
-        if not error.user_error and waiting:
-            for connection in multiprocessing.connection.wait(list(waiting), _CAUSE_SECONDS):
-                process = self._processes[waiting[connection]]  # type: ignore[index]
-                process.join(_CAUSE_SECONDS)
-                if not process.is_alive():
-                    return self._died(waiting[connection])  # type: ignore[index]
-        return error
-
-    def _died(self, rank: int) -> WorkerError:
-        self._processes[rank].join(1.0)
-        text = f"its process ended with exit code {self._processes[rank].exitcode}"
-        return WorkerError(rank, text, died=True)
+    def _restart(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._asked.discard(rank)
+            self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:
         """The processes and this machine."""
         return {
             "launcher": "processes",
             "addresses": list(self.addresses),
-            "processes": [process.pid for process in self._processes],
+            "processes": [child.process.pid for child in self._children],
         }
 
-    def abort(self) -> None:
-        """Kill the processes; `shutdown` has nothing to wait for then."""
-        for process in self._processes:
-            process.kill()
-
     def shutdown(self) -> None:
-        """Ask every rank to end, then end those that do not."""
-        for connection in self._connections:
+        """Ask every rank to end, then end those that do not; one that is at work is not asked."""
+        for rank, child in enumerate(self._children):
+            if rank in self._busy:
+                child.process.kill()
             with contextlib.suppress(OSError):
-                connection.send(("close", ()))
-            connection.close()
-        for process in self._processes:
-            process.join(_EXIT_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
+                child.calls.send(("close", ()))
+            child.calls.close()
+            child.pulse.close()
+        for child in self._children:
+            child.process.join(_EXIT_SECONDS)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A rank's process and our ends of its pipes."""
+
+    process: BaseProcess
+    calls: Connection
+    pulse: Connection
 
 
 Serve = Callable[[int, str], Any]
@@ -173,18 +185,28 @@ def _worker(rank: int, address: str) -> Any:
     return Worker(rank, address)
 
 
-def _serve(rank: int, place: Place, connection: Connection, parent: int, threads: int, serve: Serve) -> None:
+def _serve(
+    rank: int,
+    place: Place,
+    calls: Connection,
+    pulse: Connection,
+    environment: Mapping[str, str],
+    serve: Serve,
+) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
-    _die_with_parent(parent)
+    _die_with_parent()
+    os.environ.update(environment)  # the fork server's is that of its own start
     if place.namespace is not None:
         enter_namespace(place.namespace)
     for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    served: list[Any] = []
+    threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)
+    served.append(worker)
     while True:
         try:
-            method, arguments = connection.recv()
+            method, arguments = calls.recv()
         except EOFError:
             break
         try:
@@ -194,11 +216,22 @@ def _serve(rank: int, place: Place, connection: Connection, parent: int, threads
         except Exception as error:
             outcome = WorkerError(rank, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
         try:
-            connection.send(outcome)
+            calls.send(outcome)
         except OSError:
             break
         if method == "close":
             break
+
+
+def _answer(pulse: Connection, served: list[Any]) -> None:
+    """Call ``pulse`` and ``interrupt`` beside the main loop; what is served need not have them."""
+    while True:
+        try:
+            question = pulse.recv()
+            method = getattr(served[0], question, None) if served else None
+            pulse.send(method() if method is not None else None)
+        except (EOFError, OSError):
+            return
 
 
 def enter_namespace(namespace: str | int) -> None:
@@ -211,8 +244,9 @@ def enter_namespace(namespace: str | int) -> None:
         raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux to end this process when its parent dies, however that happens."""
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when the fork server dies, which ends with whoever started it."""
+    parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:

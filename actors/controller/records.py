@@ -74,6 +74,9 @@ class Saved:
     step: int
     path: str
     seconds: float
+    """From its begin to its publication, most of it in the background."""
+    stalled_seconds: float = 0.0
+    """For so long training waited."""
 
 
 @dataclass(frozen=True, kw_only=True)

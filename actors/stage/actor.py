@@ -13,7 +13,10 @@ _UNDER_WAY = 8
 """Batches of spans that may be on their way to the collector."""
 
 
-@ray.remote(max_restarts=0, max_task_retries=0)
+BESIDE = "beside"
+"""The concurrency group of calls that are answered while another method runs: `pulse` and `interrupt`."""
+
+
 class StageActor(Worker):
     """One rank as an actor; its methods are those of `Worker`."""
 
@@ -30,6 +33,13 @@ class StageActor(Worker):
             "node": ray.get_runtime_context().get_node_id(),
             "process": self.process_id(),
         }
+
+
+def start_stage(rank: int, options: dict[str, Any]) -> Any:
+    """Start a rank's actor, with Ray's options; returns its handle."""
+    settings: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {BESIDE: 1}}
+    remote: Any = ray.remote(**settings)
+    return remote(StageActor).options(**options).remote(rank)
 
 
 class ActorSink:

@@ -6,11 +6,13 @@ any other layout can read its own slices. Directories are made, checked and publ
 """
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from braid.actors.stage.guarded_reader import GuardedReader
+from braid.actors.stage.host_state import HostState, split
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -27,11 +30,51 @@ State = dict[str, Tensor]
 
 def save_shards(directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> None:
     """Write this rank's share of parameters and optimizer moments; every rank of the run calls this."""
+    _write(directory, _global_state(parameters, optimizer.named_tensors(), mesh), None)
+
+
+def _write(directory: Path, state: State, group: dist.ProcessGroup | None) -> None:
     with _quietly():
-        dcp.save(
-            _global_state(parameters, optimizer, mesh),
-            storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+        writer = dcp.FileSystemWriter(directory, sync_files=True)
+        dcp.save(state, storage_writer=writer, process_group=group)
+
+
+class BackgroundSave:
+    """A save that a thread writes from a state on the host, while training goes on; every rank begins one."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: HostState,
+        parameters: list[StageParameter],
+        optimizer: Optimizer,
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """``group``: of all ranks, for this alone."""
+        self._error: Exception | None = None
+        shards = _global_state(parameters, split(state, optimizer), mesh)
+        self._thread = threading.Thread(
+            target=self._run, args=(directory, shards, group), name="save", daemon=True
         )
+        self._thread.start()
+
+    def _run(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
+        try:
+            _write(directory, shards, group)
+        except Exception as error:
+            self._error = error
+
+    def finished(self, *, wait: bool) -> bool:
+        """Whether it is over, well or not."""
+        if wait:
+            self._thread.join()
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
 
 
 def load_checkpoint(
@@ -44,7 +87,8 @@ def load_checkpoint(
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
     with _quietly():
-        dcp.load(_global_state(parameters, optimizer, mesh), storage_reader=reader)
+        shards = _global_state(parameters, optimizer.named_tensors(), mesh)
+        dcp.load(shards, storage_reader=reader)
     optimizer.restored(step)
 
 
@@ -60,11 +104,13 @@ def _quietly() -> Iterator[None]:
             raise RuntimeError("; ".join(causes)) from None
 
 
-def _global_state(parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> State:
-    """Views of masters and moments as slices of global tensors, by name."""
-    tensor_mesh = _tensor_mesh(mesh, parameters[0].tensor.device) if parameters else None
+def _global_state(
+    parameters: list[StageParameter], held: list[tuple[str, list[Tensor]]], mesh: Mesh
+) -> State:
+    """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors, by name."""
+    tensor_mesh = _tensor_mesh(mesh, held[0][1][0].device) if parameters else None
     state: State = {}
-    for kind, tensors in optimizer.named_tensors():
+    for kind, tensors in held:
         for tensor, parameter in zip(tensors, parameters, strict=True):
             for piece in parameter.slices:
                 state[f"{kind}.{piece.source.name}"] = _as_global(tensor, piece, tensor_mesh)

@@ -16,6 +16,17 @@ class Rendezvous:
     address: str
     port: int
     generation: int
+    copies_shift: int = 0
+    """Copies of a rank's state go to the rank so much further on; 0: to nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Copies in a rank's memory: steps of its own, and of those of the rank whose partner it is."""
+
+    own: tuple[int, ...]
+    partner: int | None
+    partners: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,10 @@ class StepResult:
     seconds: float
     overlap: OverlapNumbers
     peak_bytes: int
+    applied: bool = True
+    """Whether the parameters were updated: not if the gradients were no numbers."""
+    discarded: int = 0
+    """Passes whose gradients were no numbers."""
     dropped_spans: int = 0
     """Spans that could not be streamed so far."""
     sampled_every: int = 1

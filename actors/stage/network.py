@@ -1,10 +1,12 @@
-"""Where a rank is reached: the node's address and the interface that holds it."""
+"""Where a rank is reached, and the connections of its process groups."""
 
 import contextlib
 import fcntl
 import os
 import socket
+import stat
 import struct
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 
@@ -24,3 +26,43 @@ def bind_gloo(address: str) -> None:
     """Make gloo use the interface of ``address``, unless the user chose one."""
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+class Connections:
+    """The sockets that were opened while process groups were made, to be shut when the groups are given up.
+
+    gloo has no other way to end a collective whose peer is silent: a thread that waits in one comes back when
+    its sockets are shut, and not before (measured; design section 10). What other threads happen to open
+    meanwhile is shut too; Ray's connections are made anew by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._own: dict[int, int] = {}
+
+    def made(self) -> None:
+        """The groups have been made."""
+        self._own = dict(_sockets().items() - self._before.items())
+
+    def shut(self) -> None:
+        """Shut the connections in both directions; those that were closed in the meantime are left alone.
+
+        Listening sockets are left alone too: gloo ends the process when one of its own is shut.
+        """
+        for handle, inode in (self._own or dict(_sockets().items() - self._before.items())).items():
+            with contextlib.suppress(OSError):
+                if os.fstat(handle).st_ino == inode:
+                    with socket.socket(fileno=os.dup(handle)) as connection:
+                        connection.getpeername()  # raises if it is not connected
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """This process's sockets: file descriptors and inodes."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            status = os.stat(entry)
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(entry.name)] = status.st_ino
+    return found

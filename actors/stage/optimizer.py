@@ -86,8 +86,14 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step: int) -> tuple[float, float]:
-        """Clip, update, clear the gradients; returns (gradient norm before clipping, learning rate)."""
+        """Clip, update, clear the gradients; returns (gradient norm before clipping, learning rate).
+
+        A norm that is not finite, which all ranks see alike, updates nothing.
+        """
         norm = float(self._gradients.norm())
+        if not math.isfinite(norm):
+            self._gradients.zero()
+            return norm, self.settings.learning_rate(step)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
             self._gradients.scale(self.settings.clip_norm / (norm + 1e-6))
         lr = self.settings.learning_rate(step)

@@ -4,10 +4,11 @@ The controller calls, in this order: `open_store` on rank 0, `setup` on all, the
 `save`, `load` as it sees fit, and `close`.
 """
 
+import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,22 +20,24 @@ import torch.distributed as dist
 
 from braid.actors.config import Config
 from braid.actors.stage.blocks import MicroBatch
-from braid.actors.stage.checkpoint import load_checkpoint, save_shards
+from braid.actors.stage.checkpoint import BackgroundSave, load_checkpoint, save_shards
+from braid.actors.stage.copies import Copies
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter
+from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh
-from braid.actors.stage.messages import Rendezvous, RunPlan, Samples, StepResult
+from braid.actors.stage.messages import Held, Rendezvous, RunPlan, Samples, StepResult
 from braid.actors.stage.model import StageModel, model_parts
-from braid.actors.stage.network import bind_gloo
+from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import NoRecorder, StepRecorder
-from braid.actors.stage.streams import device_streams
+from braid.actors.stage.streams import Streams, device_streams
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -53,6 +56,23 @@ class Worker:
         self.address = address
         self._store: dist.TCPStore | None = None
         self._stream: SpanStream | None = None
+        self._connections: Connections | None = None
+        self._streams: Streams | None = None
+        self._copies = Copies()
+        self._saving: BackgroundSave | None = None
+        self._saved: HostState | None = None
+        """Whose memory the next save takes."""
+
+    def pulse(self) -> int | None:
+        """How much was done so far, for whoever wonders; called from another thread, as is `interrupt`."""
+        return self._streams.marks if self._streams is not None else None
+
+    def interrupt(self) -> None:
+        """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
+        if self._connections is not None:
+            self._connections.shut()
+        if dist.is_initialized() and self._device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
 
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
@@ -69,6 +89,7 @@ class Worker:
         torch.set_num_threads(cluster.threads_per_rank)
         self._device = _device(cluster.device, self.rank)
         timeout = timedelta(seconds=cluster.group_timeout_s)
+        self._connections = Connections()
         self._join(rendezvous, timeout)
         layout = config.layout()
         self._layout = layout
@@ -81,6 +102,8 @@ class Worker:
             timeout=timeout,
         )
         self._build(plan, schedule)
+        self._join_others(config, rendezvous, timeout)
+        self._connections.made()
         if plan.data:
             self._open_data(Path(plan.data))
 
@@ -98,6 +121,14 @@ class Worker:
             world_size=self._config.layout().ranks,
             timeout=timeout,
         )
+
+    def _join_others(self, config: Config, rendezvous: Rendezvous, timeout: timedelta) -> None:
+        """Groups for what travels beside training."""
+        keeping = config.checkpoint
+        if keeping.copies_every:
+            limit = keeping.copies_mb << 20 if keeping.copies_mb is not None else None
+            self._copies.join(self._optimizer, self._layout, rendezvous.copies_shift, limit, timeout)
+        self._save_group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
@@ -120,14 +151,14 @@ class Worker:
             definition=definition,
         )
         self._model.initialise(train.seed)
-        self._streams = device_streams(self._device)
+        self._streams = streams = device_streams(self._device)
         kind = StepRecorder if config.telemetry.spans else NoRecorder
-        self._recorder = kind(self._streams, plan.solo_ns)
+        self._recorder = kind(streams, plan.solo_ns)
         self._gradients = GradientBuckets(
-            self._model.parameters, self._mesh, self._streams, self._recorder, train.bucket_mb << 20
+            self._model.parameters, self._mesh, streams, self._recorder, train.bucket_mb << 20
         )
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
-        self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=self._streams)
+        self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
         self._runs, self._schedule = runs, schedule
         self._executor = self._bind(schedule=schedule, parts=runs, recorder=self._recorder)
         self._evaluator = self._bind(schedule=evaluation, parts=parts, recorder=self._recorder)
@@ -170,8 +201,16 @@ class Worker:
         batch = self._config.train.global_batch
         ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
         batches = self._batches(self._train_data, self._mine(ids))
-        update = _Update(self._gradients, self._optimizer, step)
-        loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+        discarded = 0
+        while True:
+            update = _Update(self._gradients, self._optimizer, step)
+            loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+            if update.applied or discarded or self._config.failure.on_nan != "retry":
+                break
+            discarded += 1
+        every = self._config.checkpoint.copies_every
+        if update.applied and every and (step + 1) % every == 0:
+            self.keep_copy(step + 1)
         seconds = time.perf_counter() - begin
         records = self._recorder.records(step)
         if self._stream is not None:
@@ -181,6 +220,8 @@ class Worker:
             gradient_norm=update.gradient_norm,
             lr=update.lr,
             seconds=seconds,
+            applied=update.applied,
+            discarded=discarded + (not update.applied),
             overlap=self._recorder.numbers(records),
             dropped_spans=self._stream.dropped if self._stream else 0,
             sampled_every=self._stream.every if self._stream else 1,
@@ -215,6 +256,7 @@ class Worker:
 
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
+        assert self._streams is not None
         profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed)
         count = sum(parameter.tensor.numel() for parameter in self._model.parameters)
         samples = profiler.run(rounds, lambda: self._optimizer.step(0), count)
@@ -226,6 +268,7 @@ class Worker:
 
         The step runs once more without an update, slowly, as every operator is followed by a count.
         """
+        assert self._streams is not None
         meter = MemoryMeter(self._streams)
         executor = self._bind(schedule=self._schedule, parts=self._runs, recorder=meter)
         meter.executor = executor
@@ -248,7 +291,38 @@ class Worker:
         """The spans of the step that ran last."""
         return self._recorder.spans(self.rank, step)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------
+    # -- copies in memory and checkpoints ------------------------------------------------------------------
+
+    def keep_copy(self, step: int) -> None:
+        """Keep a copy of the state after ``step`` steps, here and at the partner."""
+        self._copies.keep(self._optimizer, step, wait=self._config.checkpoint.copies_wait)
+
+    def copies_held(self) -> Held:
+        """What this rank could restore."""
+        return self._copies.held()
+
+    def restore_copies(self, step: int, sources: Sequence[int]) -> None:
+        """Go back to a step that all ranks' copies allow; all ranks call this."""
+        self._copies.restore(self._optimizer, step, sources)
+
+    def begin_save(self, directory: str, step: int) -> None:
+        """Begin to write this rank's shards; training may go on as soon as this returns."""
+        assert self._saving is None, "one save at a time"
+        assert self._save_group is not None
+        reused = self._saved.flat if self._saved is not None else None
+        state = self._saved = take(self._optimizer, step, reused)
+        self._saving = BackgroundSave(
+            Path(directory), state, self._model.parameters, self._optimizer, self._mesh, self._save_group
+        )
+
+    def save_finished(self, wait: bool) -> bool:
+        """Whether the save that was begun is written; raises what went wrong with it."""
+        assert self._saving is not None
+        if not self._saving.finished(wait=wait):
+            return False
+        saving, self._saving = self._saving, None
+        saving.check()
+        return True
 
     def save(self, directory: str) -> None:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""
@@ -277,10 +351,13 @@ class Worker:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        if dist.is_initialized():
+        if self._streams is not None:
             self._streams.close()
+            self._streams = None
+        self._saving = self._saved = None
+        if dist.is_initialized():
             dist.destroy_process_group()
-        self._store = None
+        self._store = self._connections = None
 
     def hardware(self) -> str:
         """What this rank computes on, as profiles name it."""
@@ -312,10 +389,12 @@ class _Update:
         self.wait_reduce = gradients.wait_reduce
         self._optimizer, self._step = optimizer, step
         self.gradient_norm = self.lr = 0.0
+        self.applied = False
 
     def step(self) -> None:
-        """Clip and update."""
+        """Clip and update, if the gradients are numbers."""
         self.gradient_norm, self.lr = self._optimizer.step(self._step)
+        self.applied = math.isfinite(self.gradient_norm)
 
 
 def optimizer_settings(config: Config) -> OptimizerSettings:

@@ -166,10 +166,7 @@ class _Lent:
         self._group, self._idle = group, idle
         self.addresses, self.describe = group.addresses, group.describe
         self.call, self.call_all = group.call, group.call_all
-
-    def abort(self) -> None:
-        """The ranks are of no use any more."""
-        self._group.abort()
+        self.expect, self.interrupt, self.replace = group.expect, group.interrupt, group.replace
 
     def shutdown(self) -> None:
         """Leave the run's process groups and wait for the next run."""

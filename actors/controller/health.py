@@ -1,0 +1,72 @@
+"""Whether the ranks that a call waits for still live and get on. Pure: the time is an argument.
+
+No signal is trusted alone (design section 5): a dead process closes its pipe or ends its actor, and that is
+seen by whoever waits; a stopped process or a node behind a cut link says nothing, so every rank is asked for
+its pulse meanwhile; and ranks that answer but wait for each other for ever make no progress.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A rank that does not answer, or ranks that do not get on (then ``rank`` is the one furthest behind)."""
+
+    rank: int
+    text: str
+    seconds: float
+    """For how long."""
+    silent: bool
+
+
+class Vigil:
+    """Watches the ranks that one call waits for; times are seconds of any steady clock."""
+
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        awake: Collection[int],
+        now: float,
+        silence_s: float,
+        stall_s: float | None,
+    ) -> None:
+        """``awake``: ranks that have answered before. ``stall_s`` None: no steady progress is expected."""
+        self._silence_s, self._stall_s = silence_s, stall_s
+        self._heard = {rank: now if rank in awake else None for rank in ranks}
+        """When a rank last answered; None before its first answer, which its start may delay."""
+        self._progress: dict[int, int | None] = {}
+        self._advanced = self._begun = now
+
+    def last_heard(self, rank: int) -> float:
+        """When a rank last gave a sign of life, at the latest when the call began."""
+        return max(self._begun, self._heard.get(rank) or 0.0)
+
+    def beat(self, rank: int, progress: int | None, now: float) -> None:
+        """A rank answered: how many things it has done since it began, None if it does not count."""
+        if rank in self._heard:
+            self._heard[rank] = now
+            if progress is None or progress != self._progress.get(rank):
+                self._advanced = now
+            self._progress[rank] = progress
+
+    def done(self, rank: int, now: float) -> None:
+        """A rank has finished its call."""
+        del self._heard[rank]
+        self._progress.pop(rank, None)
+        self._advanced = now
+
+    def verdict(self, now: float) -> Trouble | None:
+        """What is wrong, if anything is."""
+        for rank, heard in self._heard.items():
+            if heard is not None and now - heard > self._silence_s:
+                text = f"has not answered for {now - heard:.1f} s (failure.silence_s={self._silence_s:g})"
+                return Trouble(rank, text, now - heard, silent=True)
+        if self._stall_s is not None and self._heard and now - self._advanced > self._stall_s:
+            known = {rank: progress or 0 for rank, progress in self._progress.items()}
+            behind = min(known, key=lambda rank: known[rank], default=min(self._heard))
+            text = (
+                f"no rank has got on for {now - self._advanced:.1f} s: a link may be cut, or a rank may hang"
+            )
+            return Trouble(behind, text, now - self._advanced, silent=False)
+        return None

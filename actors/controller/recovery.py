@@ -1,0 +1,89 @@
+"""Where the state comes from after a failure, and what the failure was. Pure but for the clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braid.actors.stage.messages import Held
+from braid.scheduling.spec import ParallelLayout
+
+
+@dataclass
+class Failure:
+    """A rank that died, fell silent or raised; and what became of it."""
+
+    rank: int
+    text: str
+    step: int
+    """Steps that were done by then."""
+    time: float
+    """When it was known, seconds since 1970."""
+    unwell_seconds: float
+    """For how long the rank had not been known to be well."""
+    gone: tuple[int, ...] = ()
+    """Ranks whose processes were replaced."""
+    source: str = "the beginning"
+    """What the state was restored from."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of the recovery's phases, in their order."""
+
+    def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
+        """A line of ``incidents.jsonl``, once the first step after it is done."""
+        return {
+            "kind": "rank failed",
+            "rank": self.rank,
+            "text": self.text,
+            "time": self.time,
+            "step": self.step,
+            "detected_after_seconds": self.unwell_seconds,
+            "recovered_after_seconds": now - self.time,
+            "parts": self.parts,
+            "replaced": list(self.gone),
+            "restored_from": self.source,
+            "steps_lost": self.step - first_step,
+            "generation": generation,
+        }
+
+
+def partner_shift(addresses: Sequence[str], layout: ParallelLayout) -> int:
+    """How much further the rank is that keeps a rank's copies; 0 if replicas on other hosts do so anyway.
+
+    The shift with which most ranks have their partner on another host; of those the smallest.
+    """
+    ranks = len(addresses)
+    if ranks == 1 or all(_has_replica_elsewhere(rank, addresses, layout) for rank in range(ranks)):
+        return 0
+
+    def elsewhere(shift: int) -> int:
+        return sum(addresses[rank] != addresses[(rank + shift) % ranks] for rank in range(ranks))
+
+    return max(range(1, ranks), key=lambda shift: (elsewhere(shift), -shift))
+
+
+def replicas(rank: int, layout: ParallelLayout) -> list[int]:
+    """Ranks with the same state: those that differ along the data-parallel axis only."""
+    place = layout.coordinate(rank)
+    return [layout.rank_at({**place, "dp": n}) for n in range(layout.dp)]
+
+
+def _has_replica_elsewhere(rank: int, addresses: Sequence[str], layout: ParallelLayout) -> bool:
+    return any(addresses[other] != addresses[rank] for other in replicas(rank, layout))
+
+
+def newest_common(held: Sequence[Held], layout: ParallelLayout) -> tuple[int, list[int]] | None:
+    """The newest step that every rank can go back to, and for every rank the one that has its state."""
+    steps = {step for one in held for step in (*one.own, *one.partners)}
+    for step in sorted(steps, reverse=True):
+        sources = [_source(rank, step, held, layout) for rank in range(len(held))]
+        if None not in sources:
+            return step, [source for source in sources if source is not None]
+    return None
+
+
+def _source(rank: int, step: int, held: Sequence[Held], layout: ParallelLayout) -> int | None:
+    if step in held[rank].own:
+        return rank
+    for other, one in enumerate(held):
+        if one.partner == rank and step in one.partners:
+            return other
+    return next((other for other in replicas(rank, layout) if step in held[other].own), None)

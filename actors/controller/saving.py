@@ -1,0 +1,162 @@
+"""Checkpoints of a run while it trains: written by the ranks, published by a thread here, in the background.
+
+A save has two halves. The ranks copy their state to host memory, which is all that training waits for, and
+write it; then files are checksummed, published by one rename, read back and checked, old ones removed, and
+the new one copied to the mirror. One save is under way at a time: the next one waits for it.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import CheckpointConfig
+from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.manifest import CheckpointStore, DiskFullError, disk_is_full, verify
+from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.controller.records import Incident, RunDirectory, Saved
+
+
+@dataclass
+class _Save:
+    """One that is under way."""
+
+    step: int
+    generation: int
+    folder: Path
+    begun: float
+    stalled_s: float
+    facts: Mapping[str, Any]
+    published: "Future[tuple[Path, str]] | None" = field(default=None)
+
+
+class Saver:
+    """Saves checkpoints of one run."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        directory: RunDirectory,
+        keeping: CheckpointConfig,
+        mirror: Mirror | None,
+    ) -> None:
+        self._store, self._directory, self._keeping, self._mirror = store, directory, keeping, mirror
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._save: _Save | None = None
+        self.last_step: int | None = None
+        """Of the newest checkpoint of this run; set when a run goes on from one."""
+
+    def due(self, step: int) -> bool:
+        """Whether the configuration wants a checkpoint after so many steps."""
+        return bool(self._keeping.every) and step % self._keeping.every == 0
+
+    def begin(
+        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
+    ) -> Iterator[Saved | Incident]:
+        """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
+        begun = time.perf_counter()
+        yield from self.finish(group)  # the one before
+        folder = self._store.begin(step, generation)
+        save = self._save = _Save(step, generation, folder, begun, 0.0, facts)
+        try:
+            if self._keeping.asynchronous:
+                group.call_all("begin_save", str(folder), step)
+            else:
+                group.call_all("save", str(folder))
+                self._publish(save)
+                yield from self.finish(group)
+        except WorkerError as error:
+            yield self._given_up(error)
+        save.stalled_s = time.perf_counter() - begun
+
+    def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[Saved | Incident]:
+        """See how the save under way gets on; a step passes between two looks."""
+        save = self._save
+        if save is None:
+            return
+        try:
+            if save.published is None:
+                if not all(group.call_all("save_finished", wait)):
+                    return
+                self._publish(save)
+            assert save.published is not None
+            if wait or save.published.done():
+                path, trouble = save.published.result()
+                self._save = None
+                yield self._told(save, path)
+                if trouble:
+                    self._directory.note("telemetry", save.step, save.generation, trouble)
+                    yield Incident(kind="failed", text=trouble, step=save.step)
+        except (OSError, WorkerError) as error:
+            yield self._given_up(error)
+
+    def finish(self, group: WorkerGroup) -> Iterator[Saved | Incident]:
+        """Wait until nothing is under way."""
+        while self._save is not None:
+            yield from self.look(group, wait=True)
+
+    def abandon(self) -> Iterator[Saved | Incident]:
+        """The ranks have failed: what they have written whole is still published, the rest is removed."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        if save.published is None:
+            shutil.rmtree(save.folder, ignore_errors=True)
+            return
+        try:
+            path, _ = save.published.result()
+            yield self._told(save, path)
+        except OSError:
+            shutil.rmtree(save.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is under way any more."""
+        self._publisher.shutdown()
+
+    def _publish(self, save: _Save) -> None:
+        save.published = self._publisher.submit(self._publish_now, save)
+
+    def _publish_now(self, save: _Save) -> tuple[Path, str]:
+        """Returns the checkpoint, and what is wrong with its copy in the mirror, if anything is."""
+        path = self._store.publish(save.folder, step=save.step, **save.facts)
+        verify(path)  # old ones go only after a good successor
+        self._store.collect(self._keeping.keep, self._keeping.keep_every)
+        if self._mirror is not None:
+            try:
+                self._mirror.put(path)
+                self._mirror.collect(self._keeping.keep, self._keeping.keep_every)
+            except MirrorError as error:
+                return path, str(error)
+        return path, ""
+
+    def _told(self, save: _Save, path: Path) -> Saved:
+        self.last_step = save.step
+        seconds = time.perf_counter() - save.begun
+        text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
+        self._directory.note(
+            "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
+        )
+        return Saved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
+
+    def _given_up(self, error: Exception) -> Incident:
+        """A full disk is survived; anything else is not ours to judge."""
+        save, self._save = self._save, None
+        assert save is not None
+        full = disk_is_full(self._store.directory, error)
+        shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
+        if not full:
+            raise error
+        text = f"the checkpoint of step {save.step} does not fit on the disk; training goes on"
+        self._directory.note("telemetry", save.step, save.generation, text)
+        return Incident(kind="failed", text=text, step=save.step)
+
+
+def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:
+    """What a checkpoint's manifest says beside its files."""
+    return {"layout": asdict(layout), "data": data, "shape": asdict(shape)}
+
+
+__all__ = ["DiskFullError", "Saver", "manifest_facts"]

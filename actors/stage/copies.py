@@ -1,0 +1,177 @@
+"""Copies of ranks' states in memory, so that a failure costs no more than the step under way.
+
+Every rank keeps the states of its last two copied steps, and those of a partner on another host (design
+section 10): two, since a failure may come while the newer one is under way. A copy travels to the partner in
+the background, over a process group of its own, while the next step runs. Where data-parallel replicas on
+other hosts hold the same state anyway, nothing travels.
+"""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.actors.stage.host_state import (
+    HostState,
+    empty_state,
+    put_back,
+    state_dtype,
+    state_elements,
+    take,
+)
+from braid.actors.stage.messages import Held
+from braid.actors.stage.optimizer import Optimizer
+from braid.scheduling.spec import ParallelLayout
+
+KEPT = 2
+"""States of a rank that are kept."""
+
+
+class Copies:
+    """One rank's copies; they outlive the process groups of a generation."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, HostState] = {}
+        self._partners: dict[int, HostState] = {}
+        self._partner_rank: int | None = None
+        self._layout: ParallelLayout | None = None
+        self._exchange: _Exchange | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def join(
+        self,
+        optimizer: Optimizer,
+        layout: ParallelLayout,
+        shift: int,
+        limit_bytes: int | None,
+        timeout: timedelta,
+    ) -> None:
+        """Begin a generation; all ranks call this. Copies go to the rank ``shift`` further on; 0: nowhere.
+
+        `ValueError` if they would take more than ``limit_bytes`` of this rank's memory.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._exchange = None
+        source = (rank - shift) % ranks if shift else None
+        if layout != self._layout:
+            self._own.clear()
+        if layout != self._layout or source != self._partner_rank:
+            self._partners.clear()
+        self._layout, self._partner_rank = layout, source
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([state_elements(optimizer)]), group=self._group)
+        kept = sum(int(sizes[one]) for one in (rank, source) if one is not None)
+        needed = KEPT * kept * state_dtype(optimizer).itemsize
+        if limit_bytes is not None and needed > limit_bytes:
+            raise ValueError(
+                f"checkpoint.copies_mb={limit_bytes >> 20}: copies in memory take {needed / 2**20:.0f} MiB "
+                f"of rank {rank}; raise it, or set checkpoint.copies_every to 0"
+            )
+        if source is not None:
+            self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
+
+    def keep(self, optimizer: Optimizer, step: int, *, wait: bool) -> None:
+        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it."""
+        self._settle()
+        state = take(optimizer, step, self._forget(self._own))
+        self._own[step] = state
+        if self._exchange is not None:
+            self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
+        if wait:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the copies under way; what arrived is kept."""
+        if self._exchange is not None and (arrived := self._exchange.finish()) is not None:
+            self._partners[arrived.step] = arrived
+
+    @staticmethod
+    def _forget(states: dict[int, HostState]) -> Tensor | None:
+        """The memory of the oldest state, if there are enough newer ones."""
+        return states.pop(min(states)).flat if len(states) >= KEPT else None
+
+    def held(self) -> Held:
+        """What is here; a copy that is still under way is not."""
+        if self._exchange is not None and (arrived := self._exchange.arrived()) is not None:
+            self._partners[arrived.step] = arrived
+        return Held(
+            own=tuple(sorted(self._own)),
+            partner=self._partner_rank,
+            partners=tuple(sorted(self._partners)),
+        )
+
+    def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
+        """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
+        rank = dist.get_rank()
+        own = self._own.get(step)
+        for target, source in enumerate(sources):
+            if source == target:
+                continue
+            if rank == source:
+                keeps = target == self._partner_rank and step in self._partners
+                states = self._partners if keeps else self._own  # else it is a replica, with the same state
+                dist.send(states[step].flat, target, self._group)
+            elif rank == target:
+                flat = empty_state(optimizer)
+                dist.recv(flat, source, self._group)
+                own = HostState(step, flat)
+        assert own is not None, f"rank {rank} has no copy of step {step}"
+        put_back(own, optimizer)
+        # Later states belong to a future that will come again.
+        self._own = {step: own}
+        self._partners = {at: state for at, state in self._partners.items() if at <= step}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that copies take."""
+        return sum(state.nbytes for state in (*self._own.values(), *self._partners.values()))
+
+
+class _Exchange:
+    """Sends a state to one rank and receives one from another, in the background."""
+
+    def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
+        self._group, self._target, self._source, self._elements = group, target, source, elements
+        self._thread: threading.Thread | None = None
+        self._arrived: HostState | None = None
+        self._error: Exception | None = None
+
+    def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
+        """Begin to send a state, and to receive one into memory that is free."""
+        into = memory if memory is not None else torch.empty(self._elements, dtype=dtype)
+        self._thread = threading.Thread(target=self._run, args=(state, into), name="copies", daemon=True)
+        self._thread.start()
+
+    def _run(self, state: HostState, into: Tensor) -> None:
+        try:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, state.flat, self._target, self._group),
+                    dist.P2POp(dist.irecv, into, self._source, self._group),
+                ]
+            )
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        else:
+            self._arrived = HostState(state.step, into)
+
+    def arrived(self) -> HostState | None:
+        """What has arrived since the last question."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    def finish(self) -> HostState | None:
+        """Wait for what is under way; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self.arrived()

@@ -1,0 +1,72 @@
+"""A rank's training state in the host's memory: taken in one go, put back bit for bit."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor."""
+
+    step: int
+    flat: Tensor
+    """1-dim, on the host, in the masters' dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.flat.nbytes
+
+
+def state_elements(optimizer: Optimizer) -> int:
+    """Elements of `HostState.flat`: three per parameter that this rank holds."""
+    return sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
+
+
+def state_dtype(optimizer: Optimizer) -> torch.dtype:
+    """Dtype of `HostState.flat`."""
+    return optimizer.masters[0].dtype
+
+
+def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
+    """Copy the state as it is now, ``into`` an older one's memory if there is one to give up."""
+    flat = into if into is not None else empty_state(optimizer)
+    place = 0
+    for _, tensors in optimizer.named_tensors():
+        for tensor in tensors:
+            flat[place : place + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
+            place += tensor.numel()
+    if flat.is_pinned():
+        torch.cuda.current_stream().synchronize()
+    return HostState(step, flat)
+
+
+def empty_state(optimizer: Optimizer) -> Tensor:
+    """Memory for one state; pinned where a GPU copies into it."""
+    pinned = optimizer.masters[0].device.type == "cuda"
+    return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
+
+
+def split(state: HostState, optimizer: Optimizer) -> list[tuple[str, list[Tensor]]]:
+    """The state in the form of `Optimizer.named_tensors`, as views."""
+    place, found = 0, []
+    for kind, tensors in optimizer.named_tensors():
+        pieces = []
+        for tensor in tensors:
+            pieces.append(state.flat[place : place + tensor.numel()].view(tensor.shape))
+            place += tensor.numel()
+        found.append((kind, pieces))
+    return found
+
+
+@torch.no_grad()
+def put_back(state: HostState, optimizer: Optimizer) -> None:
+    """Bring masters, moments and parameters to a state."""
+    for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), split(state, optimizer), strict=True):
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece)
+    optimizer.restored(state.step)
