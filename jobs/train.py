@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from braid.actors.config import AUTO, Config
@@ -19,11 +20,11 @@ from braid.actors.controller.planning import (
     schedule_costs,
     serial_step,
 )
-from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
 from braid.actors.stage.hub_files import check_initial
-from braid.actors.stage.messages import RunPlan, SerialStep
+from braid.actors.stage.messages import Fault, RunPlan, SerialStep
 from braid.dashboards.metrics import RaySink
 from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.sinks import Sinks
@@ -61,9 +62,16 @@ MakePlan = Callable[[Prepared, Launcher, Sequence[str]], RunPlan]
 
 
 def train(
-    config: Config, options: RunOptions | None = None, show: Show = lambda event: None
+    config: Config,
+    options: RunOptions | None = None,
+    show: Show = lambda event: None,
+    *,
+    faults: tuple[Fault, ...] = (),
+    places: Sequence[Place] | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or until SIGINT or SIGTERM, and return the report (what ``report.json`` holds).
+
+    ``faults``: of a drill. ``places``: where the ranks of plain processes run, if not all on this host.
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
@@ -75,10 +83,11 @@ def train(
         build_schedule(config, shape)  # what is wrong with it shows before anything starts
 
     def plan(prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
-        return plan_run(config, shape, str(prepared.output), launcher, nodes, show)
+        made = plan_run(config, shape, str(prepared.output), launcher, nodes, show)
+        return replace(made, faults=faults)
 
     report: dict[str, Any] = {}
-    events = _in_processes if config.cluster.launcher == "processes" else _on_ray
+    events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
     telemetry = config.telemetry
     with contextlib.ExitStack() as stack:
         sinks = Sinks(tensorboard=telemetry.tensorboard, wandb=telemetry.wandb)
@@ -194,8 +203,10 @@ def corpus_of(config: Config) -> Corpus:
     )
 
 
-def _in_processes(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
-    launcher = ProcessLauncher(config)
+def _in_processes(
+    places: Sequence[Place] | None, config: Config, options: RunOptions, plan: MakePlan, show: Show
+) -> Iterator[Event]:
+    launcher = ProcessLauncher(config, places)
     launcher.check(config.layout().ranks)
     controller = Controller(plan(prepare_data(config, local_map, show), launcher, ()), launcher, options)
     with _stopping(controller.stop):

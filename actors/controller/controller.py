@@ -96,6 +96,7 @@ class Controller:
             store = CheckpointStore(directory.path / "checkpoints")
             saver = Saver(store, directory, keeping, mirror)
             found = self._find_checkpoint(store) if self._options.resume else None
+            self._failure = directory.unfinished() if self._options.resume else None
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
                 with self._launcher.collector(directory.path / "trace", budget) as collector:
@@ -358,6 +359,7 @@ class Controller:
             validation_bits_per_byte=bits,
             time=now,
             generation=self._generation,
+            samples=sum(result.samples for result in results) % 2**64,
             mfu=self._mfu(tokens, slowest.seconds),
         )
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), told

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
+from braid.actors.controller.recovery import Failure
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
@@ -42,6 +43,8 @@ class StepRecord:
     time: float = 0.0
     """Wall clock at the step's end, seconds since 1970."""
     generation: int = 1
+    samples: int = 0
+    """Digest of the step's samples: the same whatever their order and the number of ranks."""
     mfu: float | None = None
     """Share of the ranks' peak FLOP/s (``cluster.peak_tflops``) that the model's took; None if not known."""
 
@@ -100,6 +103,10 @@ class Incident:
 Event = Started | StepDone | Saved | Finished | Incident
 
 
+_WAITING_LINES = 100_000
+"""Lines of a file that wait for room on the disk; older ones are lost."""
+
+
 class RunDirectory:
     """``runs/NAME``, locked for as long as this object is open."""
 
@@ -116,6 +123,9 @@ class RunDirectory:
         self._replaces = existed and not resume and (self.path / "config.yaml").exists()
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
+        self._described = False
+        self._waiting: dict[str, list[str]] = {}
+        """Lines that the disk had no room for, by file."""
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -157,13 +167,25 @@ class RunDirectory:
         if self._replaces:
             self._empty()
             self._replaces = False
-        write_durably(self.path / "config.yaml", config.to_yaml())
-        write_durably(self.path / "schedule.txt", schedule)
-        write_durably(self.path / "cluster.json", json.dumps(cluster, indent=1))
-        write_durably(self.path / "model.json", json.dumps(asdict(shape), indent=1))
+        self._write("config.yaml", config.to_yaml())
+        self._write("schedule.txt", schedule)
+        self._write("cluster.json", json.dumps(cluster, indent=1))
+        self._write("model.json", json.dumps(asdict(shape), indent=1))
         for name, text in files.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            write_durably(self.path / name, text)
+            self._write(name, text)
+        self._described = True
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file; a run that is under way goes on where there is no room for it."""
+        path = self.path / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                write_durably(path, text)
+        except OSError as error:
+            if not self._described:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+            self.trouble = f"{path} cannot be written: {error.strerror}"
 
     @property
     def last_generation(self) -> int:
@@ -171,6 +193,15 @@ class RunDirectory:
         if self._replaces:
             return 0
         return max((line.get("generation", 0) for line in read_lines(self.path / "events.jsonl")), default=0)
+
+    def unfinished(self) -> Failure | None:
+        """The end of a controller before this one, if it did not end as it should have."""
+        events, steps = read_lines(self.path / "events.jsonl"), read_metrics(self.metrics)
+        if not events or not steps or events[-1]["kind"] in ("finished", "failed"):
+            return None
+        now = time.time()
+        text = "the controller died, and with it the ranks; a new one goes on"
+        return Failure(None, text, steps[-1].step, now, unwell_seconds=now - steps[-1].time)
 
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
@@ -184,11 +215,11 @@ class RunDirectory:
 
     def rewind(self, first_step: int) -> list[StepRecord]:
         """Drop the metrics of steps that will run again; returns the ones that stay."""
-        kept = [record for record in read_metrics(self.metrics) if record.step < first_step]
-        write_durably(self.metrics, "".join(_line(record) for record in kept))
-        ranks = [line for line in read_lines(self.path / "ranks.jsonl") if line["step"] < first_step]
-        write_durably(self.path / "ranks.jsonl", "".join(json.dumps(line) + "\n" for line in ranks))
-        return kept
+        for name in ("metrics.jsonl", "ranks.jsonl"):
+            _cut_off(self.path / name, first_step)
+            waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
+            self._waiting[name] = waiting
+        return [*read_metrics(self.metrics), *map(_record, map(json.loads, self._waiting["metrics.jsonl"]))]
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
@@ -205,12 +236,24 @@ class RunDirectory:
         self._add("events.jsonl", {**line, **facts})
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
-        """Append a line to a file; what does not fit on the disk is left out, and `trouble` says so."""
+        """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(json.dumps(content) + "\n")
         try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(content) + "\n")
+            with (self.path / name).open("ab") as file:
+                size = file.tell()
+                try:
+                    file.write("".join(waiting).encode())
+                    file.flush()
+                except OSError:
+                    with contextlib.suppress(OSError):  # what is left in its buffer
+                        file.close()
+                    os.truncate(self.path / name, size)  # no half lines
+                    raise
+            waiting.clear()
         except OSError as error:
             self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
+            del waiting[:-_WAITING_LINES]
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Write ``report.json``."""
@@ -226,15 +269,30 @@ class RunDirectory:
         self._lock.close()
 
 
-def _line(record: StepRecord) -> str:
-    return json.dumps(asdict(record)) + "\n"
+def _cut_off(path: Path, first_step: int) -> None:
+    """End a file before the first line of a step or a later one, or before half a line; needs no space."""
+    if not path.exists():
+        path.touch()
+        return
+    keep = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= first_step:
+                    break
+            except ValueError:
+                break
+            keep += len(line)
+    os.truncate(path, keep)
+
+
+def _record(content: dict[str, Any]) -> StepRecord:
+    return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])})
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a metrics file; a last line that a crash cut short is left out."""
-    return [
-        StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])}) for content in read_lines(path)
-    ]
+    return [_record(content) for content in read_lines(path)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -10,9 +10,10 @@ from braid.scheduling.spec import ParallelLayout
 
 @dataclass
 class Failure:
-    """A rank that died, fell silent or raised; and what became of it."""
+    """A rank that died, fell silent or raised, or the controller; and what became of it."""
 
-    rank: int
+    rank: int | None
+    """None: the controller."""
     text: str
     step: int
     """Steps that were done by then."""
@@ -30,7 +31,7 @@ class Failure:
     def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
         """A line of ``incidents.jsonl``, once the first step after it is done."""
         return {
-            "kind": "rank failed",
+            "kind": "rank failed" if self.rank is not None else "controller died",
             "rank": self.rank,
             "text": self.text,
             "time": self.time,

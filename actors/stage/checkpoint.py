@@ -10,12 +10,14 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -90,6 +92,20 @@ def load_checkpoint(
         shards = _global_state(parameters, optimizer.named_tensors(), mesh)
         dcp.load(shards, storage_reader=reader)
     optimizer.restored(step)
+
+
+def read_tensors(directory: Path) -> State:
+    """All tensors of a verified checkpoint, whole, in this process's memory."""
+    reader = GuardedReader(directory)
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with _quietly():
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 @contextlib.contextmanager

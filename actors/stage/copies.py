@@ -26,6 +26,7 @@ from braid.actors.stage.messages import Held
 from braid.actors.stage.optimizer import Optimizer
 from braid.scheduling.spec import ParallelLayout
 
+_LEAVE_SECONDS = 5.0
 KEPT = 2
 """States of a rank that are kept."""
 
@@ -54,7 +55,7 @@ class Copies:
         `ValueError` if they would take more than ``limit_bytes`` of this rank's memory.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._exchange = None
+        self.leave()
         source = (rank - shift) % ranks if shift else None
         if layout != self._layout:
             self._own.clear()
@@ -73,6 +74,12 @@ class Copies:
             )
         if source is not None:
             self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
+
+    def leave(self) -> None:
+        """End a generation; what has arrived by then is kept."""
+        if self._exchange is not None and (arrived := self._exchange.last()) is not None:
+            self._partners[arrived.step] = arrived
+        self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int, *, wait: bool) -> None:
         """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it."""
@@ -165,6 +172,12 @@ class _Exchange:
         """What has arrived since the last question."""
         arrived, self._arrived = self._arrived, None
         return arrived
+
+    def last(self) -> HostState | None:
+        """What has arrived, once the connections are shut or all is sent."""
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
+        return self.arrived()
 
     def finish(self) -> HostState | None:
         """Wait for what is under way; raises what went wrong."""

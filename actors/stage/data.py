@@ -272,6 +272,15 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
     return _permute(_round_keys(seed, epochs), (steps % samples).astype(np.uint64), samples)
 
 
+def samples_digest(ids: np.ndarray) -> int:
+    """A number for a multiset of samples: that of a union is the sum of those of its parts, modulo 2^64."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    return int(mixed.sum(dtype=np.uint64))
+
+
 def _permute(keys_RN: np.ndarray, places_N: np.ndarray, samples: int) -> np.ndarray:
     """Permute [0, samples) by a Feistel network on the next power of two, walking cycles back inside."""
     bits = (samples - 1).bit_length()

@@ -4,7 +4,7 @@ What runs when, on which stream and beside what is written in the schedule; the 
 slots, hands blocks' inputs from one to the next, and calls bound operators.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -87,6 +87,8 @@ class Executor:
         self._receiving: dict[Block, Transfer] = {}
         self._labels: dict[Block, Label] = {}
         """Of messages that are sent."""
+        self.before: Callable[[int], None] | None = None
+        """Called before every instruction with its position: drills break something there."""
         self._blocks = BlockRunner(
             schedule=schedule,
             parts=parts,
@@ -109,6 +111,8 @@ class Executor:
         self._recorder.clear()
         self._blocks.clear()
         for position, instruction in enumerate(self._instructions):
+            if self.before is not None:
+                self.before(position)
             match instruction:
                 case Block():
                     self._run_block(instruction, batches, loss_scale)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from braid.actors.config import Config
 from braid.scheduling.spec import ModelShape
@@ -18,6 +18,22 @@ class Rendezvous:
     generation: int
     copies_shift: int = 0
     """Copies of a rank's state go to the rank so much further on; 0: to nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that a rank does to itself in a drill."""
+
+    name: str
+    """Its mark's file in the run's directory."""
+    kind: Literal["kill", "stop", "nan"]
+    """SIGKILL, SIGSTOP, or a gradient that is no number."""
+    rank: int
+    step: int
+    """From 0; in a save, the first one after this step."""
+    phase: Literal["forward", "backward", "optimizer", "save"]
+    place: float = 0.0
+    """In [0, 1): where among the blocks of the phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +81,8 @@ class RunPlan:
     """Further files for the run directory: what decisions were made with (``profile.json``, ...)."""
     serial: SerialStep | None = None
     """What the step would take without any overlap, as the profile says; None without one."""
+    faults: tuple[Fault, ...] = ()
+    """Of a drill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,8 @@ class StepResult:
     peak_bytes: int
     applied: bool = True
     """Whether the parameters were updated: not if the gradients were no numbers."""
+    samples: int = 0
+    """Digest of this replica's samples (`samples_digest`); 0 on all but one of its ranks."""
     discarded: int = 0
     """Passes whose gradients were no numbers."""
     dropped_spans: int = 0

@@ -22,9 +22,10 @@ from braid.actors.config import Config
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import BackgroundSave, load_checkpoint, save_shards
 from braid.actors.stage.copies import Copies
-from braid.actors.stage.data import TokenShards, sample_ids
+from braid.actors.stage.data import TokenShards, sample_ids, samples_digest
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
+from braid.actors.stage.faults import Saboteur
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter
 from braid.actors.stage.host_state import HostState, take
@@ -162,6 +163,10 @@ class Worker:
         self._runs, self._schedule = runs, schedule
         self._executor = self._bind(schedule=schedule, parts=runs, recorder=self._recorder)
         self._evaluator = self._bind(schedule=evaluation, parts=parts, recorder=self._recorder)
+        instructions = schedule.stages[self._mesh.position["pp"]]
+        self._saboteur = (
+            Saboteur(plan.faults, self.rank, config.run_directory, instructions) if plan.faults else None
+        )
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -200,8 +205,10 @@ class Worker:
         begin = time.perf_counter()
         batch = self._config.train.global_batch
         ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
-        batches = self._batches(self._train_data, self._mine(ids))
+        mine = self._mine(ids)
+        batches = self._batches(self._train_data, mine)
         discarded = 0
+        self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
             update = _Update(self._gradients, self._optimizer, step)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
@@ -211,6 +218,7 @@ class Worker:
         every = self._config.checkpoint.copies_every
         if update.applied and every and (step + 1) % every == 0:
             self.keep_copy(step + 1)
+        first = all(self._mesh.position[axis] == 0 for axis in ("tp", "pp"))
         seconds = time.perf_counter() - begin
         records = self._recorder.records(step)
         if self._stream is not None:
@@ -221,6 +229,7 @@ class Worker:
             lr=update.lr,
             seconds=seconds,
             applied=update.applied,
+            samples=samples_digest(mine) if first else 0,
             discarded=discarded + (not update.applied),
             overlap=self._recorder.numbers(records),
             dropped_spans=self._stream.dropped if self._stream else 0,
@@ -311,6 +320,8 @@ class Worker:
         assert self._save_group is not None
         reused = self._saved.flat if self._saved is not None else None
         state = self._saved = take(self._optimizer, step, reused)
+        if self._saboteur is not None:
+            self._saboteur.during_save(step, Path(directory))
         self._saving = BackgroundSave(
             Path(directory), state, self._model.parameters, self._optimizer, self._mesh, self._save_group
         )

@@ -82,6 +82,16 @@ class Hosts:
             _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
         self._shaped = True
 
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Without the link, as if a cable had been pulled."""
+        end = ("ip", "-n", self.hosts[0].namespace, "link", "set", self._devices[0])
+        _run(*end, "down")
+        try:
+            yield
+        finally:
+            _run(*end, "up")
+
     def places(self, ranks: int) -> list[Host]:
         """The host of every rank; tensor-parallel neighbours stand on different hosts."""
         return [self.hosts[rank % 2] for rank in range(ranks)]

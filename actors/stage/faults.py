@@ -1,0 +1,94 @@
+"""Faults that a rank does to itself, at an exact place: for drills (`braid drill`) and for nothing else.
+
+A fault fires once in a run, whatever is repeated: firing leaves a file in ``runs/NAME/faults``, made before
+anything else happens, which is also the proof that it fired and when.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.messages import Fault
+from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
+
+FOLDER = "faults"
+"""Of a run's directory, where fired faults leave their marks."""
+
+
+def fire(folder: Path, name: str) -> bool:
+    """Mark a fault as fired, with the time; False if it was before."""
+    folder.mkdir(exist_ok=True)
+    try:
+        with (folder / name).open("x", encoding="utf-8") as mark:
+            mark.write(repr(time.time()))
+            mark.flush()
+            os.fsync(mark.fileno())
+    except FileExistsError:
+        return False
+    return True
+
+
+class Saboteur:
+    """The faults of one rank."""
+
+    def __init__(
+        self, faults: Sequence[Fault], rank: int, run: Path, instructions: Sequence[Instruction]
+    ) -> None:
+        self._folder = run / FOLDER
+        self._faults = [fault for fault in faults if fault.rank == rank]
+        self._places = {fault: _place(fault, instructions) for fault in self._faults}
+
+    def before(self, step: int, gradients: GradientBuckets) -> Callable[[int], None] | None:
+        """What the executor calls before every instruction of a step, with its position; None: nothing."""
+        due = [fault for fault in self._faults if fault.step == step and fault.phase != "save"]
+        if not due:
+            return None
+
+        def look(position: int) -> None:
+            for fault in due:
+                if position == self._places[fault] and fire(self._folder, fault.name):
+                    self._do(fault, gradients)
+
+        return look
+
+    def during_save(self, steps_done: int, folder: Path) -> None:
+        """Kill this process once the save has begun to write into its folder."""
+        for fault in self._faults:
+            if fault.phase == "save" and fault.step < steps_done and not (self._folder / fault.name).exists():
+                threading.Thread(target=self._when_written, args=(fault, folder), daemon=True).start()
+                return
+
+    def _when_written(self, fault: Fault, folder: Path) -> None:
+        deadline = time.monotonic() + 5.0
+        while not any(folder.glob("__*")) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        if fire(self._folder, fault.name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _do(fault: Fault, gradients: GradientBuckets) -> None:
+        if fault.kind == "nan":
+            gradients.buckets[0].buffer[0] = float("nan")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+def _place(fault: Fault, instructions: Sequence[Instruction]) -> int:
+    """The position of the instruction before which a fault fires."""
+
+    def fits(instruction: Instruction) -> bool:
+        directions = {block.direction for block in blocks_in(instruction)}
+        if fault.phase == "optimizer":
+            return isinstance(instruction, Step)
+        if fault.kind == "nan":  # all gradients are there, and none has been reduced
+            return isinstance(instruction, Reduce | Step)
+        return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
+
+    places = [place for place, instruction in enumerate(instructions) if fits(instruction)]
+    if not places:
+        return -1
+    return places[0] if fault.kind == "nan" else places[int(fault.place * len(places))]
