@@ -14,6 +14,7 @@ from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.bench_cli import bench
 from braid.jobs.checkpoint_cli import checkpoint
 from braid.jobs.dashboard_cli import dashboard
+from braid.jobs.drill_cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
@@ -149,6 +150,7 @@ app.command()(report)
 app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(drill)
 
 
 def _version(value: bool) -> None:

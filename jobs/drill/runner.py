@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,16 @@ from braid.actors.stage.faults import FOLDER, fire
 from braid.actors.stage.messages import Fault
 from braid.jobs.benchmarks.hosts import Hosts, two_hosts
 from braid.jobs.drill.child import Spec
-from braid.jobs.drill.plan import HARMLESS, NEED_HOSTS, NEED_ROOT, Planned, plan_drill, steps_of
+from braid.jobs.drill.plan import (
+    HARMLESS,
+    KINDS,
+    NEED_HOSTS,
+    NEED_ROOT,
+    Planned,
+    plan_drill,
+    steps_of,
+)
+from braid.jobs.drill.report import Outcome, Report, describe
 
 _PATIENCE_S = 180.0
 """A fault that does not come, or is not over, within so long has failed the drill."""
@@ -36,47 +44,14 @@ _LOOK_S = 0.02
 RUNS = ("whole", "broken")
 
 
-@dataclass
-class Outcome:
-    """What came of a fault; seconds."""
-
-    fault: Planned
-    fired: float
-    """Seconds since 1970."""
-    detected_after: float | None = None
-    """None: nothing had to be detected."""
-    recovered_after: float | None = None
-    """From its detection to the end of the first step after it."""
-    steps_lost: int = 0
-    restored_from: str = ""
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Report:
-    """A whole drill."""
-
-    outcomes: list[Outcome]
-    identical_losses: bool
-    identical_parameters: bool
-    identical_samples: bool
-    largest_difference: float
-    """Of the losses, relative to those of the undisturbed run."""
-    seconds: float
-    emulated_hosts: bool
-
-    @property
-    def passed(self) -> bool:
-        """Whether the run came out as if nothing had been."""
-        return self.identical_losses and self.identical_parameters and self.identical_samples
-
-    def as_json(self) -> dict[str, Any]:
-        """One object."""
-        return {**asdict(self), "passed": self.passed}
-
-
 class DrillError(RuntimeError):
     """A fault did not fire, or the run did not go on."""
+
+
+def possible_faults(config: Config) -> list[str]:
+    """The faults that can be made here, for a configuration."""
+    impossible = NEED_ROOT if os.geteuid() or config.cluster.launcher != "processes" else frozenset()
+    return [kind for kind in KINDS if kind not in impossible]
 
 
 class Drill:
@@ -371,15 +346,3 @@ def _small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
-
-
-def describe(outcome: Outcome) -> str:
-    """One line."""
-    parts = [outcome.fault.name]
-    if outcome.detected_after is not None:
-        parts.append(f"detected after {outcome.detected_after:.2f} s")
-    if outcome.recovered_after is not None:
-        parts.append(f"recovered after {outcome.recovered_after:.2f} s")
-    if outcome.restored_from:
-        parts.append(f"from {outcome.restored_from}, {outcome.steps_lost} steps lost")
-    return ", ".join(parts)

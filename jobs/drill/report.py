@@ -1,0 +1,57 @@
+"""What came of a drill."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from braid.jobs.drill.plan import Planned
+
+
+@dataclass
+class Outcome:
+    """What came of a fault; seconds."""
+
+    fault: Planned
+    fired: float
+    """Seconds since 1970."""
+    detected_after: float | None = None
+    """None: nothing had to be detected."""
+    recovered_after: float | None = None
+    """From its detection to the end of the first step after it."""
+    steps_lost: int = 0
+    restored_from: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """A whole drill."""
+
+    outcomes: list[Outcome]
+    identical_losses: bool
+    identical_parameters: bool
+    identical_samples: bool
+    largest_difference: float
+    """Of the losses, relative to those of the undisturbed run."""
+    seconds: float
+    emulated_hosts: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run came out as if nothing had been."""
+        return self.identical_losses and self.identical_parameters and self.identical_samples
+
+    def as_json(self) -> dict[str, Any]:
+        """One object."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def describe(outcome: Outcome) -> str:
+    """One line."""
+    parts = [outcome.fault.name]
+    if outcome.detected_after is not None:
+        parts.append(f"detected after {outcome.detected_after:.2f} s")
+    if outcome.recovered_after is not None:
+        parts.append(f"recovered after {outcome.recovered_after:.2f} s")
+    if outcome.restored_from:
+        parts.append(f"from {outcome.restored_from}, {outcome.steps_lost} steps lost")
+    return ", ".join(parts)
