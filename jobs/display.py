@@ -95,12 +95,13 @@ class Display:
             case Incident():
                 self._say(f"warning {event.text}")
             case Saved():
-                self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s")
+                waited = f", training waited {event.stalled_seconds:.2f} s"
+                self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s{waited}")
             case Finished():
                 self._finish(event)
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _begin(self, event: Started) -> None:
         for note in event.notes:

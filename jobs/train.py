@@ -154,6 +154,12 @@ def plan_run(
     )
 
 
+def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
+    """The plan of a run that goes on in another layout, profiled anew where that is needed."""
+    made = plan_run(config, before.shape, before.data, launcher, ray_nodes(), lambda event: None)
+    return replace(made, faults=before.faults)
+
+
 _PREDICTED = (
     "step_seconds",
     "hidden_fraction",
@@ -224,7 +230,8 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         launcher = RayLauncher(config)
         launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show)
-        controller = start_controller(plan(prepared, launcher, ray_nodes()), options)
+        made = plan(prepared, launcher, ray_nodes())
+        controller = start_controller(made, options, partial(replan, made))
         with _stopping(lambda: ray.get(controller.stop.remote())), _ray_metrics(config) as tell:
             for reference in controller.run.options(num_returns="streaming").remote():
                 event = ray.get(reference)

@@ -193,7 +193,21 @@ class TelemetryConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Growing and shrinking while training; has no keys yet."""
+    """Growing and shrinking while training on Ray: with ``max_ranks`` a run uses what room there is.
+
+    The layout is chosen anew at every change; global batch and order of samples stay.
+    """
+
+    min_ranks: Positive | None = None  # with fewer the run waits for nodes; default: 1
+    max_ranks: Positive | None = None  # None: the number of ranks is fixed
+    settle_s: Annotated[float, Field(ge=0)] = 5.0  # room must be there for so long before it is used
+    wait_s: Annotated[float, Field(gt=0)] = 600.0  # for enough nodes, before the run gives up
+
+    @model_validator(mode="after")
+    def _order(self) -> "ElasticConfig":
+        if self.max_ranks is not None and (self.min_ranks or 1) > self.max_ranks:
+            raise ValueError(f"elastic.min_ranks={self.min_ranks} exceeds elastic.max_ranks={self.max_ranks}")
+        return self
 
 
 class Config(Section):

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.controller import Controller, Replan, RunOptions
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.placement import RayLauncher
 from braid.actors.controller.records import Event
@@ -16,8 +16,8 @@ from braid.actors.stage.messages import RunPlan
 class ControllerActor:
     """Runs one `Controller`; `run` streams its events, `stop` may be called meanwhile (two threads)."""
 
-    def __init__(self, plan: RunPlan, options: RunOptions) -> None:
-        self._controller = Controller(plan, RayLauncher(plan.config), options)
+    def __init__(self, plan: RunPlan, options: RunOptions, replan: Replan | None) -> None:
+        self._controller = Controller(plan, RayLauncher(plan.config), options, replan)
 
     def run(self) -> Iterator[Event | ValueError | WorkerError]:
         """Events as they happen; an error that is for the user comes as the last of them."""
@@ -31,8 +31,8 @@ class ControllerActor:
         self._controller.stop()
 
 
-def start_controller(plan: RunPlan, options: RunOptions) -> Any:
+def start_controller(plan: RunPlan, options: RunOptions, replan: Replan | None) -> Any:
     """Start the controller's actor on this node, whose files it writes; returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     settings = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": here}
-    return ray.remote(ControllerActor).options(**settings).remote(plan, options)
+    return ray.remote(ControllerActor).options(**settings).remote(plan, options, replan)

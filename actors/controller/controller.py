@@ -6,16 +6,16 @@ with process groups of its own. Who its ranks are and where their state comes fr
 """
 
 import contextlib
-import math
 import threading
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from braid.actors.config import Config
-from braid.actors.controller.group import Collector, Launcher, WorkerError, WorkerGroup
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.elastic import Change, Membership, best_degrees
+from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
 from braid.actors.controller.mirror import Mirror
 from braid.actors.controller.profiling import check_hardware
@@ -25,23 +25,19 @@ from braid.actors.controller.records import (
     Incident,
     RunDirectory,
     Started,
-    StepDone,
     StepRecord,
     build_report,
-    overlap_fields,
-    rank_fields,
 )
-from braid.actors.controller.recovery import Failure, newest_common, partner_shift
+from braid.actors.controller.recovery import Changed, Failure, newest_common, partner_shift
 from braid.actors.controller.saving import Saver, manifest_facts
+from braid.actors.controller.steps import WINDOW, Stepper
 from braid.actors.controller.watch import Watch
-from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
-from braid.scheduling.memory import model_flops
-from braid.scheduling.trace import Span
+from braid.actors.stage.messages import Rendezvous, RunPlan
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
-_SPIKE_WINDOW = 20
-"""Steps whose losses a spike is measured against."""
+_NODES_SECONDS = 1.0
+"""Between two questions for the room that there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +60,30 @@ class _Places:
     collector: Collector
 
 
+Replan = Callable[[Config, Launcher], RunPlan]
+"""Plans a run anew, for the layout of a configuration."""
+
+
 class Controller:
     """One run from start to end; `run` yields events as they happen."""
 
-    def __init__(self, plan: RunPlan, launcher: Launcher, options: RunOptions) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        launcher: Launcher,
+        options: RunOptions,
+        replan: "Replan | None" = None,
+    ) -> None:
+        """``replan``: plans the run anew for another layout; without it the number of ranks is fixed."""
         self._plan = plan
         self._config: Config = plan.config
+        self._replan = replan
+        elastic = plan.config.elastic
+        self._membership = (
+            Membership(elastic, self._fits) if replan is not None and elastic.max_ranks is not None else None
+        )
+        self._changed: Changed | None = None
+        """The change that the present generation was formed for."""
         self._launcher = launcher
         self._options = options
         self._stop = threading.Event()
@@ -79,6 +93,7 @@ class Controller:
         """Steps that are done."""
         self._failure: Failure | None = None
         """What the present generation was formed for."""
+        self._asked_room = 0.0
         self._spiked: set[int] = set()
         """Steps that were repeated because of their loss."""
 
@@ -108,20 +123,42 @@ class Controller:
 
     def _generations(self, places: _Places, found: "_Found | None") -> Iterator[Event]:
         """One generation after the other, until the run is over."""
-        group = self._launcher.start(self._config.layout().ranks)
-        try:
-            while (failure := (yield from self._generation_runs(group, places, found))) is not None:
-                yield from self._prepare_restart(group, failure, places)
-                found = None
-        finally:
-            group.shutdown()
+        avoid: tuple[str, ...] = ()
+        while True:
+            group = self._launcher.start(self._config.layout().ranks, avoid)
+            try:
+                change = yield from self._with_ranks(group, places, found)
+            finally:
+                group.shutdown()
+            if change is None:
+                return
+            yield from self._change(change, places)
+            avoid = change.avoid
+            found = self._find_checkpoint(places.store) if places.store.steps() else None
+
+    def _with_ranks(
+        self, group: WorkerGroup, places: _Places, found: "_Found | None"
+    ) -> Generator[Event, None, Change | None]:
+        """Generations on as many ranks, until the run is over or should go on with other ranks."""
+        while True:
+            try:
+                end = yield from self._generation_runs(group, places, found)
+            except NoRoomError as error:
+                if self._membership is None:
+                    raise
+                group.shutdown()
+                return (yield from self._what_is_left(str(error)))
+            if not isinstance(end, Failure):
+                return end
+            yield from self._prepare_restart(group, end, places)
+            found = None
 
     def _generation_runs(
         self, group: WorkerGroup, places: _Places, found: "_Found | None"
-    ) -> Generator[Event, None, Failure | None]:
-        """Train to the end or until a rank fails; returns the failure if there is another try."""
+    ) -> Generator[Event, None, Failure | Change | None]:
+        """Train to the end, or until a rank fails, or until the number of ranks should change."""
         try:
-            yield from self._train(group, places, found)
+            return (yield from self._train(group, places, found))
         except WorkerError as error:
             failure = Failure(
                 rank=error.rank,
@@ -136,7 +173,67 @@ class Controller:
                 places.directory.note("failed", self._step_now, self._generation, failure.text)
                 raise
             return failure
-        return None
+
+    # -- other numbers of ranks ----------------------------------------------------------------------------
+
+    def _fits(self, config: Config) -> bool:
+        try:
+            config.check(self._plan.shape.vocabulary)
+        except ConfigError:
+            return False
+        return True
+
+    def _what_is_left(self, text: str) -> Generator[Event, None, Change]:
+        """The change to what nodes there are, waiting for more if they are too few."""
+        elastic = self._config.elastic
+        deadline = time.monotonic() + elastic.wait_s
+        told = False
+        while True:
+            capacity, _ = self._launcher.capacity(None)
+            best = best_degrees(self._config, capacity, self._fits, elastic)
+            if best is not None:
+                return Change(best, f"a node is lost: {text}")
+            if time.monotonic() > deadline or self._stop.is_set():
+                raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
+            if not told:
+                told = True
+                yield Incident(kind="waiting", text=f"{text}; waiting for nodes", step=self._step_now)
+            time.sleep(_NODES_SECONDS)
+
+    def _change(self, change: Change, places: _Places) -> Iterator[Event]:
+        """Plan the run for another layout."""
+        assert self._replan is not None
+        before = self._config.layout()
+        self._changed = Changed(
+            change.reason, self._step_now, time.time(), before.ranks, change.degrees.ranks
+        )
+        config = change.degrees.of(self._config)
+        text = f"{change.reason}; from {before.describe()} to {config.layout().describe()}"
+        places.directory.note("resized", self._step_now, self._generation, text)
+        yield Incident(kind="resized", text=text, step=self._step_now)
+        with _timed(self._changed, "plan"):
+            self._plan = self._replan(config, self._launcher)
+        self._config = self._plan.config
+        self._failure = None
+
+    def _wanted_change(
+        self, group: WorkerGroup, watch: Watch, records: list[StepRecord], last: int
+    ) -> Change | None:
+        """The change to make before the next step, if one is due; asks for room once a second at most."""
+        if self._membership is None or time.monotonic() - self._asked_room < _NODES_SECONDS:
+            return None
+        self._asked_room = time.monotonic()
+        capacity, leaving = self._launcher.capacity(group)
+        left = last - self._step_now
+        step_s = median(record.seconds for record in records[-WINDOW:])
+        now = time.monotonic()
+        change = self._membership.look(self._config, capacity, leaving, now, step_s, left)
+        if change is None and watch.slowest is not None:
+            address = group.addresses[watch.slowest.rank]
+            change = self._membership.without(self._config, watch.slowest, address, capacity, step_s, left)
+        return change
+
+    # -- failures --------------------------------------------------------------------------------------------
 
     def _prepare_restart(self, group: WorkerGroup, failure: Failure, places: _Places) -> Iterator[Event]:
         """Stop what still runs and tell of it; lost ranks are replaced when the next generation meets.
@@ -162,10 +259,15 @@ class Controller:
         """A step is done: the first one after a failure, perhaps."""
         failure, self._failure = self._failure, None
         self._in_row = 0
+        now = time.time()
         if failure is not None:
-            now = time.time()
             failure.parts["first step"] = now - failure.time - sum(failure.parts.values())
             directory.incident(**failure.facts(now, first_step, self._generation))
+        changed, self._changed = self._changed, None
+        if changed is not None and self._membership is not None:
+            changed.parts["first step"] = now - changed.time - sum(changed.parts.values())
+            self._membership.cost_s = now - changed.time
+            directory.incident(**changed.facts(now, first_step, self._generation))
 
     def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
         path, manifest, complaints = store.newest_verified()
@@ -179,11 +281,13 @@ class Controller:
             )
         return _Found(str(path), manifest, tuple(notes))
 
-    def _train(self, group: WorkerGroup, places: _Places, found: "_Found | None") -> Iterator[Event]:
+    def _train(
+        self, group: WorkerGroup, places: _Places, found: "_Found | None"
+    ) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
         self._rendezvous(group)
         facts = group.call(0, "data_facts")
-        with _timed(self._failure, "restore"):
+        with _timed(self._failure or self._changed, "restore"):
             done, notes = self._restore(group, places.store, found, facts)
         saver.last_step = done or None
         plan, layout = self._plan, self._config.layout()
@@ -201,13 +305,12 @@ class Controller:
         )
         directory.note("started", done, self._generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(places.collector, directory, layout)
+        stepper = Stepper(plan, group, self._generation, facts, self._spiked)
         described = manifest_facts(layout, self._data_cursor(facts), plan.shape)
         step = self._step_now = done
-        while step < last and not self._stop.is_set():
-            traced = directory if step + 1 == last else None
-            event, told = self._step(
-                group, step, facts, traced, records, validates=self._validates_after(step + 1, last)
-            )
+        change: Change | None = None
+        while step < last and not self._stop.is_set() and change is None:
+            event, told = stepper.run(step, last, records, directory)
             directory.append(event.record, event.ranks)
             records.append(event.record)
             yield event
@@ -222,6 +325,7 @@ class Controller:
             yield from saver.look(group)
             if saver.due(step):
                 yield from saver.begin(group, step, self._generation, described)
+            change = self._wanted_change(group, watch, records, last) if step < last else None
         yield from saver.finish(group)
         if saver.last_step != step and step > done:
             yield from saver.begin(group, step, self._generation, described)
@@ -232,7 +336,9 @@ class Controller:
                     f"{places.store.directory}; free some space and go on with --resume from the newest "
                     f"checkpoint there"
                 )
-        yield self._finish(directory, records, step)
+        if change is None:
+            yield self._finish(directory, records, step)
+        return change
 
     def _finish(self, directory: RunDirectory, records: list[StepRecord], step: int) -> Finished:
         validation = next(
@@ -249,7 +355,7 @@ class Controller:
         if self._failure is not None:
             with _timed(self._failure, "replace"):
                 group.replace(self._failure.gone)
-        with _timed(self._failure, "rendezvous"):
+        with _timed(self._failure or self._changed, "rendezvous"):
             self._meet(group)
 
     def _meet(self, group: WorkerGroup) -> None:
@@ -321,89 +427,6 @@ class Controller:
             "global_batch": self._config.train.global_batch,
         }
 
-    def _validates_after(self, step: int, last: int) -> bool:
-        every = self._config.train.validate_every
-        due = step == last or (every > 0 and step % every == 0)
-        return due and self._config.data.validation_fraction > 0
-
-    def _step(
-        self,
-        group: WorkerGroup,
-        step: int,
-        facts: dict[str, Any],
-        traced: RunDirectory | None,
-        records: list[StepRecord],
-        *,
-        validates: bool,
-    ) -> tuple[StepDone, list[Incident]]:
-        """One step, and what was odd about it. Its trace goes to ``traced``; ``records``: of steps before."""
-        results: list[StepResult] = group.call_all("train_step", step)
-        train = self._config.train
-        tokens = train.global_batch * self._plan.shape.sequence
-        loss = sum(result.loss_sum for result in results) / tokens
-        told = self._odd(step, loss, results[0], records)
-        if traced is not None:
-            traced.write_trace(self._trace(group, step))
-        bits = self._validate(group, facts) if validates else None
-        slowest = max(results, key=lambda result: result.seconds)
-        now = time.time()
-        record = StepRecord(
-            step=step + 1,
-            loss=loss,
-            grad_norm=results[0].gradient_norm,
-            lr=results[0].lr,
-            seconds=slowest.seconds,
-            tokens=tokens,
-            **overlap_fields([result.overlap for result in results]),
-            peak_bytes=tuple(result.peak_bytes for result in results),
-            validation_bits_per_byte=bits,
-            time=now,
-            generation=self._generation,
-            samples=sum(result.samples for result in results) % 2**64,
-            mfu=self._mfu(tokens, slowest.seconds),
-        )
-        return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), told
-
-    def _odd(self, step: int, loss: float, result: StepResult, records: list[StepRecord]) -> list[Incident]:
-        """What the guards make of a step: told, or a `WorkerError` that ends or repeats it."""
-        failure = self._config.failure
-        if failure.on_nan == "stop" and result.discarded:
-            text = (
-                f"the gradient norm of step {step + 1} is {result.gradient_norm}; the run ends as "
-                f"failure.on_nan=stop asks; --resume goes on from the newest checkpoint"
-            )
-            raise WorkerError(0, text, user_error=True)
-        told = []
-        if result.discarded:
-            what = "repeated" if result.applied else "skipped on all ranks"
-            told.append(f"gradients of step {step + 1} were no numbers; the step was {what}")
-        before = [record.loss for record in records[-_SPIKE_WINDOW:]]
-        if failure.spike and len(before) >= 5 and loss > failure.spike * median(before):
-            text = f"the loss of step {step + 1} is {loss:.4g}, {loss / median(before):.1f} times the median"
-            if step not in self._spiked:
-                self._spiked.add(step)
-                raise WorkerError(0, f"{text} of the steps before it; it is repeated")
-            told.append(f"{text} of the steps before it, twice: it belongs to the data")
-        return [Incident(kind="guard", text=text, step=step + 1) for text in told]
-
-    def _mfu(self, tokens: int, seconds: float) -> float | None:
-        peak = self._config.cluster.peak_tflops
-        if peak is None:
-            return None
-        ranks = self._config.layout().ranks
-        return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
-
-    def _trace(self, group: WorkerGroup, step: int) -> list[Span]:
-        """All ranks' spans of the step that ran last, from the first one's begin."""
-        spans: list[Span] = [span for own in group.call_all("spans", step) for span in own]
-        begin = min((span.start_ns for span in spans), default=0)
-        return [replace(s, start_ns=s.start_ns - begin, end_ns=s.end_ns - begin) for s in spans]
-
-    def _validate(self, group: WorkerGroup, facts: dict[str, Any]) -> float:
-        results = group.call_all("validate")
-        loss = sum(result[0] for result in results) / sum(result[1] for result in results)
-        return float(loss / math.log(2) / facts["validation_bytes_per_token"])
-
 
 @dataclass(frozen=True)
 class _Found:
@@ -415,12 +438,12 @@ class _Found:
 
 
 @contextlib.contextmanager
-def _timed(failure: Failure | None, part: str) -> Iterator[None]:
-    """Add the time of a block to a failure's recovery, if there is one."""
+def _timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
+    """Add the time of a block to those of a recovery or change, if there is one."""
     begin = time.monotonic()
     yield
-    if failure is not None:
-        failure.parts[part] = time.monotonic() - begin
+    if cause is not None:
+        cause.parts[part] = time.monotonic() - begin
 
 
 def _in_words(gone: list[int]) -> str:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from braid.actors.config import ClusterConfig, FailureConfig
+from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
 from braid.actors.controller.health import Vigil
 from braid.actors.controller.span_files import SpanCounts
 
@@ -76,6 +76,10 @@ class WorkerGroup(Protocol):
 
 Outcome = tuple[Any] | WorkerError
 """What a call came to."""
+
+
+class NoRoomError(ConfigError):
+    """The nodes of lost ranks are gone, and there are no others."""
 
 
 class WatchedGroup(ABC):
@@ -225,5 +229,8 @@ class Launcher(Protocol):
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
         """Where ranks stream their spans to; it writes them into a folder."""
 
-    def start(self, ranks: int) -> WorkerGroup:
-        """Start that many ranks; `ConfigError` if there is no room for them."""
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        """Start that many ranks, not on the nodes of some addresses; `ConfigError` if there is no room."""
+
+    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+        """Ranks there is room for, those of a group included; and whether one of its nodes is leaving."""

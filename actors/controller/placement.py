@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.state
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import Outcome, WatchedGroup, WorkerError, WorkerGroup
+from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, start_stage
 
@@ -50,14 +51,37 @@ class RayLauncher:
                 ray.get(actor.close.remote(), timeout=_EXIT_SECONDS)
             ray.kill(actor)
 
-    def start(self, ranks: int) -> WorkerGroup:
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
-        group = placement_group([self._bundle] * ranks, strategy="SPREAD" if self._cluster.spread else "PACK")
+        bundles = [dict(self._bundle) for _ in range(ranks)]
+        if avoid:
+            free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
+            for bundle, address in zip(bundles, free, strict=False):
+                bundle[f"node:{address}"] = 0.001  # every node has one of it
+        group = placement_group(bundles, strategy="SPREAD" if self._cluster.spread else "PACK")
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
-            raise ConfigError(self._too_small(ranks))
+            raise NoRoomError(self._too_small(ranks))
         return ActorGroup(group, ranks, self._bundle, self._config)
+
+    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+        """Ranks there is room for on nodes that stay, and whether a node of the group is leaving."""
+        leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
+        own = group.node_ids if isinstance(group, ActorGroup) else []
+        staying = [node for node in own if node not in leaving]
+        return len(staying) + sum(self._free((), leaving).values()), len(staying) < len(own)
+
+    def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
+        """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""
+        left = ray._private.state.available_resources_per_node()
+        found: dict[str, int] = {}
+        for node in ray.nodes():
+            address, free = node["NodeManagerAddress"], left.get(node["NodeID"], {})
+            if node["Alive"] and address not in addresses and node["NodeID"] not in ids:
+                slots = (int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
+                found[address] = found.get(address, 0) + min(slots)
+        return found
 
     def _too_small(self, ranks: int) -> str:
         bundle = self._bundle
@@ -118,6 +142,11 @@ class ActorGroup(WatchedGroup):
         self._nodes: list[dict[str, Any]] = self.call_all("node")
         self.addresses = [str(node["address"]) for node in self._nodes]
 
+    @property
+    def node_ids(self) -> list[str]:
+        """Ray's id of every rank's node."""
+        return [str(node["node"]) for node in self._nodes]
+
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._calls[rank] = getattr(self._actors[rank], method).remote(*arguments)
 
@@ -170,7 +199,7 @@ class ActorGroup(WatchedGroup):
         # Ray finds another node for the places of a lost one; until then the group is not ready.
         if not self._group.wait(self._timeout_s):
             names = ", ".join(map(str, ranks))
-            raise ConfigError(
+            raise NoRoomError(
                 f"there is no room to start rank {names} again: its node is gone and no other one is free; "
                 f"add a node"
             )

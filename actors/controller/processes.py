@@ -59,8 +59,12 @@ class ProcessLauncher:
         """A thread of this process at the end of a Unix socket."""
         return socket_collector(SpanFiles(files, bytes_per_rank))
 
-    def start(self, ranks: int) -> WorkerGroup:
-        """Start the processes."""
+    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+        """Machines do not grow."""
+        return int(len(os.sched_getaffinity(0)) / self._cpus_per_rank), False
+
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        """Start the processes; there is one machine, so nothing can be avoided."""
         self.check(ranks)
         return ProcessGroup(self._places or [Place()] * ranks, self._config, self._serve)
 

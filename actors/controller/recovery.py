@@ -46,6 +46,34 @@ class Failure:
         }
 
 
+@dataclass
+class Changed:
+    """A change of the number of ranks, and what became of it."""
+
+    reason: str
+    step: int
+    """Steps that were done by then."""
+    time: float
+    before: int
+    after: int
+    """Ranks."""
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
+        """A line of ``incidents.jsonl``, once the first step after it is done."""
+        return {
+            "kind": "resized",
+            "text": self.reason,
+            "time": self.time,
+            "step": self.step,
+            "ranks": [self.before, self.after],
+            "recovered_after_seconds": now - self.time,
+            "parts": self.parts,
+            "steps_lost": self.step - first_step,
+            "generation": generation,
+        }
+
+
 def partner_shift(addresses: Sequence[str], layout: ParallelLayout) -> int:
     """How much further the rank is that keeps a rank's copies; 0 if replicas on other hosts do so anyway.
 

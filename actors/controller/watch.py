@@ -8,7 +8,7 @@ from typing import Any
 from braid.actors.controller.group import Collector
 from braid.actors.controller.records import Incident, RunDirectory
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.stragglers import LAST, stragglers
+from braid.scheduling.stragglers import LAST, Straggler, stragglers
 
 
 class Watch:
@@ -21,6 +21,8 @@ class Watch:
         self._stages = [layout.coordinate(rank)["pp"] for rank in range(layout.ranks)]
         self._compute: deque[list[float]] = deque(maxlen=LAST)
         self._slow: set[int] = set()
+        self.slowest: Straggler | None = None
+        """The rank that holds the others up most, if one does."""
 
     def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
         """What is new: of the ranks with every step, of the rest every few seconds."""
@@ -57,6 +59,7 @@ class Watch:
             self._directory.note("straggler", step, generation, text, rank=rank, times=slow[rank].times)
             yield Incident(kind="straggler", text=text, step=step)
         self._slow = set(slow)
+        self.slowest = max(slow.values(), key=lambda one: one.times, default=None)
 
 
 _WATCH_SECONDS = 5.0

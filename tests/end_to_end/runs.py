@@ -9,7 +9,7 @@ import json
 import random
 import sysconfig
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,11 @@ class KeptRanks:
         """As for ranks that are started anew."""
         return self._fresh.collector(files, bytes_per_rank)
 
-    def start(self, ranks: int) -> WorkerGroup:
+    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+        """As for ranks that are started anew."""
+        return self._fresh.capacity(group)
+
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""
         return _Lent(self._idle.pop(ranks, None) or self._fresh.start(ranks), self._idle)
 

@@ -1,0 +1,137 @@
+"""When a run changes its number of ranks, and to which layout. Pure: time and capacity are arguments.
+
+A change costs a checkpoint, new ranks and its reading, some seconds that are known from earlier changes; it
+gains what the remaining steps take less. Global batch and order of samples stay, and so does the loss curve.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from braid.actors.config import Config, ElasticConfig
+from braid.scheduling.stragglers import Straggler
+
+_GUESSED_COST_S = 15.0
+"""Of a change, until one has been measured."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A layout that a run could have."""
+
+    dp: int
+    tp: int
+    pp: int
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that it takes."""
+        return self.dp * self.tp * self.pp
+
+    def of(self, config: Config) -> Config:
+        """The configuration with this layout."""
+        parallel = config.parallel.model_copy(update={"dp": self.dp, "tp": self.tp, "pp": self.pp})
+        return config.model_copy(update={"parallel": parallel})
+
+
+def degrees_of(config: Config) -> Degrees:
+    """A configuration's layout."""
+    return Degrees(config.parallel.dp, config.parallel.tp, config.parallel.pp)
+
+
+def best_degrees(
+    config: Config, capacity: int, runs: Callable[[Config], bool], elastic: ElasticConfig
+) -> Degrees | None:
+    """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
+
+    ``runs``: whether model and batch fit a layout. None if nothing from ``elastic.min_ranks`` on does.
+    """
+    now = degrees_of(config)
+    limit = min(capacity, elastic.max_ranks or capacity)
+    fitting = [
+        one for one in _layouts(limit) if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
+    ]
+    return max(
+        fitting, key=lambda one: (one.ranks, one.tp == now.tp, one.pp == now.pp, one.dp, one.tp), default=None
+    )
+
+
+def _layouts(limit: int) -> Iterator[Degrees]:
+    for ranks in range(1, limit + 1):
+        for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            for pp in (n for n in range(1, ranks // tp + 1) if ranks // tp % n == 0):
+                yield Degrees(ranks // tp // pp, tp, pp)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run does next instead of a step: go on with other ranks."""
+
+    degrees: Degrees
+    reason: str
+    avoid: tuple[str, ...] = ()
+    """Addresses of nodes that no rank is to be placed on, if others do."""
+
+
+class Membership:
+    """Decides after every step whether the run should change."""
+
+    def __init__(self, elastic: ElasticConfig, runs: Callable[[Config], bool]) -> None:
+        self._elastic, self._runs = elastic, runs
+        self._seen: tuple[int, float] | None = None
+        """A capacity, and since when it is there."""
+        self.cost_s = _GUESSED_COST_S
+
+    def look(
+        self, config: Config, capacity: int, leaving: bool, now: float, step_s: float, steps_left: int
+    ) -> Change | None:
+        """The change to be made now, if one is.
+
+        capacity: ranks that there is room for, the run's own included, without nodes that are ``leaving``
+        (draining; then there is nothing to weigh). step_s: how long a step takes now.
+        """
+        if self._seen is None or self._seen[0] != capacity:
+            self._seen = capacity, now
+        if not leaving and now - self._seen[1] < self._elastic.settle_s:
+            return None
+        best = best_degrees(config, capacity, self._runs, self._elastic)
+        here = degrees_of(config)
+        if best is None or best == here:
+            return None
+        if leaving:
+            return Change(best, f"a node is leaving: {here.ranks} -> {best.ranks} ranks")
+        if best.ranks <= here.ranks:
+            return None
+        gain_s = steps_left * step_s * (1 - here.ranks / best.ranks)
+        if gain_s <= self.cost_s:
+            return None
+        return Change(
+            best,
+            f"there is room for more: {here.ranks} -> {best.ranks} ranks; about {gain_s:.0f} s less for the "
+            f"{steps_left} steps left, for about {self.cost_s:.0f} s of change",
+        )
+
+    def without(
+        self,
+        config: Config,
+        straggler: Straggler,
+        address: str,
+        capacity: int,
+        step_s: float,
+        steps_left: int,
+    ) -> Change | None:
+        """The change that leaves a slow rank's node out, if that is faster.
+
+        All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks.
+        """
+        here = degrees_of(config)
+        best = best_degrees(config, min(capacity - 1, here.ranks), self._runs, self._elastic)
+        if best is None or best.ranks * straggler.times <= here.ranks * _WORTH:
+            return None
+        if steps_left * step_s * (1 - here.ranks / (best.ranks * straggler.times)) <= self.cost_s:
+            return None
+        reason = f"rank {straggler.rank} on {address} takes {straggler.times:.2f} times as long as others"
+        return Change(best, f"{reason}: on without it", avoid=(address,))
+
+
+_WORTH = 1.1
+"""So many times faster a plan without a straggler has to be."""
