@@ -1,0 +1,115 @@
+"""Nodes join and leave a Ray cluster while a run trains: the run follows, with the curve of a fixed one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.controller.records import read_lines
+from tests.end_to_end.command import braid, environment, write_config, write_corpus
+
+STEPS = 700
+SECTIONS: dict[str, Any] = {
+    "train": {"steps": STEPS, "global_batch": 12, "micro_batch": 1},
+    "parallel": {"dp": 2},
+    "checkpoint": {"every": 20},
+    "telemetry": {"page": False, "progress": False},
+}
+QUICK = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "1000",
+}
+"""Ray notices a lost node in seconds."""
+NODE = {"node_ip_address": "127.0.0.1"}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of nodes with one CPU each, on this machine, whose head has none."""
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", **QUICK}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
+    write_corpus(tmp_path)
+    elastic = {"max_ranks": 4, "settle_s": 4.0}
+    cluster = {"launcher": "ray", "placement_timeout_s": 5.0}
+    write_config(tmp_path, **SECTIONS, elastic=elastic, cluster=cluster)
+    workers = [nodes.add_node(num_cpus=1, **NODE) for _ in range(2)]
+    command = [sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", "--address", nodes.address]
+    output = (tmp_path / "output").open("w")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**environment(), **QUICK}, stdout=output, stderr=subprocess.STDOUT
+    )
+    run = tmp_path / "runs" / "run"
+
+    def trained_on(ranks: int, steps: int = 30) -> bool:
+        """Whether so many ranks have done so many steps, a checkpoint among them."""
+        newest = read_lines(run / "metrics.jsonl")[-steps:]
+        return len(newest) == steps and all(len(line["peak_bytes"]) == ranks for line in newest)
+
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not done():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+
+    try:
+        until(lambda: trained_on(2))
+        workers += [nodes.add_node(num_cpus=1, **NODE) for _ in range(2)]
+        until(lambda: trained_on(4))
+        nodes.remove_node(workers.pop(), allow_graceful=False)
+        until(lambda: trained_on(3))
+        for _ in range(2):
+            nodes.remove_node(workers.pop(), allow_graceful=False)
+        until(lambda: trained_on(1))
+        workers.append(nodes.add_node(num_cpus=1, **NODE))
+        until(lambda: trained_on(2))
+        assert process.wait(240) == 0, (tmp_path / "output").read_text()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    changes = [line["ranks"] for line in read_lines(run / "incidents.jsonl") if line["kind"] == "resized"]
+    assert [before for before, _ in changes] == [2, *(after for _, after in changes[:-1])]
+    assert changes[0] == [2, 4]
+    assert changes[-1] == [1, 2]
+    metrics = read_lines(run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert {len(line["peak_bytes"]) for line in metrics} >= {1, 2, 3, 4}
+
+    fixed = braid(
+        tmp_path, "train", "run.yaml", "--launcher", "processes", "--set", "name=fixed", timeout=240
+    )
+    assert fixed.code == 0, fixed.errors
+    theirs = read_lines(tmp_path / "runs" / "fixed" / "metrics.jsonl")
+    assert [line["samples"] for line in metrics] == [line["samples"] for line in theirs]
+    assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in theirs], rel=2e-3)
+    first = next(n for n, line in enumerate(metrics) if len(line["peak_bytes"]) != 2)
+    assert [line["loss"] for line in metrics[: first + 20]] == pytest.approx(
+        [line["loss"] for line in theirs[: first + 20]], rel=2e-5
+    )
+    print(json.dumps(read_lines(run / "incidents.jsonl"), indent=1))
