@@ -17,6 +17,7 @@ from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
+from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.viewing_cli import report, trace
 
 app = typer.Typer(
@@ -149,6 +150,8 @@ app.command()(report)
 app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(submit)
+app.add_typer(jobs, name="jobs")
 
 
 def _version(value: bool) -> None:
@@ -187,7 +190,11 @@ def _report(error: Exception) -> int:
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
     from braid.actors.controller.group import WorkerError
+    from braid.jobs.submission import JobError
 
+    if isinstance(error, JobError):
+        print(f"braid: {error}", file=sys.stderr)
+        return _FAILURE_EXIT
     if isinstance(error, WorkerError):
         if error.user_error:
             print(f"braid: {error.user_message}", file=sys.stderr)

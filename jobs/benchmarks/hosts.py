@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RAY_PORT = 6379
+RAY_PORT, JOB_PORT = 6379, 8265
 _START_SECONDS = 60.0
 
 
@@ -131,8 +131,13 @@ def _remove_orphans() -> None:
 
 
 @contextlib.contextmanager
-def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> Iterator[str]:
-    """A Ray cluster with one node on each host; yields its address."""
+def ray_cluster(
+    hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
+) -> Iterator[str]:
+    """A Ray cluster with one node on each host; yields its address.
+
+    ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
+    """
     ray = [
         sys.executable,
         "-m",
@@ -143,9 +148,12 @@ def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> It
     ]
     head, other = hosts
     address = f"{head.address}:{RAY_PORT}"
+    page = [f"--include-dashboard={str(job_server).lower()}"]
+    if job_server:
+        page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
     with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder:
         starts = (
-            (head, ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", f"--temp-dir={folder}/a"]),
+            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
         )
         for host, options in starts:
