@@ -21,7 +21,7 @@ _LONGEST_NAME = 47
 """KubeRay's limit for a RayJob: the cluster's and the pods' names are made from it."""
 _NODE_SECONDS = 1800.0
 """For so long a run waits for nodes that the autoscaler has yet to find."""
-_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080}
+_PORTS = {"gcs-server": 6379, "dashboard": 8265, "metrics": 8080}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,16 @@ def manifest(config: Config, setting: Setting, kind: Kind) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what occurs twice twice: Kubernetes reads no YAML anchors that people can follow."""
+    """Writes for people: no references to what stands elsewhere, and texts of several lines as such."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Plain.add_representer(str, _Plain.represent_str)
 
 
 def resource_name(run: str) -> str:
