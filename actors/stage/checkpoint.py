@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from braid.actors.stage.guarded_reader import GuardedReader
+from braid.actors.stage.guarded_reader import GuardedReader, as_plain_error
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -39,7 +39,7 @@ def load_checkpoint(
 ) -> None:
     """Read this rank's slices into parameters and moments, in place; ``step`` steps were done.
 
-    `ValueError` if the table of contents is refused (`GuardedReader`).
+    `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
@@ -56,8 +56,7 @@ def _quietly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            causes = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
-            raise RuntimeError("; ".join(causes)) from None
+            raise as_plain_error(error) from None
 
 
 def _global_state(parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> State:
