@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from braid.actors.stage.guarded_reader import GuardedReader, as_plain_error
+from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -56,7 +56,7 @@ def _quietly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            raise as_plain_error(error) from None
+            raise GuardedReader.plain(error) from None
 
 
 def _global_state(parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> State:

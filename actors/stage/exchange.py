@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.stage.guarded_reader import GuardedReader, as_plain_error
+from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -170,4 +170,4 @@ def _quietly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            raise as_plain_error(error) from None
+            raise GuardedReader.plain(error) from None

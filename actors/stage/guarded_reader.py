@@ -93,9 +93,9 @@ class GuardedReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
 
-
-def as_plain_error(error: CheckpointException) -> Exception:
-    """PyTorch's error of a load or save, itself no `Exception`, as one: `RefusedError` if it is that."""
-    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
-    return refused or RuntimeError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))
+    @staticmethod
+    def plain(error: CheckpointException) -> Exception:
+        """PyTorch's error of a load or save, itself no `Exception`, as one; `RefusedError` if it is that."""
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
+        return refused or RuntimeError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))
