@@ -12,8 +12,11 @@ import urllib.request
 from braid.actors.config import ConfigError
 
 _SECONDS = 10.0
-_GCS_QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-"""A question of Ray's own protocol that changes nothing; its request may be empty."""
+_QUESTIONS = {
+    "ray://": "/ray.rpc.RayletDriver/ClusterInfo",
+    "": "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+}
+"""By the address' beginning: questions of Ray's own protocol that change nothing and may be empty."""
 
 
 def is_loopback(host: str) -> bool:
@@ -27,12 +30,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_cluster(address: str, allowed: bool) -> None:
-    """Refuse a Ray head, ``HOST:PORT``, that is not on loopback and answers without a token.
+    """Refuse a Ray head, ``HOST:PORT`` or ``ray://HOST:PORT``, beyond loopback that answers without a token.
 
     ``allowed`` (``cluster.allow_unauthenticated``) makes it a warning. Raises `ConfigError`.
     """
-    host = address.rpartition(":")[0]
-    if not is_loopback(host) and _gcs_answers(address):
+    scheme = "ray://" if address.startswith("ray://") else ""
+    place = address.removeprefix(scheme)
+    if not is_loopback(place.rpartition(":")[0]) and _head_answers(place, _QUESTIONS[scheme]):
         _complain(f"the Ray cluster at {address}", allowed)
 
 
@@ -57,14 +61,14 @@ def _complain(what: str, allowed: bool) -> None:
     )
 
 
-def _gcs_answers(address: str) -> bool:
+def _head_answers(address: str, question: str) -> bool:
     import grpc  # comes with ray[default]
 
     def as_it_is(message: bytes) -> bytes:
         return message
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        ask = channel.unary_unary(_GCS_QUESTION, request_serializer=as_it_is, response_deserializer=as_it_is)
+        ask = channel.unary_unary(question, request_serializer=as_it_is, response_deserializer=as_it_is)
         try:
             ask(b"", timeout=_SECONDS)
         except grpc.RpcError as error:

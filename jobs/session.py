@@ -36,7 +36,7 @@ def ray_session(config: Config) -> Iterator[None]:
         if address:
             _check_reachable(address)
             if named := address not in ("auto", "local"):
-                check_cluster(address.removeprefix("ray://"), config.cluster.allow_unauthenticated)
+                check_cluster(address, config.cluster.allow_unauthenticated)
             try:
                 with _native_messages_dropped():
                     ray.init(address=address, runtime_env=_environment(), **quiet)

@@ -277,10 +277,17 @@ def _metadata(config: Config, stop_seconds: int) -> dict[str, str]:
         _VERSION: __version__,
         _LAYOUT: config.layout().describe(),
         _DIRECTORY: str(config.run_directory),
-        _BY: f"{getpass.getuser()}@{socket.gethostname()}",
+        _BY: f"{_user()}@{socket.gethostname()}",
         _AT: datetime.now(UTC).isoformat(timespec="seconds"),
         _STOP: str(stop_seconds),
     }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container whose user has no name
+        return str(os.getuid())
 
 
 def _job(details: Any) -> Job:
@@ -308,21 +315,22 @@ def _client(address: str) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
     names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        with _answers():
+    with _answers():
+        try:
             return JobSubmissionClient(address)
-    except ConnectionError:
-        raise ConfigError(
-            f"--address {address!r} does not answer; check that a Ray head with its dashboard "
-            f"(ray start --head --dashboard-host=...) runs there"
-        ) from None
-    finally:
-        os.environ.update(saved)
+        except ConnectionError:
+            raise ConfigError(
+                f"--address {address!r} does not answer; check that a Ray head with its dashboard "
+                f"(ray start --head --dashboard-host=...) runs there"
+            ) from None
+        finally:
+            os.environ.update(saved)
 
 
 @contextlib.contextmanager
 def _answers() -> Iterator[None]:
     """Turn Ray's complaints into ours."""
+    from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
 
     try:
@@ -332,5 +340,7 @@ def _answers() -> Iterator[None]:
             "the job server wants a token, and the one here is missing or wrong: set RAY_AUTH_MODE=token "
             "and RAY_AUTH_TOKEN_PATH to a file with the token, or put it into ~/.ray/auth_token"
         ) from None
+    except (ClientError, OSError) as error:
+        raise JobError(f"the job server answers no more: {str(error) or type(error).__name__}") from None
     except RuntimeError as error:
         raise JobError(str(error)) from None

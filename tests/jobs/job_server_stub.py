@@ -24,6 +24,8 @@ class State:
     packages: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
     submitted: list[dict[str, Any]] = field(default_factory=list)
+    silent_after: int | None = None
+    """Requests that are answered; connections of later ones are cut."""
     on_submit: Callable[[dict[str, Any]], tuple[int, str]] | None = None
 
     @property
@@ -69,6 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.state.asked.append((self.command, self.path))
+        if self.state.silent_after is not None and len(self.state.asked) > self.state.silent_after:
+            self.close_connection = True
+            return
         status, text = self._result(body)
         self.send_response(status)
         self.send_header("Content-Length", str(len(text.encode())))

@@ -290,6 +290,16 @@ def test_nobody_answers(braid: Braid, capsys: pytest.CaptureFixture[str]) -> Non
     assert "does not answer" in capsys.readouterr().err
 
 
+def test_a_server_that_goes_away(server: State, braid: Braid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two questions: one message, no trace."""
+    server.add("first", "RUNNING", {"braid_run": "first"})
+    server.silent_after = 2  # the version, asked twice
+    gone = braid("jobs", "status", "first")
+    assert gone.code == 1, gone
+    assert gone.errors.startswith("braid: the job server answers no more: ")
+    assert "Traceback" not in gone.errors
+
+
 def test_anchored() -> None:
     files = ["a.txt", "/b.txt", "python-stdlib"]
     overlap = {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"}
