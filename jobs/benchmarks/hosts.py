@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RAY_PORT, JOB_PORT = 6379, 8265
-_START_SECONDS = 60.0
+_START_SECONDS, _END_SECONDS = 120.0, 10.0
 
 
 class HostsError(RuntimeError):
@@ -151,7 +152,7 @@ def ray_cluster(
     page = [f"--include-dashboard={str(job_server).lower()}"]
     if job_server:
         page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder, _ended(hosts):
         starts = (
             (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
@@ -162,6 +163,23 @@ def ray_cluster(
             if result.returncode:
                 raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
         yield address
+
+
+@contextlib.contextmanager
+def _ended(hosts: Sequence[Host]) -> Iterator[None]:
+    """End what is started on the hosts meanwhile, by id: Ray writes to its folder to the last."""
+    before = {process for host in hosts for process in host.processes()} | {os.getpid()}
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _END_SECONDS
+        while left := {process for host in hosts for process in host.processes()} - before:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
 
 
 def _run(*command: str) -> None:
