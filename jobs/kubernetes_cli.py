@@ -17,7 +17,7 @@ def kubernetes(
         typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     kind: Annotated[str, typer.Option(help="RayJob (cluster and run) or RayCluster (cluster).")] = "RayJob",
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks on a worker pod.", min=1)] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="At most so many ranks on a worker pod.", min=1)] = 8,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="One GPU for every rank.")] = True,
     memory: Annotated[str, typer.Option(help="Memory of a rank.")] = "32Gi",
     min_nodes: Annotated[int, typer.Option(help="Worker pods that are always there.", min=0)] = 0,
@@ -41,6 +41,7 @@ def kubernetes(
     resolved = load_config(config, overrides or ())
     if kind not in ("RayJob", "RayCluster"):
         raise ConfigError(f"--kind {kind} must be RayJob or RayCluster")
+    ranks_per_node = min(ranks_per_node, resolved.layout().ranks)
     needed = nodes_needed(resolved, ranks_per_node)
     setting = Setting(
         image=image,

@@ -129,6 +129,14 @@ def test_a_cluster_without_gpus(kubernetes: Any) -> None:
     assert cluster.spec.authOptions.secretName is None
 
 
+def test_a_run_smaller_than_a_node(kubernetes: Any) -> None:
+    _, job = check(made(kubernetes("--set", "parallel.dp=1", "--set", "parallel.tp=2")))
+    assert isinstance(job, RayJob)
+    (workers,) = job.spec.rayClusterSpec.workerGroupSpecs
+    assert workers.maxReplicas == 1
+    assert workers.template.spec.containers[0].resources.limits["nvidia.com/gpu"] == "2"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
