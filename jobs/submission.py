@@ -13,6 +13,7 @@ import shlex
 import socket
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ STOP_SECONDS = 120
 """For so long a job that is told to stop may take to save a checkpoint; Ray's own default is 3."""
 
 _RUN, _BY, _AT = "braid_run", "braid_submitted_by", "braid_submitted_at"
+_MARK = "braid_submission"
+"""Tells one submission from another of the same name."""
 _LAYOUT, _VERSION, _DIRECTORY, _STOP = (
     "braid_layout",
     "braid_version",
@@ -125,6 +128,7 @@ class JobServer:
         new = _free_id(config.name, {job.id for job in jobs})
         options = ["--resume"] * submission.resume + ["--overwrite"] * submission.overwrite
         command = [submission.python, "-m", "braid", "train", CONFIG_FILE, *options]
+        metadata = _metadata(config, submission.stop_seconds)
         with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
             (Path(folder) / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
             try:
@@ -140,12 +144,16 @@ class JobServer:
                                 **submission.environment,
                             },
                         },
-                        metadata=_metadata(config, submission.stop_seconds),
+                        metadata=metadata,
                     )
             except JobError as error:
-                if new in {job.id for job in self.jobs()}:  # somebody was faster
-                    _check_new(config, self.jobs(), submission)
-                raise error
+                found = {job.id: job for job in self.jobs()}
+                if new not in found:
+                    raise error
+                if found[new].metadata.get(_MARK) != metadata[_MARK]:  # somebody was faster
+                    _check_new(config, list(found.values()), submission)
+                    raise error
+                # It is ours: a busy server took it, and answered too late.
         return self.find(new, by_run=False)
 
     def jobs(self) -> list[Job]:
@@ -280,6 +288,7 @@ def _metadata(config: Config, stop_seconds: int) -> dict[str, str]:
         _BY: f"{_user()}@{socket.gethostname()}",
         _AT: datetime.now(UTC).isoformat(timespec="seconds"),
         _STOP: str(stop_seconds),
+        _MARK: uuid.uuid4().hex,
     }
 
 

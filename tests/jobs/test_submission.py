@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -130,6 +131,19 @@ def test_somebody_was_faster(server: State, braid: Braid) -> None:
     assert failed.code == 1
     assert "no space left" in failed.errors
     assert "Traceback" not in failed.errors
+
+
+def test_an_answer_that_comes_too_late(server: State, braid: Braid) -> None:
+    """The job is there all the same, and known to be ours."""
+
+    def late(request: dict[str, Any]) -> tuple[int, str]:
+        server.add("first", "PENDING", request["metadata"])
+        return 504, ""
+
+    server.on_submit = late
+    done = braid("submit", "run.yaml")
+    assert done.code == 0, done
+    assert "run first is job first" in done.output
 
 
 @pytest.mark.parametrize(
