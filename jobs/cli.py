@@ -16,8 +16,10 @@ from braid.jobs.checkpoint_cli import checkpoint
 from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.drill_cli import drill
 from braid.jobs.grafana_cli import grafana
+from braid.jobs.kubernetes_cli import kubernetes
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
+from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.viewing_cli import report, trace
 
 app = typer.Typer(
@@ -55,6 +57,9 @@ def train(
         bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    resume_if_begun: Annotated[
+        bool, typer.Option("--resume-if-begun", help="Go on if there is a checkpoint, else begin anew.")
+    ] = False,
     until: Annotated[int | None, typer.Option(help="Stop with a checkpoint after this step.", min=1)] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
@@ -65,14 +70,19 @@ def train(
     if dry_run:
         _dry_run(console, resolved)
         return
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other")
+    if resume + overwrite + resume_if_begun > 1:
+        raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
     if report is not None and not report.parent.is_dir():
         raise ConfigError(f"--report {report}: the folder {report.parent} does not exist")
     from braid.actors.controller.controller import RunOptions
+    from braid.actors.controller.manifest import CheckpointStore
     from braid.jobs.display import Display
     from braid.jobs.train import train as run
 
+    if resume_if_begun:
+        # For whoever starts a job again by itself: a try that came to no checkpoint has nothing to keep.
+        resume = bool(CheckpointStore(resolved.run_directory / "checkpoints").steps())
+        overwrite = not resume
     options = RunOptions(resume=resume, overwrite=overwrite, until=until)
     with Display(console, live=resolved.telemetry.progress).running() as display:
         result = run(resolved, options, display.show)
@@ -151,6 +161,9 @@ app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(drill)
+app.command()(submit)
+app.add_typer(jobs, name="jobs")
+app.command()(kubernetes)
 
 
 def _version(value: bool) -> None:
@@ -189,7 +202,11 @@ def _report(error: Exception) -> int:
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
     from braid.actors.controller.group import WorkerError
+    from braid.jobs.submission import JobError
 
+    if isinstance(error, JobError):
+        print(f"braid: {error}", file=sys.stderr)
+        return _FAILURE_EXIT
     if isinstance(error, WorkerError):
         if error.user_error:
             print(f"braid: {error.user_message}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The Ray cluster a command works on: one that exists, or a private local one that ends with it."""
 
 import contextlib
+import json
 import os
 import socket
 import tempfile
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import braid
 from braid.actors.config import Config, ConfigError
+from braid.jobs.doors import check_cluster
 
 _CONNECT_SECONDS = 20.0
 
@@ -17,7 +20,7 @@ _CONNECT_SECONDS = 20.0
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a local cluster on loopback.
 
-    Raises `ConfigError` where Ray is not installed or the address does not answer.
+    Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
     """
     try:
         import ray
@@ -32,9 +35,11 @@ def ray_session(config: Config) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if address:
             _check_reachable(address)
+            if named := address not in ("auto", "local"):
+                check_cluster(address, config.cluster.allow_unauthenticated)
             try:
                 with _native_messages_dropped():
-                    ray.init(address=address, runtime_env={"py_modules": [_package()]}, **quiet)
+                    ray.init(address=address, runtime_env=_environment(), **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
@@ -52,10 +57,10 @@ def ray_session(config: Config) -> Iterator[None]:
                 _temp_dir=directory,
                 **quiet,
             )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        stack.callback(ray.shutdown)
+        if address and not named:
+            check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
+        yield
 
 
 @contextlib.contextmanager
@@ -87,9 +92,29 @@ def _check_reachable(address: str) -> None:
         ) from None
 
 
-def _package() -> str:
+def package() -> str:
     """The folder of the braid package, to be shipped to the cluster's nodes."""
-    return str(Path(__file__).resolve().parent.parent / "braid")
+    return str(Path(braid.__file__).resolve().parent)
+
+
+def job_environment() -> dict[str, Any]:
+    """The runtime environment of the Ray job that this process is the driver of; empty if of none."""
+    environment = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
+    return dict(environment or {})
+
+
+def check_lasting(runs: Path) -> None:
+    """Refuse a run's directory in a job's working directory, a copy that Ray removes with the job."""
+    if "working_dir" in job_environment() and "working_dir_files" in runs.parts:
+        raise ConfigError(
+            f"runs={str(runs)!r} lies in this job's working directory, which Ray removes with the job; "
+            f"give an absolute path that means the same on all nodes, such as --set runs=/shared/runs"
+        )
+
+
+def _environment() -> dict[str, Any]:
+    """What workers need beside what a submitted job has brought: Ray refuses the same key twice."""
+    return {} if "py_modules" in job_environment() else {"py_modules": [package()]}
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
 from braid.jobs.page import LivePage
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
-from braid.jobs.session import ray_nodes, ray_session
+from braid.jobs.session import check_lasting, ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.simulate import Simulation
@@ -76,6 +76,7 @@ def train(
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
     config, options = config.located(), options or RunOptions()
+    check_lasting(config.runs)
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if not options.resume:
         check_initial(config.model.initial, shape)

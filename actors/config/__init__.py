@@ -137,6 +137,7 @@ class ClusterConfig(Section):
 
     launcher: Literal["ray", "processes"] = "ray"
     address: str | None = None  # of a Ray cluster; default: $RAY_ADDRESS, else a private local one
+    allow_unauthenticated: bool = False  # join a cluster beyond loopback that takes orders without a token
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks

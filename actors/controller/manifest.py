@@ -155,13 +155,16 @@ def verify(path: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
     if manifest.version != VERSION:
         raise CheckpointError(f"checkpoint {path} has version {manifest.version}, this Braid reads {VERSION}")
-    present = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
+    found = list(path.rglob("*"))
+    if links := [str(p.relative_to(path)) for p in found if p.is_symlink()]:
+        raise CheckpointError(f"checkpoint {path}: {min(links)} is a link, which no save writes")
+    present = {str(p.relative_to(path)) for p in found if p.is_file()} - {MANIFEST}
     if odd := present ^ set(manifest.files):
         raise CheckpointError(f"checkpoint {path}: file {min(odd)} is missing or was not written by the save")
     for name, (size, digest) in manifest.files.items():
-        found = (path / name).stat().st_size
-        if found != size:
-            raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+        there = (path / name).stat().st_size
+        if there != size:
+            raise CheckpointError(f"checkpoint {path}: file {name} has {there} bytes instead of {size}")
         if _sha256(path / name) != digest:
             raise CheckpointError(f"checkpoint {path}: the checksum of file {name} is wrong")
     return manifest

@@ -84,7 +84,7 @@ def load_checkpoint(
 ) -> None:
     """Read this rank's slices into parameters and moments, in place; ``step`` steps were done.
 
-    `ValueError` if the table of contents is refused (`GuardedReader`).
+    `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
@@ -116,8 +116,7 @@ def _quietly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            causes = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
-            raise RuntimeError("; ".join(causes)) from None
+            raise GuardedReader.plain(error) from None
 
 
 def _global_state(

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.stage.guarded_reader import GuardedReader
@@ -152,7 +153,7 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Ten
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         state[f"parameter.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _without_warnings():
+    with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
 
@@ -163,7 +164,10 @@ def _stored(tensor: StoredTensor, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise GuardedReader.plain(error) from None

@@ -7,12 +7,16 @@ only files in the checkpoint's own directory are read.
 """
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -39,6 +43,10 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class RefusedError(ValueError):
+    """A checkpoint that holds something which no checkpoint needs."""
+
+
 class GuardedReader(FileSystemReader):
     """`FileSystemReader` that runs nothing and leaves the directory for nothing."""
 
@@ -54,6 +62,18 @@ class GuardedReader(FileSystemReader):
         assert self._metadata.storage_meta is not None
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What the plan asks for; `RefusedError` if there is anything but tensors."""
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"it asks for {asked[1]}" if asked else str(error).splitlines()[0]
+            entries = self.read_metadata().storage_data
+            files = sorted({entries[item.storage_index].relative_path for item in plan.items})
+            place = f"{self._directory}: {', '.join(files)}"
+            raise RefusedError(f"{place} is refused: {reason}, which no tensor needs") from None
 
     def _read(self) -> Metadata:
         path = self._directory / ".metadata"
@@ -72,3 +92,10 @@ class GuardedReader(FileSystemReader):
                 raise ValueError(f"{path} is refused: it leads to {file_name!r}, out of the checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
+
+    @staticmethod
+    def plain(error: CheckpointException) -> Exception:
+        """PyTorch's error of a load or save, itself no `Exception`, as one; `RefusedError` if it is that."""
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
+        return refused or RuntimeError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))

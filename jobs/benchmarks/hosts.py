@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RAY_PORT = 6379
-_START_SECONDS = 60.0
+RAY_PORT, JOB_PORT = 6379, 8265
+_START_SECONDS, _END_SECONDS = 120.0, 10.0
 
 
 class HostsError(RuntimeError):
@@ -141,8 +142,13 @@ def _remove_orphans() -> None:
 
 
 @contextlib.contextmanager
-def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> Iterator[str]:
-    """A Ray cluster with one node on each host; yields its address."""
+def ray_cluster(
+    hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
+) -> Iterator[str]:
+    """A Ray cluster with one node on each host; yields its address.
+
+    ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
+    """
     ray = [
         sys.executable,
         "-m",
@@ -153,9 +159,12 @@ def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> It
     ]
     head, other = hosts
     address = f"{head.address}:{RAY_PORT}"
-    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder:
+    page = [f"--include-dashboard={str(job_server).lower()}"]
+    if job_server:
+        page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
+    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder, _ended(hosts):
         starts = (
-            (head, ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", f"--temp-dir={folder}/a"]),
+            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
         )
         for host, options in starts:
@@ -164,6 +173,23 @@ def ray_cluster(hosts: Sequence[Host], env: dict[str, str], cpus: int = 1) -> It
             if result.returncode:
                 raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
         yield address
+
+
+@contextlib.contextmanager
+def _ended(hosts: Sequence[Host]) -> Iterator[None]:
+    """End what is started on the hosts meanwhile, by id: Ray writes to its folder to the last."""
+    before = {process for host in hosts for process in host.processes()} | {os.getpid()}
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _END_SECONDS
+        while left := {process for host in hosts for process in host.processes()} - before:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
 
 
 def _run(*command: str) -> None:

@@ -232,7 +232,8 @@ class _Bench:
             try:
                 from braid.jobs.session import ray_session
 
-                with ray_session(self._case.config("megatron", address=address)):
+                config = self._case.config("megatron", address=address, allow_unauthenticated=True)
+                with ray_session(config):
                     from braid.actors.controller.placement import RayLauncher
 
                     yield lambda config: RayLauncher(

@@ -27,6 +27,7 @@ RAY_FILES = {
     "actors/controller/actor.py",
     "actors/controller/placement.py",
     "jobs/session.py",
+    "jobs/submission.py",
     "jobs/train.py",
     "jobs/prepare_ray.py",
     "jobs/benchmarks/training.py",

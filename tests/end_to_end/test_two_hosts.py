@@ -26,8 +26,15 @@ def test_train_across_two_hosts(tmp_path: Path) -> None:
     with two_hosts() as link, ray_cluster(link.hosts, environment()) as address:
         hosts = link.hosts
         command = (sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", "--address", address)
+        refused = hosts[0].run(*command, timeout=60, cwd=tmp_path, env=environment())
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        for text in (address, "without a token", "RAY_AUTH_MODE=token", "cluster.allow_unauthenticated"):
+            assert text in refused.stderr
+        assert not (tmp_path / "runs").exists()
+        command += ("--set", "cluster.allow_unauthenticated=true")
         result = hosts[0].run(*command, timeout=120, cwd=tmp_path, env=environment())
         assert result.returncode == 0, result.stdout + result.stderr
+        assert f"warning: the Ray cluster at {address} takes orders without a token" in result.stderr
         before = {process for host in hosts for process in host.processes()}
     assert before, "the cluster itself must still be there after the run"
     run = tmp_path / "runs" / "run"

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from braid.actors.config import ConfigError, parse_config
+from braid.actors.controller.records import RunDirectory
+from braid.jobs.cli import main
 from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
 
 
@@ -168,10 +172,84 @@ def test_config_file_missing_or_broken(tmp_path: Path) -> None:
     _check(tmp_path, Case("list", ("list.yaml", "keys and values")), "train", "list.yaml")
 
 
-def test_yaml_tags_run_nothing(tmp_path: Path) -> None:
-    (tmp_path / "evil.yaml").write_text("name: !!python/object/apply:os.system ['touch owned']\n")
-    _check(tmp_path, Case("evil", ("evil.yaml", "YAML")), "train", "evil.yaml")
-    assert not (tmp_path / "owned").exists()
+TAGS = {
+    "apply": "!!python/object/apply:os.mkdir ['ran']",
+    "new": "!!python/object/new:os.mkdir ['ran']",
+    "name": "!!python/name:os.mkdir",
+    "module": "!!python/module:os",
+    "object": "!!python/object:pathlib.PurePath {}",
+}
+"""What unsafe readers of YAML understand; the first two run something."""
+
+READERS = {
+    "train": ("train", "evil.yaml"),
+    "submit": ("submit", "evil.yaml"),
+    "kubernetes": ("kubernetes", "evil.yaml", "--image", "x", "--claim", "y"),
+    "cluster": ("plan", "run.yaml", "--cluster", "evil.yaml"),
+    "plan": ("simulate", "evil.yaml"),
+    "overlap.plan": (
+        "schedule",
+        "run.yaml",
+        "--set",
+        "overlap.schedule=braid",
+        "--set",
+        "overlap.plan=evil.yaml",
+    ),
+}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_yaml_tags_run_nothing(
+    tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever a file or an option of YAML is read."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    (tmp_path / "evil.yaml").write_text(f"name: {TAGS[tag]}\n")
+    option = ("train", "run.yaml", "--set", f"name={TAGS[tag]}")
+    for command in (*READERS.values(), option):
+        with pytest.raises(SystemExit) as left:
+            main(list(command))
+        assert left.value.code == 2, command
+        errors = capsys.readouterr().err
+        assert "YAML" in errors, command
+        assert ("evil.yaml" if command is not option else "--set") in errors, command
+    assert not (tmp_path / "ran").exists()
+    if tag in ("apply", "new"):
+        yaml.unsafe_load((tmp_path / "evil.yaml").read_text())
+        assert (tmp_path / "ran").exists(), "the tag is harmless: too easy a test"
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere", "..", ".", "a/b", "/etc", "-x", "", "a" * 65, "a b", "a\n", "a\x00b", "ä"]
+)
+@pytest.mark.parametrize("command", ["train", "submit", "kubernetes"])
+def test_names_that_lead_elsewhere(
+    tmp_path: Path,
+    command: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, name=name)
+    options = ("--image", "x", "--claim", "y") if command == "kubernetes" else ()
+    with pytest.raises(SystemExit) as left:
+        main([command, "run.yaml", *options])
+    assert left.value.code == 2
+    assert f"name={name!r}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_a_run_that_is_a_link_elsewhere(tmp_path: Path) -> None:
+    """A name that is good, but whose directory lies outside of ``runs``; nothing is written there."""
+    (tmp_path / "runs").mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "runs" / "run").symlink_to(outside, target_is_directory=True)
+    with pytest.raises(ConfigError, match=r"name='run' leads out of runs="):
+        RunDirectory(parse_config({"runs": str(tmp_path / "runs")}), resume=False, overwrite=True)
+    assert list(outside.iterdir()) == []
 
 
 def test_run_directory_in_use(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors import SafetensorError
 
@@ -158,6 +160,21 @@ def _renamed(checkpoint: Path) -> None:
     shutil.copytree(checkpoint.parent / "step-2", checkpoint)
 
 
+def _linked(name: str) -> Callable[[Path], None]:
+    """A file of the checkpoint moved out of it, and a link in its place: contents and checksum are right."""
+
+    def act(checkpoint: Path) -> None:
+        there = checkpoint.parent.parent / f"moved-{name}"
+        (checkpoint / name).rename(there)
+        (checkpoint / name).symlink_to(there)
+
+    return act
+
+
+def _linked_folder(checkpoint: Path) -> None:
+    (checkpoint / "more").symlink_to(checkpoint.parent / "step-2", target_is_directory=True)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda path: flip(weights(path)), "checksum of file __0_0.distcp"),
     "torn file": (lambda path: os.truncate(weights(path), 100), "__0_0.distcp has 100 bytes"),
@@ -173,6 +190,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_manifest(path, lambda content: content["files"].update({"../step-2/x": [1, "0"]})),
         "../step-2/x",
     ),
+    "absolute file in the manifest": (
+        lambda path: edit_manifest(path, lambda content: content["files"].update({"/etc/passwd": [1, "0"]})),
+        "/etc/passwd",
+    ),
+    "link to a file": (_linked("__0_0.distcp"), "__0_0.distcp is a link"),
+    "link to the table of contents": (_linked(".metadata"), ".metadata is a link"),
+    "link to the manifest": (_linked("manifest.json"), "manifest.json is a link"),
+    "link to a folder": (_linked_folder, "more is a link"),
+    "link to nowhere": (lambda path: (path / "more").symlink_to("/nowhere/at/all"), "more is a link"),
     "other version": (lambda path: edit_manifest(path, lambda content: content.update(version=99)), "99"),
     "no model": (lambda path: edit_manifest(path, lambda content: content.update(shape={})), "shape"),
     "no layout": (
@@ -274,6 +300,75 @@ def test_a_forged_table_of_contents_leads_nowhere(run: Path, command: Command, t
     metadata.write_bytes(pickle.dumps(content))
     republish(step(run, 4))
     refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused", "'../step-2/__")
+
+
+def _entries(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    """Rewrite the table of contents."""
+    content = pickle.loads((checkpoint / ".metadata").read_bytes())
+    change(content)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(content))
+
+
+def _weights_that_run(checkpoint: Path, marker: Path) -> None:
+    """Every tensor's bytes replaced by a pickle, as in a malicious ``.pt``."""
+    evil = io.BytesIO()
+    torch.save(Marker(marker), evil)
+
+    def point(content: Any) -> None:
+        for entry in content.storage_data.values():
+            entry.offset, entry.length = 0, evil.tell()
+
+    for file in checkpoint.glob("*.distcp"):
+        file.write_bytes(evil.getvalue())
+    _entries(checkpoint, point)
+
+
+def _objects_that_run(checkpoint: Path, marker: Path) -> None:
+    """Tensors declared to be objects, which torch unpickles without asking."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    _weights_that_run(checkpoint, marker)
+
+    def declare(content: Any) -> None:
+        for name in content.state_dict_metadata:
+            content.state_dict_metadata[name] = BytesStorageMetadata()
+
+    _entries(checkpoint, declare)
+
+
+FORGERIES: dict[str, tuple[Callable[[Path, Path], object], tuple[str, ...]]] = {
+    "table of contents": (
+        lambda path, marker: (path / ".metadata").write_bytes(pickle.dumps(Marker(marker))),
+        (".metadata is refused", "mkdir"),
+    ),
+    "weights": (_weights_that_run, ("is refused", "mkdir")),
+    "objects": (_objects_that_run, (".metadata is refused", "BytesStorageMetadata")),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_checkpoints_run_nothing(
+    trained: Run, run: Path, data: Path, command: Command, tmp_path: Path, forgery: str
+) -> None:
+    """Neither in an export nor on the ranks, though every checksum agrees; and they would, unguarded."""
+    forge, says = FORGERIES[forgery]
+    marker = tmp_path / "ran"
+    forge(step(run, 4), marker)
+    republish(step(run, 4))
+    refused(command("export", step(run, 4), tmp_path / "model"), *says)
+    config = trained.config.model_copy(update={"runs": tmp_path, "name": "run"})
+    schedule = build_schedule(config, trained.shape).to_text()
+    plan = RunPlan(config=config, shape=trained.shape, schedule=schedule, data=str(data))
+    with pytest.raises(WorkerError) as failure:
+        list(Controller(plan, KeptRanks(config), RunOptions(resume=True, until=5)).run())
+    assert failure.value.user_error
+    for text in says:
+        assert text in str(failure.value)
+    assert not marker.exists()
+    name = ".metadata" if forgery == "table of contents" else weights(step(run, 4)).name
+    with contextlib.suppress(Exception):
+        torch.load(step(run, 4) / name, weights_only=False)
+    assert marker.exists(), "the file is harmless: too easy a test"
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({}), pickle.dumps(7)])

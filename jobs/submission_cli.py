@@ -1,0 +1,196 @@
+"""``braid submit`` and ``braid jobs``: runs as jobs of a Ray cluster."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from braid.actors.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from braid.jobs.submission import Job, JobServer
+
+jobs = typer.Typer(
+    help="List, show, follow and stop the jobs of a Ray cluster.", no_args_is_help=True, add_completion=False
+)
+
+Address = Annotated[
+    str, typer.Option(help="The cluster's job server, http://HOST:8265.", envvar="RAY_API_SERVER_ADDRESS")
+]
+Name = Annotated[str, typer.Argument(help="A run's name (its newest job), or a job's id.", metavar="NAME")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_HERE = "http://127.0.0.1:8265"
+_FAILURE_EXIT, _INTERRUPT_EXIT = 1, 130
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")],
+    address: Address = _HERE,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show what the job prints, to its end.")
+    ] = False,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="A variable for the job; no secrets; may be repeated.", metavar="NAME=VALUE"),
+    ] = None,
+    python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
+    stop_seconds: Annotated[
+        int | None, typer.Option(help="Time to save a checkpoint when it is stopped.", min=1)
+    ] = None,
+) -> None:
+    """Train on a Ray cluster: send configuration and package to its job server.
+
+    Relative paths are taken from here and must mean the same on all nodes.
+    """
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    resolved = load_config(config, overrides or ())
+    from braid.jobs.submission import STOP_SECONDS, JobServer, Submission, environment_of
+
+    server = JobServer(address)
+    job = server.submit(
+        Submission(
+            config=resolved,
+            resume=resume,
+            overwrite=overwrite,
+            environment=environment_of(env or []),
+            python=python,
+            stop_seconds=stop_seconds or STOP_SECONDS,
+        )
+    )
+    typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.directory}")
+    if follow:
+        _follow(server, job)
+    else:
+        typer.echo(f"follow it with: braid jobs logs {job.run} -f --address {address}")
+
+
+@jobs.command("list")
+def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
+    """Show all submitted jobs, the newest first."""
+    from braid.jobs.submission import JobServer
+
+    found = JobServer(address).jobs()
+    if as_json:
+        typer.echo(json.dumps([asdict(job) for job in found]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "job", "status", "layout", "started", "took", "submitted by"):
+        table.add_column(name, overflow="fold")
+    for job in found:
+        words = (job.run, job.id, job.status, job.layout, _clock(job.started), _took(job), job.submitted_by)
+        table.add_row(*(Text(word or "-") for word in words))  # names of others are not rich's markup
+    Console().print(table, highlight=False)
+
+
+@jobs.command()
+def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
+    """Show a job: what became of it, where its records are."""
+    from braid.jobs.submission import JobServer
+
+    job = JobServer(address).find(name)
+    if as_json:
+        typer.echo(json.dumps(asdict(job)))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    rows = {
+        "run": job.run,
+        "job": job.id,
+        "status": job.status,
+        "message": job.message,
+        "layout": job.layout,
+        "records": job.directory,
+        "submitted by": job.submitted_by,
+        "started": _clock(job.started),
+        "took": _took(job),
+        "command": job.entrypoint,
+    }
+    for key, value in rows.items():
+        table.add_row(key, Text(value or "-"))
+    Console().print(table, highlight=False)
+
+
+@jobs.command()
+def logs(
+    name: Name,
+    address: Address = _HERE,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the job's end.")] = False,
+) -> None:
+    """Show what a job has printed."""
+    from braid.jobs.submission import JobServer
+
+    server = JobServer(address)
+    job = server.find(name)
+    if follow:
+        _follow(server, job)
+    else:
+        typer.echo(server.logs(job), nl=False)
+
+
+@jobs.command()
+def stop(
+    name: Name,
+    address: Address = _HERE,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait; default: what the job was given, and 10.", min=0)
+    ] = None,
+) -> None:
+    """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
+    from braid.jobs.submission import JobServer
+
+    server = JobServer(address)
+    job = server.find(name)
+    if not job.active:
+        typer.echo(f"job {job.id} is {job.status} already")
+        return
+    stopped = server.stop(job, job.stop_seconds + 10 if timeout is None else timeout)
+    typer.echo(f"job {stopped.id} is {stopped.status}")
+
+
+def _follow(server: "JobServer", job: "Job") -> None:
+    """Print a job's log to its end; the exit code is the job's: 0, 1 if it failed, 130 if it was stopped."""
+
+    async def show() -> None:
+        async for text in server.follow(job):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    try:
+        asyncio.run(show())
+    except KeyboardInterrupt:
+        typer.echo(f"braid: job {job.id} goes on; stop it with: braid jobs stop {job.id}", err=True)
+        raise
+    ended = server.ended(job)
+    typer.echo(f"job {ended.id} is {ended.status}")
+    if ended.status != "SUCCEEDED":
+        raise typer.Exit(_INTERRUPT_EXIT if ended.status == "STOPPED" else _FAILURE_EXIT)
+
+
+def _clock(seconds: float | None) -> str | None:
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _took(job: Any) -> str | None:
+    """From start to end, or to now."""
+    if job.started is None:
+        return None
+    seconds = round((job.ended or time.time()) - job.started)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,216 @@
+"""``braid kubernetes``: manifests that KubeRay's published API allows, and with the run's configuration.
+
+No Kubernetes was at hand: that an operator starts what is written here has not been tried.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from braid.actors.config import parse_config
+from braid.jobs.cli import main
+from tests.end_to_end.command import ROOT, braid, write_config, write_corpus
+from tests.jobs.kuberay_schema import RayCluster, RayJob, check
+
+EXAMPLES = ROOT / "docs" / "kubernetes"
+COMMON = ("--image", "registry.example.org/braid:0.1.0", "--claim", "shared", "--ray-version", "2.60.0")
+OPTIONS = {
+    "rayjob.yaml": ("--set", "name=example", "--max-nodes", "4"),
+    "raycluster.yaml": (
+        "--set",
+        "name=example",
+        "--kind",
+        "RayCluster",
+        "--min-nodes",
+        "1",
+        "--max-nodes",
+        "4",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    output: str
+    errors: str
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``braid kubernetes run.yaml ARGUMENTS`` in this process: 4 x 8 ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "name: My_run.2\nparallel: {dp: 4, tp: 8}\ndata: {files: ['data/*.jsonl']}\n"
+    )
+
+    def call(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(["kubernetes", "run.yaml", *COMMON, *arguments])
+        caught = capsys.readouterr()
+        return Outcome(int(left.value.code or 0), caught.out, caught.err)
+
+    return call
+
+
+def made(outcome: Outcome) -> list[Any]:
+    """The documents of a manifest."""
+    assert outcome.code == 0, outcome
+    assert outcome.errors == ""
+    return list(yaml.safe_load_all(outcome.output))
+
+
+def test_a_job(kubernetes: Any) -> None:
+    settings, job = check(made(kubernetes("--namespace", "training", "--token-secret", "ray-token")))
+    assert isinstance(job, RayJob)
+    assert job.metadata.name == "my-run-2"
+    assert {settings.metadata.namespace, job.metadata.namespace} == {"training"}
+    cluster, workers = job.spec.rayClusterSpec, job.spec.rayClusterSpec.workerGroupSpecs[0]
+    assert cluster.authOptions.mode == "token"
+    assert cluster.authOptions.secretName == "ray-token"
+    assert cluster.enableInTreeAutoscaling
+    assert (workers.minReplicas, workers.maxReplicas) == (0, 4)
+    (worker,), (head,) = workers.template.spec.containers, cluster.headGroupSpec.template.spec.containers
+    assert worker.resources.limits == {"cpu": "8", "memory": "256Gi", "nvidia.com/gpu": "8"}
+    assert "nvidia.com/gpu" not in head.resources.limits
+    assert cluster.headGroupSpec.rayStartParams["num-cpus"] == "0"
+    for template in (workers.template, cluster.headGroupSpec.template):
+        volumes = {volume.name: volume for volume in template.spec.volumes}
+        assert volumes["braid"].persistentVolumeClaim == {"claimName": "shared"}
+        assert volumes["config"].configMap == {"name": settings.metadata.name}
+    assert yaml.safe_load(job.spec.runtimeEnvYAML)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "120"
+
+
+def test_the_configuration_that_is_mounted(kubernetes: Any) -> None:
+    settings, job = check(made(kubernetes("--set", "train.steps=7", "--mount", "/shared")))
+    assert isinstance(job, RayJob)
+    (mount,) = [
+        mount
+        for mount in job.spec.rayClusterSpec.headGroupSpec.template.spec.containers[0].volumeMounts
+        if mount.name == "config"
+    ]
+    words = shlex.split(job.spec.entrypoint)
+    assert words[:4] == ["python", "-m", "braid", "train"]
+    folder, _, name = words[4].rpartition("/")
+    assert (folder, [name]) == (mount.mountPath, list(settings.data))
+    config = parse_config(yaml.safe_load(settings.data[name]))
+    assert config.name == "My_run.2"
+    assert config.runs == Path("/shared/runs")
+    assert config.data.files == ("/shared/data/*.jsonl",)
+    assert config.train.steps == 7
+    assert config.cluster.device == "cuda"
+    assert config.cluster.placement_timeout_s == 1800, "nodes have to be found first"
+    kept, _ = check(made(kubernetes("--min-nodes", "4")))
+    assert parse_config(yaml.safe_load(kept.data[name])).cluster.placement_timeout_s == 30
+
+
+def test_a_cluster_without_gpus(kubernetes: Any) -> None:
+    options = (
+        "--no-gpus",
+        "--ranks-per-node",
+        "3",
+        "--memory",
+        "500Mi",
+        "--set",
+        "cluster.cpus_per_rank=1.5",
+    )
+    settings, cluster = check(made(kubernetes("--kind", "RayCluster", *options)))
+    assert isinstance(cluster, RayCluster)
+    (workers,) = cluster.spec.workerGroupSpecs
+    assert workers.maxReplicas == 11, "32 ranks, 3 on a node"
+    assert workers.template.spec.containers[0].resources.requests == {"cpu": "4500m", "memory": "1500Mi"}
+    assert parse_config(yaml.safe_load(settings.data["run.yaml"])).cluster.device == "cpu"
+    assert cluster.spec.authOptions.secretName is None
+
+
+def test_a_run_smaller_than_a_node(kubernetes: Any) -> None:
+    _, job = check(made(kubernetes("--set", "parallel.dp=1", "--set", "parallel.tp=2")))
+    assert isinstance(job, RayJob)
+    (workers,) = job.spec.rayClusterSpec.workerGroupSpecs
+    assert workers.maxReplicas == 1
+    assert workers.template.spec.containers[0].resources.limits["nvidia.com/gpu"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--kind", "Deployment"), "--kind Deployment"),
+        (("--max-nodes", "3"), "--max-nodes 3 is too few: 32 ranks"),
+        (("--min-nodes", "9", "--max-nodes", "8"), "--min-nodes 9"),
+        (("--memory", "1e9"), "--memory 1e9"),
+        (("--mount", "data"), "--mount data"),
+        (("--set", "cluster.launcher=processes"), "cluster.launcher='processes'"),
+        (("--set", f"name={'x' * 48}"), "too long for Kubernetes"),
+        (("--set", "name=../x"), "name"),
+        (("--output", "nowhere/x.yaml"), "--output nowhere/x.yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be(kubernetes: Any, options: tuple[str, ...], says: str) -> None:
+    outcome = kubernetes(*options)
+    assert outcome.code == 2
+    assert outcome.output == ""
+    assert says in outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "entryPoint"), "x"),
+        (("spec", "backoffLimit"), "2"),
+        (("spec", "rayClusterSpec", "authOptions", "mode"), "tokens"),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "maxReplicas"), -1),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), 5),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "volumes"), []),
+        (("metadata", "name"), "My_run"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_the_check_itself(kubernetes: Any, path: tuple[Any, ...], value: Any) -> None:
+    """What the schema does not allow is found."""
+    documents = made(kubernetes())
+    *way, last = path
+    place = documents[1]
+    for key in way:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(ValidationError):
+        check(documents)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_examples(kubernetes: Any, name: str, update_golden: bool) -> None:
+    """The manifests in docs/ are what the command writes; their configurations may be older, but are good."""
+    text = kubernetes(*OPTIONS[name]).output
+    if update_golden:
+        (EXAMPLES / name).write_text(text, encoding="utf-8")
+    shown, written = [list(yaml.safe_load_all(t)) for t in ((EXAMPLES / name).read_text("utf-8"), text)]
+    assert shown[1] == written[1]
+    settings, _ = check(shown)
+    assert parse_config(yaml.safe_load(settings.data["run.yaml"])).name == "example"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_started_again(tmp_path: Path) -> None:
+    """The manifest's ``--resume-if-begun``: begins, goes on, and replaces a try that saved nothing."""
+    write_corpus(tmp_path)
+    write_config(tmp_path)
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("of a try that died before it saved anything\n")
+    command = ("train", "run.yaml", "--resume-if-begun")
+    first = braid(tmp_path, *command, "--until", "2")
+    assert first.code == 0, first.errors
+    second = braid(tmp_path, *command)
+    assert second.code == 0, second.errors
+    assert "steps 3 to 4" in second.output
+    refused = braid(tmp_path, *command, "--overwrite")
+    assert refused.code == 2
+    assert "--resume-if-begun exclude each other" in refused.errors

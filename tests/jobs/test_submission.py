@@ -1,0 +1,339 @@
+"""``braid submit`` and ``braid jobs`` against a stand-in for a job server; a real one is in end_to_end/."""
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from braid.actors.config import ConfigError, load_config, parse_config
+from braid.jobs import doors
+from braid.jobs.cli import main
+from braid.jobs.session import check_lasting
+from braid.jobs.submission import anchored
+from tests.jobs.job_server_stub import TOKEN, State, job_server
+
+CANARY = "canary-4c1e77aa03"
+BEYOND = "0.0.0.0"
+"""Reaches a server on loopback, and is no address of loopback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    output: str
+    errors: str
+
+
+Braid = Callable[..., Outcome]
+
+
+@pytest.fixture
+def server() -> Iterator[State]:
+    with job_server() as state:
+        yield state
+
+
+@pytest.fixture
+def braid(
+    server: State, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Braid:
+    """``braid ARGUMENTS --address http://HOST:PORT`` in this process, in a folder with ``run.yaml``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("RAY_ADDRESS", "10.255.255.1:6379")  # Ray's client would go there instead
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
+    (tmp_path / "run.yaml").write_text("name: first\nparallel: {dp: 2}\ndata: {files: [corpus.txt]}\n")
+
+    def call(*arguments: str, host: str = "127.0.0.1") -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main([*arguments, "--address", f"http://{host}:{server.port}"])
+        caught = capsys.readouterr()
+        return Outcome(int(left.value.code or 0), caught.out, caught.err)
+
+    return call
+
+
+def refused(outcome: Outcome, *says: str) -> None:
+    assert outcome.code == 2, outcome
+    assert outcome.errors.startswith("braid: ")
+    for text in says:
+        assert text in outcome.errors
+
+
+def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
+    done = braid("submit", "run.yaml", "--set", "train.steps=7", "--env", "NCCL_DEBUG=WARN")
+    assert done.code == 0, done
+    assert "run first is job first" in done.output
+    (request,) = server.submitted
+    assert request["submission_id"] == "first"
+    assert request["entrypoint"] == "python -m braid train run.yaml"
+    environment = request["runtime_env"]
+    assert environment["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "NCCL_DEBUG": "WARN"}
+    facts = request["metadata"]
+    assert facts["braid_run"] == "first"
+    assert facts["braid_layout"] == "dp 2"
+    assert facts["braid_directory"] == str(tmp_path / "runs" / "first")
+    folder = _unpacked(server, environment["working_dir"], tmp_path / "folder")
+    assert [path.name for path in folder.iterdir()] == ["run.yaml"]
+    config = load_config(folder / "run.yaml")
+    assert config.train.steps == 7
+    assert config.runs == tmp_path / "runs"
+    assert config.data.files == (str(tmp_path / "corpus.txt"),)
+    assert config.cluster.address is None
+    (module,) = environment["py_modules"]
+    package = _unpacked(server, module, tmp_path / "package")
+    for name in ("__main__.py", "jobs/cli.py", "actors/stage/worker.py", "scheduling/presets/clusters.yaml"):
+        assert (package / "braid" / name).is_file()
+    assert CANARY not in json.dumps(server.submitted)
+    assert not [name for name, content in server.packages.items() if CANARY.encode() in content]
+
+
+def _unpacked(server: State, uri: str, folder: Path) -> Path:
+    with zipfile.ZipFile(io.BytesIO(server.packages[uri.rpartition("/")[2]])) as file:
+        file.extractall(folder)
+    return folder
+
+
+def test_a_name_is_run_once_at_a_time(server: State, braid: Braid) -> None:
+    assert braid("submit", "run.yaml").code == 0
+    for options in ((), ("--resume",), ("--overwrite",)):
+        says = ("run 'first' is active", "job first is RUNNING", "braid jobs stop first", "--set name=")
+        refused(braid("submit", "run.yaml", *options), *says)
+    assert len(server.submitted) == 1
+    assert braid("submit", "run.yaml", "--set", "name=second").code == 0
+    server.jobs[0]["status"] = "STOPPED"
+    refused(braid("submit", "run.yaml"), "was here before: job first is STOPPED", "--resume", "--overwrite")
+    for option, job in (("--resume", "first-2"), ("--overwrite", "first-3")):
+        done = braid("submit", "run.yaml", option)
+        assert f"run first is job {job}" in done.output
+        assert server.submitted[-1]["entrypoint"] == f"python -m braid train run.yaml {option}"
+        server.jobs[-1]["status"] = "FAILED"
+
+
+def test_somebody_was_faster(server: State, braid: Braid) -> None:
+    def taken(request: dict[str, object]) -> tuple[int, str]:
+        server.add("first", "PENDING", {"braid_run": "first"})
+        return 500, "there is a job of this id already"
+
+    server.on_submit = taken
+    refused(braid("submit", "run.yaml"), "run 'first' is active: job first is PENDING")
+    server.on_submit = lambda request: (500, "no space left")
+    failed = braid("submit", "run.yaml", "--set", "name=other")
+    assert failed.code == 1
+    assert "no space left" in failed.errors
+    assert "Traceback" not in failed.errors
+
+
+def test_an_answer_that_comes_too_late(server: State, braid: Braid) -> None:
+    """The job is there all the same, and known to be ours."""
+
+    def late(request: dict[str, Any]) -> tuple[int, str]:
+        server.add("first", "PENDING", request["metadata"])
+        return 504, ""
+
+    server.on_submit = late
+    done = braid("submit", "run.yaml")
+    assert done.code == 0, done
+    assert "run first is job first" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--set", "cluster.launcher=processes"), ("cluster.launcher='processes'", "ray")),
+        (("--set", "parallel.tp=3"), ("model.heads=8", "parallel.tp=3")),
+        (("--set", "name=../elsewhere"), ("name", "../elsewhere")),
+        (("--resume", "--overwrite"), ("exclude each other",)),
+        (("--env", "WANDB_API_KEY=x"), ("WANDB_API_KEY", "secret")),
+        (("--env", "GRAFANA_TOKEN=x"), ("GRAFANA_TOKEN", "secret")),
+        (("--env", "A B=x"), ("NAME=VALUE",)),
+        (("--env", "ALONE"), ("NAME=VALUE",)),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_is_not_submitted(
+    server: State, braid: Braid, options: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    refused(braid("submit", "run.yaml", *options), *says)
+    assert server.writes == []
+
+
+def test_an_open_job_server_is_refused(server: State, braid: Braid) -> None:
+    """Unless one says that this is meant, which is noted; nothing is sent before."""
+    says = (f"http://{BEYOND}:{server.port}", "without a token", "RAY_AUTH_MODE=token")
+    refused(braid("submit", "run.yaml", host=BEYOND), *says, "cluster.allow_unauthenticated")
+    assert server.writes == []
+    allowed = braid("submit", "run.yaml", "--set", "cluster.allow_unauthenticated=true", host=BEYOND)
+    assert allowed.code == 0
+    assert "braid: warning: the Ray job server" in allowed.errors
+    assert len(server.submitted) == 1
+
+
+def test_a_job_server_with_a_token(server: State, braid: Braid, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.wants_token = True
+    refused(braid("submit", "run.yaml", host=BEYOND), "wants a token", "RAY_AUTH_MODE=token")
+    refused(braid("jobs", "list"), "wants a token")
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", _WithToken)
+    done = braid("submit", "run.yaml", host=BEYOND)
+    assert (done.code, done.errors) == (0, "")
+    assert TOKEN not in done.output + json.dumps(server.submitted)
+
+
+def _WithToken(address: str) -> object:  # noqa: N802
+    """Ray's client as it is in a process that was started with a token, which it reads once."""
+    from ray.dashboard.modules.job.sdk import JobSubmissionClient
+
+    return JobSubmissionClient(address, headers={"Authorization": f"Bearer {TOKEN}"})
+
+
+class _Gcs(grpc.GenericRpcHandler):
+    """The head of a cluster, as far as strangers see it."""
+
+    def __init__(self, closed: bool) -> None:
+        self._closed = closed
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self._closed:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_open_cluster_is_refused(closed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    head = grpc.server(futures.ThreadPoolExecutor(1), handlers=[_Gcs(closed)])
+    port = head.add_insecure_port("127.0.0.1:0")
+    head.start()
+    try:
+        doors.check_cluster(f"127.0.0.1:{port}", allowed=False)
+        if closed:
+            doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
+            return
+        with pytest.raises(
+            ConfigError, match=rf"{BEYOND}:{port} listens beyond loopback.*RAY_AUTH_MODE=token"
+        ):
+            doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
+        assert capsys.readouterr().err == ""
+        doors.check_cluster(f"{BEYOND}:{port}", allowed=True)
+        assert f"warning: the Ray cluster at {BEYOND}:{port}" in capsys.readouterr().err
+    finally:
+        head.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("localhost.example.org", False),
+        ("127.0.0.1.example.org", False),
+        ("", False),
+    ],
+)
+def test_loopback(host: str, inside: bool) -> None:
+    assert doors.is_loopback(host) is inside
+
+
+def test_list_status_and_logs(server: State, braid: Braid) -> None:
+    server.add("first", "STOPPED", {"braid_run": "first", "braid_layout": "dp 2"})
+    server.add("[red]x", "RUNNING", {"braid_run": "../../etc", "braid_submitted_by": "[bold]me"})
+    server.add("first-2", "RUNNING", {"braid_run": "first"})
+    server.add("first-3", "FAILED", {"braid_run": "first"})
+    head, *rows = braid("jobs", "list").output.splitlines()
+    assert head.split()[:3] == ["run", "job", "status"]
+    assert [row.split()[:3] for row in rows] == [
+        ["first", "first-3", "FAILED"],
+        ["first", "first-2", "RUNNING"],
+        ["-", "[red]x", "RUNNING"],
+        ["first", "first", "STOPPED"],
+    ]
+    assert "[bold]me" in rows[2]
+    listed = json.loads(braid("jobs", "list", "--json").output)
+    assert [job["id"] for job in listed] == ["first-3", "first-2", "[red]x", "first"]
+    shown = json.loads(braid("jobs", "status", "first", "--json").output)
+    assert (shown["id"], shown["status"]) == ("first-2", "RUNNING"), "the active one before newer ones"
+    assert "it is FAILED" in braid("jobs", "status", "first-3").output
+    assert braid("jobs", "logs", "first").output == "log of first-2\n"
+    for name in ("nobody", "../first", ""):
+        refused(braid("jobs", "status", name), repr(name), "there are: first")
+
+
+def test_stop(server: State, braid: Braid) -> None:
+    server.add("first", "RUNNING", {"braid_run": "first", "braid_stop_seconds": "77"})
+    slow = braid("jobs", "stop", "first", "--timeout", "0")
+    assert slow.code == 1
+    assert slow.errors.startswith("braid: job first is still RUNNING 0 s after it was told to stop")
+    assert "killed 77 s" in slow.errors
+    assert server.writes == [("POST", "/api/jobs/first/stop")]
+    server.jobs[0]["status"] = "STOPPED"
+    assert braid("jobs", "stop", "first").output == "job first is STOPPED already\n"
+    assert len(server.writes) == 1
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ftp://h:1", "http://", "nowhere"])
+def test_an_address_that_is_none(braid: Braid, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["jobs", "list", "--address", address])
+    assert left.value.code == 2
+    assert address in capsys.readouterr().err
+
+
+def test_nobody_answers(braid: Braid, capsys: pytest.CaptureFixture[str]) -> None:
+    with job_server() as gone:
+        port = gone.port
+    with pytest.raises(SystemExit) as left:
+        main(["jobs", "list", "--address", f"http://127.0.0.1:{port}"])
+    assert left.value.code == 2
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_server_that_goes_away(server: State, braid: Braid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two questions: one message, no trace."""
+    server.add("first", "RUNNING", {"braid_run": "first"})
+    server.silent_after = 2  # the version, asked twice
+    gone = braid("jobs", "status", "first")
+    assert gone.code == 1, gone
+    assert gone.errors.startswith("braid: the job server answers no more: ")
+    assert "Traceback" not in gone.errors
+
+
+def test_anchored() -> None:
+    files = ["a.txt", "/b.txt", "python-stdlib"]
+    overlap = {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"}
+    content = {"runs": "r", "data": {"files": files, "tokenizer": "t.json"}, "overlap": overlap}
+    config = anchored(parse_config(content), Path("/base"))
+    assert config.runs == Path("/base/r")
+    assert config.data.files == ("/base/a.txt", "/b.txt", "python-stdlib")
+    assert config.data.tokenizer == "/base/t.json"
+    assert config.data.directory is None
+    assert config.overlap.plan == Path("/base/p.yaml")
+    assert config.overlap.profile is None
+    assert config.overlap.schedule_file == Path("/s.txt")
+    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
+
+
+def test_runs_in_a_copy_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job that was submitted with a working directory, and only of such a one."""
+    copy = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs")
+    check_lasting(copy)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x"}}))
+    check_lasting(Path("/shared/runs"))
+    with pytest.raises(ConfigError, match=r"runs='/tmp/ray.*absolute path"):
+        check_lasting(copy)
