@@ -11,7 +11,7 @@ from typing import Any
 
 from braid.actors.config import AUTO, Config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import Launcher
+from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.planning import (
     Candidate,
     build_schedule,
@@ -223,6 +223,7 @@ def _in_processes(
 def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
     with ray_session(config):
         import ray
+        from ray.exceptions import RayActorError
 
         from braid.actors.controller.actor import start_controller
         from braid.actors.controller.placement import RayLauncher
@@ -232,14 +233,25 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show)
         made = plan(prepared, launcher, ray_nodes())
-        controller = start_controller(made, options, partial(replan, made))
-        with _stopping(lambda: ray.get(controller.stop.remote())), _ray_metrics(config) as tell:
-            for reference in controller.run.options(num_returns="streaming").remote():
-                event = ray.get(reference)
-                if isinstance(event, BaseException):
-                    raise event
-                tell(event)
-                yield event
+        controllers = [start_controller(made, options, partial(replan, made))]
+        with _stopping(lambda: ray.get(controllers[-1].stop.remote())), _ray_metrics(config) as tell:
+            while True:
+                try:
+                    for reference in controllers[-1].run.options(num_returns="streaming").remote():
+                        event = ray.get(reference)
+                        if isinstance(event, BaseException):
+                            raise event
+                        tell(event)
+                        yield event
+                    return
+                except RayActorError as error:
+                    if len(controllers) > config.failure.max_restarts:
+                        text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
+                        raise WorkerError(0, text, user_error=True) from None
+                # Its ranks have ended with it. The run's directory tells the next one where to go on.
+                yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)
+                again = replace(options, resume=True, overwrite=False, again=True)
+                controllers.append(start_controller(made, again, partial(replan, made)))
 
 
 @contextlib.contextmanager

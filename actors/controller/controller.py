@@ -6,6 +6,7 @@ with process groups of its own. Who its ranks are and where their state comes fr
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -48,6 +49,8 @@ class RunOptions:
     overwrite: bool = False
     until: int | None = None
     """Stop, with a checkpoint, after this step instead of ``train.steps``."""
+    again: bool = False
+    """A controller before this one died: where it left no checkpoint, ``resume`` begins anew."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class Controller:
             self._generation = directory.last_generation
             store = CheckpointStore(directory.path / "checkpoints")
             saver = Saver(store, directory, keeping, mirror)
-            found = self._find_checkpoint(store) if self._options.resume else None
+            begins = not self._options.resume or (self._options.again and not store.steps())
+            found = None if begins else self._find_checkpoint(store)
             self._failure = directory.unfinished() if self._options.resume else None
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
@@ -291,7 +295,7 @@ class Controller:
             done, notes = self._restore(group, places.store, found, facts)
         saver.last_step = done or None
         plan, layout = self._plan, self._config.layout()
-        directory.describe(self._config, plan.shape, plan.schedule, group.describe(), plan.files)
+        directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
         records = directory.rewind(done + 1)
         group.call_all("stream_spans", places.collector.target, self._generation)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
@@ -426,6 +430,11 @@ class Controller:
             "seed": self._config.train.seed,
             "global_batch": self._config.train.global_batch,
         }
+
+
+def _cluster(group: WorkerGroup) -> dict[str, Any]:
+    """The contents of ``cluster.json``."""
+    return {"controller": os.getpid(), **group.describe()}
 
 
 @dataclass(frozen=True)

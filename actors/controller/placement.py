@@ -9,7 +9,12 @@ from typing import Any
 import ray
 import ray._private.state
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config, ConfigError
@@ -59,7 +64,10 @@ class RayLauncher:
             free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
             for bundle, address in zip(bundles, free, strict=False):
                 bundle[f"node:{address}"] = 0.001  # every node has one of it
-        group = placement_group(bundles, strategy="SPREAD" if self._cluster.spread else "PACK")
+        name = f"braid {self._config.run_directory}"
+        with contextlib.suppress(ValueError):  # of a controller that died: its places outlive its actors
+            remove_placement_group(get_placement_group(name))
+        group = placement_group(bundles, strategy="SPREAD" if self._cluster.spread else "PACK", name=name)
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
             raise NoRoomError(self._too_small(ranks))
