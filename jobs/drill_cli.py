@@ -76,10 +76,10 @@ def show(console: Console, report: "Report") -> None:
     """The table of a drill."""
     where = "gloo, two emulated hosts" if report.emulated_hosts else "this machine"
     table = Table(title=f"Fault drill ({where})", title_justify="left")
-    table.add_column("fault")
+    table.add_column("fault", no_wrap=True)
     for name in ("detected after", "recovered after", "steps lost"):
         table.add_column(name, justify="right")
-    table.add_column("restored from")
+    table.add_column("restored from", no_wrap=True)
     for one in report.outcomes:
         detected = "" if one.detected_after is None else f"{one.detected_after:.2f} s"
         recovered = "" if one.recovered_after is None else f"{one.recovered_after:.2f} s"
@@ -93,5 +93,11 @@ def show(console: Console, report: "Report") -> None:
     ):
         verdict = "[green]identical, bit for bit[/green]" if same else "[red]DIFFERENT[/red]"
         console.print(f"{what}: {verdict}", highlight=False)
+    for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=True):
+        console.print(
+            f"{when}: {held.processes} processes, {held.threads} threads, {held.files} files ({held.sockets} "
+            f"sockets), {held.resident_bytes / 2**20:.0f} MiB",
+            highlight=False,
+        )
     if not report.identical_losses:
         console.print(f"largest relative difference of a loss: {report.largest_difference:.2e}")

@@ -83,4 +83,4 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int) -> list[Planned]:
 
 def steps_of(planned: Sequence[Planned]) -> int:
     """Steps that a run needs so that all its faults come, and are over before it ends."""
-    return max((fault.step for fault in planned), default=0) + 2 * _GAP
+    return max((fault.step for fault in planned), default=0) + 3 * _GAP

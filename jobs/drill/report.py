@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from braid.jobs.drill.census import Census
 from braid.jobs.drill.plan import Planned
 
 
@@ -34,6 +35,8 @@ class Report:
     """Of the losses, relative to those of the undisturbed run."""
     seconds: float
     emulated_hosts: bool
+    held: list[Census]
+    """What the run held of the machine before the first fault and after the last one."""
 
     @property
     def passed(self) -> bool:

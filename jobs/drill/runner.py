@@ -23,6 +23,7 @@ from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.faults import FOLDER, fire
 from braid.actors.stage.messages import Fault
 from braid.jobs.benchmarks.hosts import Hosts, two_hosts
+from braid.jobs.drill.census import Census, census
 from braid.jobs.drill.child import Spec
 from braid.jobs.drill.plan import (
     HARMLESS,
@@ -105,12 +106,16 @@ class Drill:
                 f"the disturbed run: {len(self._planned)} faults in {steps_of(self._planned)} steps"
             )
             self._start("broken", self._faults, resume=False)
+            self._wait("the first steps", lambda: self._step() >= 2)
+            held = [census(self._process_id())]
             for one in self._planned:
                 outcome = self._meet(one)
                 self._outcomes.append(outcome)
                 self._progress(describe(outcome))
+            self._wait("the steps after the last fault", lambda: self._step() >= self._planned[-1].step + 3)
+            held.append(census(self._process_id()))
             self._wait_for_end("broken")
-            return self._compare(time.monotonic() - begin)
+            return self._compare(time.monotonic() - begin, held)
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -149,6 +154,10 @@ class Drill:
             start_new_session=True,
         )
         log.close()
+
+    def _process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def _end(self) -> None:
         """Whatever happened: nothing of the run is left."""
@@ -311,7 +320,7 @@ class Drill:
 
     # -- what came of it -------------------------------------------------------------------------------------
 
-    def _compare(self, seconds: float) -> Report:
+    def _compare(self, seconds: float, held: list[Census]) -> Report:
         whole, broken = (
             read_metrics(self._run_folder(name) / "metrics.jsonl") for name in ("whole", "broken")
         )
@@ -329,6 +338,7 @@ class Drill:
             ),
             seconds=seconds,
             emulated_hosts=self._hosts is not None,
+            held=held,
         )
 
     def _tensors(self, name: str, records: Sequence[StepRecord]) -> dict[str, torch.Tensor]:
