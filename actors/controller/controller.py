@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from braid.actors.config import Config, ConfigError
-from braid.actors.controller.elastic import Change, Membership, best_degrees
+from braid.actors.config import Config
+from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
 from braid.actors.controller.mirror import Mirror
@@ -30,6 +30,7 @@ from braid.actors.controller.records import (
     build_report,
 )
 from braid.actors.controller.recovery import Changed, Failure, newest_common, partner_shift
+from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import WINDOW, Stepper
 from braid.actors.controller.watch import Watch
@@ -37,8 +38,6 @@ from braid.actors.stage.messages import Rendezvous, RunPlan
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
-_NODES_SECONDS = 1.0
-"""Between two questions for the room that there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +80,7 @@ class Controller:
         self._plan = plan
         self._config: Config = plan.config
         self._replan = replan
-        elastic = plan.config.elastic
-        self._membership = (
-            Membership(elastic, self._fits) if replan is not None and elastic.max_ranks is not None else None
-        )
+        self._resizing = Resizing(plan.config, launcher, plan.shape.vocabulary)
         self._changed: Changed | None = None
         """The change that the present generation was formed for."""
         self._launcher = launcher
@@ -96,7 +92,7 @@ class Controller:
         """Steps that are done."""
         self._failure: Failure | None = None
         """What the present generation was formed for."""
-        self._asked_room = 0.0
+        self._drained = False
         self._spiked: set[int] = set()
         """Steps that were repeated because of their loss."""
 
@@ -148,10 +144,11 @@ class Controller:
             try:
                 end = yield from self._generation_runs(group, places, found)
             except NoRoomError as error:
-                if self._membership is None:
+                if self._resizing.membership is None:
                     raise
                 group.shutdown()
-                return (yield from self._what_is_left(str(error)))
+                stopped, text = self._stop.is_set, str(error)
+                return (yield from self._resizing.what_is_left(self._config, text, self._step_now, stopped))
             if not isinstance(end, Failure):
                 return end
             yield from self._prepare_restart(group, end, places)
@@ -180,30 +177,6 @@ class Controller:
 
     # -- other numbers of ranks ----------------------------------------------------------------------------
 
-    def _fits(self, config: Config) -> bool:
-        try:
-            config.check(self._plan.shape.vocabulary)
-        except ConfigError:
-            return False
-        return True
-
-    def _what_is_left(self, text: str) -> Generator[Event, None, Change]:
-        """The change to what nodes there are, waiting for more if they are too few."""
-        elastic = self._config.elastic
-        deadline = time.monotonic() + elastic.wait_s
-        told = False
-        while True:
-            capacity, _ = self._launcher.capacity(None)
-            best = best_degrees(self._config, capacity, self._fits, elastic)
-            if best is not None:
-                return Change(best, f"a node is lost: {text}")
-            if time.monotonic() > deadline or self._stop.is_set():
-                raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
-            if not told:
-                told = True
-                yield Incident(kind="waiting", text=f"{text}; waiting for nodes", step=self._step_now)
-            time.sleep(_NODES_SECONDS)
-
     def _change(self, change: Change, places: _Places) -> Iterator[Event]:
         """Plan the run for another layout."""
         assert self._replan is not None
@@ -219,23 +192,6 @@ class Controller:
             self._plan = self._replan(config, self._launcher)
         self._config = self._plan.config
         self._failure = None
-
-    def _wanted_change(
-        self, group: WorkerGroup, watch: Watch, records: list[StepRecord], last: int
-    ) -> Change | None:
-        """The change to make before the next step, if one is due; asks for room once a second at most."""
-        if self._membership is None or time.monotonic() - self._asked_room < _NODES_SECONDS:
-            return None
-        self._asked_room = time.monotonic()
-        capacity, leaving = self._launcher.capacity(group)
-        left = last - self._step_now
-        step_s = median(record.seconds for record in records[-WINDOW:])
-        now = time.monotonic()
-        change = self._membership.look(self._config, capacity, leaving, now, step_s, left)
-        if change is None and watch.slowest is not None:
-            address = group.addresses[watch.slowest.rank]
-            change = self._membership.without(self._config, watch.slowest, address, capacity, step_s, left)
-        return change
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -268,9 +224,9 @@ class Controller:
             failure.parts["first step"] = now - failure.time - sum(failure.parts.values())
             directory.incident(**failure.facts(now, first_step, self._generation))
         changed, self._changed = self._changed, None
-        if changed is not None and self._membership is not None:
+        if changed is not None and self._resizing.membership is not None:
             changed.parts["first step"] = now - changed.time - sum(changed.parts.values())
-            self._membership.cost_s = now - changed.time
+            self._resizing.membership.cost_s = now - changed.time
             directory.incident(**changed.facts(now, first_step, self._generation))
 
     def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
@@ -329,7 +285,8 @@ class Controller:
             yield from saver.look(group)
             if saver.due(step):
                 yield from saver.begin(group, step, self._generation, described)
-            change = self._wanted_change(group, watch, records, last) if step < last else None
+            if step < last:
+                change = yield from self._look_around(group, places, watch, records, last, described)
         yield from saver.finish(group)
         if saver.last_step != step and step > done:
             yield from saver.begin(group, step, self._generation, described)
@@ -342,6 +299,33 @@ class Controller:
                 )
         if change is None:
             yield self._finish(directory, records, step)
+        return change
+
+    def _look_around(
+        self,
+        group: WorkerGroup,
+        places: _Places,
+        watch: Watch,
+        records: list[StepRecord],
+        last: int,
+        described: dict[str, Any],
+    ) -> Generator[Event, None, Change | None]:
+        """The change to make before the next step, if one is due; a drained node asks for a checkpoint."""
+        step, saver = self._step_now, places.saver
+        change = self._resizing.look(
+            group,
+            self._config,
+            watch.slowest,
+            lambda: median(record.seconds for record in records[-WINDOW:]),
+            last - step,
+        )
+        if self._resizing.leaving and change is None and not self._drained:
+            self._drained = True
+            text = "a node is being drained: a checkpoint is saved at once"
+            places.directory.note("draining", step, self._generation, text)
+            yield Incident(kind="draining", text=text, step=step)
+            yield from saver.begin(group, step, self._generation, described)
+            yield from saver.finish(group)
         return change
 
     def _finish(self, directory: RunDirectory, records: list[StepRecord], step: int) -> Finished:

@@ -14,7 +14,7 @@ import pytest
 from braid.actors.controller.records import read_lines
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
 
-STEPS = 700
+STEPS = 900
 SECTIONS: dict[str, Any] = {
     "train": {"steps": STEPS, "global_batch": 12, "micro_batch": 1},
     "parallel": {"dp": 2},
@@ -28,7 +28,6 @@ QUICK = {
     "RAY_health_check_initial_delay_ms": "1000",
 }
 """Ray notices a lost node in seconds."""
-NODE = {"node_ip_address": "127.0.0.1"}
 
 
 @pytest.fixture
@@ -39,9 +38,7 @@ def nodes() -> Iterator[Any]:
     os.environ.update(settings)
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False}
-    )
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         yield cluster
     finally:
@@ -50,14 +47,29 @@ def nodes() -> Iterator[Any]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def drain(address: str, node: str) -> None:
+    """Tell Ray that a node will be taken away."""
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    command = ["drain-node", "--address", address, "--node-id", node, "--deadline-remaining-seconds", "60"]
+    result = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *command, *why],
+        env={**environment(), **QUICK},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     write_corpus(tmp_path)
     elastic = {"max_ranks": 4, "settle_s": 4.0}
-    cluster = {"launcher": "ray", "placement_timeout_s": 5.0}
+    # The test cluster listens on this machine's own address, and has no token.
+    cluster = {"launcher": "ray", "placement_timeout_s": 5.0, "allow_unauthenticated": True}
     write_config(tmp_path, **SECTIONS, elastic=elastic, cluster=cluster)
-    workers = [nodes.add_node(num_cpus=1, **NODE) for _ in range(2)]
+    workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
     command = [sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", "--address", nodes.address]
     output = (tmp_path / "output").open("w")
     process = subprocess.Popen(
@@ -79,15 +91,17 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
 
     try:
         until(lambda: trained_on(2))
-        workers += [nodes.add_node(num_cpus=1, **NODE) for _ in range(2)]
+        workers += [nodes.add_node(num_cpus=1) for _ in range(2)]
         until(lambda: trained_on(4))
         nodes.remove_node(workers.pop(), allow_graceful=False)
         until(lambda: trained_on(3))
         for _ in range(2):
             nodes.remove_node(workers.pop(), allow_graceful=False)
         until(lambda: trained_on(1))
-        workers.append(nodes.add_node(num_cpus=1, **NODE))
+        workers.append(nodes.add_node(num_cpus=1))
         until(lambda: trained_on(2))
+        drain(nodes.address, workers.pop().node_id)
+        until(lambda: trained_on(1))
         assert process.wait(240) == 0, (tmp_path / "output").read_text()
     finally:
         if process.poll() is None:
@@ -96,7 +110,10 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     changes = [line["ranks"] for line in read_lines(run / "incidents.jsonl") if line["kind"] == "resized"]
     assert [before for before, _ in changes] == [2, *(after for _, after in changes[:-1])]
     assert changes[0] == [2, 4]
-    assert changes[-1] == [1, 2]
+    assert changes[-2:] == [[1, 2], [2, 1]]
+    last = read_lines(run / "incidents.jsonl")[-1]
+    assert last["text"].startswith("a node is leaving")
+    assert last["steps_lost"] == 0
     metrics = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert {len(line["peak_bytes"]) for line in metrics} >= {1, 2, 3, 4}
