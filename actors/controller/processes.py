@@ -211,7 +211,7 @@ def _serve(
     while True:
         try:
             method, arguments = calls.recv()
-        except EOFError:
+        except (EOFError, OSError):
             break
         try:
             outcome: Any = (getattr(worker, method)(*arguments),)

@@ -47,7 +47,7 @@ def run(spec: Spec) -> None:
     from braid.jobs.train import train
 
     config = parse_config(spec.config)
-    options = RunOptions(resume=spec.resume, overwrite=not spec.resume)
+    options = RunOptions(resume=spec.resume, overwrite=not spec.resume, again=spec.resume)
     train(config, options, faults=tuple(spec.faults), places=spec.places)
 
 
