@@ -204,7 +204,6 @@ class Drill:
 
     def _meet(self, one: Planned) -> Outcome:
         """Let a fault come, and wait until it is over."""
-        known = len(self._incidents())
         mark = self._run_folder("broken") / FOLDER / one.name
         if one.in_rank(1) is not None:
             self._wait(f"fault {one.name} to fire", mark.exists)
@@ -220,17 +219,19 @@ class Drill:
             if one.kind == "sigterm":
                 outcome.recovered_after = time.time() - outcome.fired
             return outcome
-        self._wait(f"recovery after {one.name}", lambda: len(self._incidents()) > known)
-        incident = self._incidents()[known]
-        outcome.detected_after = max(0.0, incident["time"] - outcome.fired)
+        self._wait(f"recovery after {one.name}", lambda: bool(self._incidents(outcome.fired)))
+        incident = self._incidents(outcome.fired)[0]
+        outcome.detected_after = incident["time"] - outcome.fired
         outcome.recovered_after = incident["recovered_after_seconds"]
         outcome.steps_lost = incident["steps_lost"]
         outcome.restored_from = incident["restored_from"]
         outcome.parts = incident["parts"]
         return outcome
 
-    def _incidents(self) -> list[dict[str, Any]]:
-        return read_lines(self._run_folder("broken") / "incidents.jsonl")
+    def _incidents(self, since: float) -> list[dict[str, Any]]:
+        """Incidents that were detected since a time."""
+        lines = read_lines(self._run_folder("broken") / "incidents.jsonl")
+        return [line for line in lines if line["time"] >= since]
 
     def _act(self, one: Planned) -> None:
         """Do what comes from outside."""
