@@ -194,7 +194,7 @@ def launch(
     (M, K), N = a.shape, b.shape[1]
     if not c.numel() or (accumulate and not K):
         return
-    tiles = tiles or tiles_for(operator, M, N, K, a.dtype, a.device, accumulate)
+    tiles = tiles or tiles_for(operator, (M, N, K), a.dtype, a.device, accumulates=accumulate)
     programs = programs_for(operator, num_sms, a.device, ceil_div(M, tiles.m) * ceil_div(N, tiles.n))
     gemm_kernel[(programs,)](
         a,

@@ -148,9 +148,9 @@ def _launch(
     y = x.new_empty(rows, N)
     if not y.numel():
         return y
-    tiles = tiles or tiles_for(
-        name, ceil_div(rows, max(1, experts)), N * max(1, experts), K, x.dtype, x.device
-    )
+    sizes = (ceil_div(rows, max(1, experts)), N * max(1, experts), K)
+    narrow = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (9, 0)
+    tiles = tiles or tiles_for(name, sizes, x.dtype, x.device, few_registers=narrow)
     most = (ceil_div(rows, tiles.m) + experts) * ceil_div(N, tiles.n)
     programs = programs_for(name, num_sms, x.device, most)
     grouped_kernel[(programs,)](
@@ -224,7 +224,8 @@ def grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, offsets: Tenso
     if not (total.numel() and dy.shape[0]):
         return
     name = "grouped_weight_gradient"
-    tiles = tiles_for(name, M * experts, N, ceil_div(dy.shape[0], experts), dy.dtype, dy.device, True)
+    sizes = (M * experts, N, ceil_div(dy.shape[0], experts))
+    tiles = tiles_for(name, sizes, dy.dtype, dy.device, accumulates=True)
     programs = programs_for(name, num_sms, dy.device, experts * ceil_div(M, tiles.m) * ceil_div(N, tiles.n))
     grouped_weight_kernel[(programs,)](
         dy,

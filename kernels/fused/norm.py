@@ -91,10 +91,11 @@ def tile_of(width: int) -> tuple[int, int, int]:
     return rows, block, warps_for(rows * block)
 
 
-def check_width(operator: str, x: Tensor) -> None:
-    check(operator, "x", x, (None, None))
+def check_width(operator: str, argument: str, x: Tensor) -> None:
+    """ValueError unless x is a matrix whose rows a program can hold."""
+    check(operator, argument, x, (None, None))
     if not 1 <= x.shape[1] <= WIDEST:
-        fail(operator, "x", f"has {x.shape[1]} columns, not 1 to {WIDEST}")
+        fail(operator, argument, f"has {x.shape[1]} columns, not 1 to {WIDEST}")
 
 
 # -- operators ---------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def _check_forward(
     key: Tensor | None,
     probability: float,
 ) -> None:
-    check_width(name, x)
+    check_width(name, "x", x)
     width = x.shape[1]
     if branch is not None:
         check(name, "branch", branch, tuple(x.shape), like=x, dtypes=(x.dtype,))

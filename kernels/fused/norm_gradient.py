@@ -109,7 +109,7 @@ def _check(
     skip: Tensor | None,
     vectors: dict[str, Tensor | None],
 ) -> None:
-    check_width(name, dy)
+    check_width(name, "dy", dy)
     if z is not None:
         check(name, "z", z, tuple(dy.shape), like=dy, dtypes=(dy.dtype,))
     if statistics is not None:

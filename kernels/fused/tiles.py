@@ -53,21 +53,36 @@ _FP32: Final = (
 _INTERPRETED: Final = (Tiles(m=16, n=32, k=16, warps=1, stages=1, group=2),)
 
 
-def candidates(dtype: torch.dtype, *, accumulates: bool = False) -> Sequence[Tiles]:
-    """All configurations for operands of a dtype; the first is the one for large matrices."""
+def candidates(
+    dtype: torch.dtype, *, accumulates: bool = False, few_registers: bool = False
+) -> Sequence[Tiles]:
+    """All configurations for operands of a dtype; the first is the one for large matrices.
+
+    ``few_registers``: without the widest, which grouped products spill on GPUs before Hopper.
+    """
     if INTERPRETING:
         return _INTERPRETED
     if dtype == torch.float32:
-        return _FP32
-    return _ACCUMULATING if accumulates else _WIDE
+        return _FP32[1:] if accumulates else _FP32
+    if accumulates:
+        return _ACCUMULATING
+    return _WIDE[1:] if few_registers else _WIDE
 
 
 def tiles_for(
-    operator: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, accumulates: bool = False
+    operator: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    accumulates: bool = False,
+    few_registers: bool = False,
 ) -> Tiles:
-    """The tuned tiles of a product if it was tuned on such a device, else the largest that fill it."""
-    options = candidates(dtype, accumulates=accumulates)
-    if device.type == "cuda" and (tuned := _tuned(_key(operator, m, n, k, dtype, device))) is not None:
+    """The tuned tiles of a product of M, N, K if it was tuned on such a device, else the largest that fill
+    the device."""
+    m, n, _ = sizes
+    options = candidates(dtype, accumulates=accumulates, few_registers=few_registers)
+    if device.type == "cuda" and (tuned := _tuned(_key(operator, sizes, dtype, device))) is not None:
         return tuned
     enough = multiprocessors(device)
     for tiles in options:
@@ -82,19 +97,22 @@ def tune(
     dtype: torch.dtype,
     device: torch.device,
     time_ns: Callable[[Tiles], int],
+    *,
     accumulates: bool = False,
+    few_registers: bool = False,
 ) -> Tiles:
     """Keep the candidate with the least ``time_ns`` for a product of M, N, K on this kind of device."""
-    best = min(candidates(dtype, accumulates=accumulates), key=time_ns)
-    key = _key(operator, *sizes, dtype, device)
+    options = candidates(dtype, accumulates=accumulates, few_registers=few_registers)
+    best = min(options, key=time_ns)
+    key = _key(operator, sizes, dtype, device)
     get_cache_manager(key).put(json.dumps(asdict(best)), _FILE, binary=False)
     _tuned.cache_clear()
     return best
 
 
-def _key(operator: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+def _key(operator: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = ("braid", triton.__version__, name, operator, str(dtype), str(m), str(n), str(k))
+    parts = ("braid", triton.__version__, name, operator, str(dtype), *map(str, sizes))
     return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
 
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "actors.controller": {"actors.controller", "actors.stage", "actors.config", "scheduling"},
     "dashboards": {"dashboards", "scheduling"},
     "jobs": {"jobs", "actors", "scheduling", "dashboards"},
+    "jobs.benchmarks": {"jobs", "actors", "scheduling", "dashboards", "kernels"},
 }
 """Layer -> layers whose modules it may import."""
 

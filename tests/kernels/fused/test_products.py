@@ -61,7 +61,7 @@ def test_chunks_count_their_tiles_and_change_no_bit(T, outputs, chunks, num_sms)
     x, weight = normal(T, 20), normal(outputs, 20)
     done = torch.zeros(chunks, dtype=torch.int32, device=DEVICE)
     y = linear(x, weight, None, num_sms, chunks, done)
-    tiles = tiles_for("linear", T, outputs, 20, x.dtype, DEVICE)
+    tiles = tiles_for("linear", (T, outputs, 20), x.dtype, DEVICE)
     counts = tiles_of_chunks(T, outputs, chunks, tiles)
     assert done.tolist() == counts
     across = -(-outputs // tiles.n)
@@ -74,7 +74,7 @@ def test_chunks_count_their_tiles_and_change_no_bit(T, outputs, chunks, num_sms)
 def test_the_first_chunk_of_tokens_is_finished_first(monkeypatch):
     """The tiles of the first chunk come first: they write its rows, all of them and no others."""
     x, weight = torch.randn(96, 8), torch.randn(70, 8)
-    tiles = tiles_for("linear", 96, 70, 8, x.dtype, DEVICE)
+    tiles = tiles_for("linear", (96, 70, 8), x.dtype, DEVICE)
     first_tiles = tiles_of_chunks(96, 70, 3, tiles)[0]
     rows = rows_of_chunk(96, 3, tiles)
     y = torch.full((96, 70), float("nan"))
