@@ -9,6 +9,7 @@ Bytes and FLOPs are the least that the operator needs: every operand read once, 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -115,6 +116,7 @@ def cases(shapes: Shapes, device: torch.device) -> Iterator[Case]:
     yield from _activations(make, shapes)
     yield from _rotary(make, shapes)
     yield from _cross_entropy(make, shapes)
+    yield from _linear_cross_entropy(make, shapes)
     yield from _products(make, shapes)
     yield from _experts(make, shapes)
 
@@ -214,10 +216,10 @@ def _rotary(make: _Maker, shapes: Shapes) -> Iterator[Case]:
 
 
 def _cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, V = shapes.tokens, shapes.hidden, shapes.vocabulary
+    T, V = shapes.tokens, shapes.vocabulary
     targets = torch.randint(V, (T,), device=make.device)
-    logits = make.random(T, V)
-    leaf, own = logits.clone().requires_grad_(), logits.clone()
+    own = make.random(T, V)
+    leaf = own.clone().requires_grad_()
 
     def ours() -> None:
         maximum, total, _ = cross_entropy.cross_entropy_statistics(own, targets, 0, V).unbind(-1)
@@ -226,21 +228,24 @@ def _cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     def eager() -> object:
         return torch.autograd.grad(F.cross_entropy(leaf, targets, reduction="sum"), leaf)
 
-    yield make.case("cross_entropy and its gradient", ours, eager, *(logits,) * 3)
-    del logits, leaf, own
+    yield make.case("cross_entropy and its gradient", ours, eager, *(own,) * 3)
+
+
+def _linear_cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
+    T, D, V = shapes.tokens, shapes.hidden, shapes.vocabulary
+    targets = torch.randint(V, (T,), device=make.device)
     x, weight = make.random(T, D), make.random(V, D) * 0.02
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     total = torch.zeros(V, D, device=make.device)
 
-    def whole() -> object:
-        return torch.autograd.grad(
-            linear_cross_entropy.reference_linear_cross_entropy(*leaves, targets), leaves
-        )
+    def eager() -> object:
+        loss = linear_cross_entropy.reference_linear_cross_entropy(*leaves, targets)
+        return torch.autograd.grad(loss, leaves)
 
     yield make.case(
         "linear_cross_entropy, all gradients",
         lambda: linear_cross_entropy.linear_cross_entropy(x, weight, targets, total, 1.0, _CHUNK),
-        whole,
+        eager,
         x,
         weight,
         total,
@@ -253,11 +258,11 @@ def _cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
 
 
 def _products(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, O = shapes.tokens, shapes.hidden, shapes.ffn
-    x, weight, dy = make.random(T, D), make.random(O, D), make.random(T, O)
-    total, y, dx = torch.zeros(O, D, device=make.device), torch.empty_like(dy), torch.empty_like(x)
+    T, D, width = shapes.tokens, shapes.hidden, shapes.ffn
+    x, weight, dy = make.random(T, D), make.random(width, D), make.random(T, width)
+    total, y, dx = torch.zeros(width, D, device=make.device), torch.empty_like(dy), torch.empty_like(x)
     part = max(1, multiprocessors(make.device) * 3 // 4)
-    flops = 2 * T * D * O
+    flops = 2 * T * D * width
 
     def case(
         name: str, run: Callable[[int], object], rival: Way, operands: tuple[Tensor, ...], tune: Any
@@ -305,7 +310,8 @@ def _products(make: _Maker, shapes: Shapes) -> Iterator[Case]:
 
 
 def _experts(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, O, E, k = shapes.tokens, shapes.hidden, shapes.ffn // 2, shapes.experts, min(2, shapes.experts)
+    T, D, width, E = shapes.tokens, shapes.hidden, shapes.ffn // 2, shapes.experts
+    k = min(2, E)
     logits, x = make.random(T, E).float(), make.random(T, D)
     weights, _, slots, sources, offsets, *_ = router.route(logits, k, T, True)
     S, part = T * k, max(1, multiprocessors(make.device) * 3 // 4)
@@ -338,10 +344,9 @@ def _experts(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         sorted_x,
         x,
     )
-    weight, dy = make.random(E, O, D), make.random(S, O)
-    total = torch.zeros(E, O, D, device=make.device)
-    bounds = offsets.tolist()
-    parts = [slice(first, end) for first, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    weight, dy = make.random(E, width, D), make.random(S, width)
+    total = torch.zeros(E, width, D, device=make.device)
+    parts = [slice(first, end) for first, end in pairwise(offsets.tolist())]
 
     def backward_weight() -> None:
         for e, rows in enumerate(parts):
@@ -368,4 +373,4 @@ def _experts(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         ),
     ):
         ways = {f"{OURS} 3/4": partial(run, part)}
-        yield make.case(name, partial(run, 0), eager, *operands, flops=2 * S * D * O, ways=ways)
+        yield make.case(name, partial(run, 0), eager, *operands, flops=2 * S * D * width, ways=ways)

@@ -8,7 +8,7 @@ dense product.
 import datetime
 import platform
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter_ns
@@ -112,7 +112,7 @@ def run_kernels(
     tune: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> KernelBenchmark:
-    """Time all kernels and their rivals; ``tune`` first finds the best tiles of each product and keeps them."""
+    """Time all kernels and their rivals; ``tune`` first finds and keeps the best tiles of each product."""
     if device.type == "cpu" and not (INTERPRETING and quick):
         raise ValueError(
             "kernels on the CPU run in Triton's interpreter only: set TRITON_INTERPRET=1 and use --quick"
@@ -222,11 +222,23 @@ def show_kernels(result: KernelBenchmark) -> str:
             "",
             f"microseconds, medians of {machine['rounds']} rounds",
             *table(("kernel", *ways, "best rival", "of the limit", "3/4 SMs"), rows),
-            *(f"{one.kernel}, {way}: {note}" for one in result.kernels for way, note in one.notes.items()),
+            *_note_lines(result.kernels),
             "",
             verdict,
         ]
     )
+
+
+def _note_lines(kernels: Sequence[KernelTime]) -> list[str]:
+    """What was not measured and why, with the kernels that it holds for."""
+    found: dict[str, list[str]] = {}
+    for one in kernels:
+        for way, note in one.notes.items():
+            found.setdefault(f"{way}: {note}", []).append(one.kernel)
+    return [
+        note if len(names) == len(kernels) else f"{note} ({'; '.join(names)})"
+        for note, names in found.items()
+    ]
 
 
 def _ratio(value: float | None) -> str:

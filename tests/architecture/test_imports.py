@@ -136,6 +136,15 @@ def test_the_controller_starts_without_torch_and_ray() -> None:
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}
 
 
+def test_triton_is_loaded_when_it_is_asked_for() -> None:
+    """Training works where it is not installed, and nobody waits for it who does not use it."""
+    modules = "braid.actors.stage.worker, braid.actors.stage.layers, braid.kernels.family"
+    choice = "braid.kernels.family.operator_family('auto', torch.device('cpu'), torch.float32)"
+    loaded = loaded_after(f"import torch, {modules}\n{choice}")
+    assert "torch" in loaded
+    assert "triton" not in loaded
+
+
 def test_links_cover_the_folders() -> None:
     for folder in FOLDERS:
         link = ROOT / "braid" / folder
