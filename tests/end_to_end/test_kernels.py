@@ -10,7 +10,7 @@ from tests.end_to_end.command import braid, write_config, write_corpus
 from tests.end_to_end.runs import prepare_text, run_layout
 
 TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
-STEPS = 4
+STEPS = 3
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on the CPU need the interpreter")
 
@@ -33,10 +33,9 @@ def losses(path: Path, data: Path, kernels: str, model: dict[str, Any], tp: int,
     ("model", "tp", "dtype"),
     [
         ({"family": "llama", "kv_heads": 2}, 2, "fp32"),
-        ({"family": "gpt", "kv_heads": 4}, 1, "fp32"),
-        ({"family": "llama", "kv_heads": 2}, 1, "bf16"),
+        ({"family": "gpt", "kv_heads": 4}, 1, "bf16"),
     ],
-    ids=["llama, tp 2, fp32", "gpt, fp32", "llama, bf16"],
+    ids=["llama, tp 2, fp32", "gpt, bf16"],
 )
 def test_the_curve_of_triton_is_that_of_torch(
     tmp_path: Path, model: dict[str, Any], tp: int, dtype: str

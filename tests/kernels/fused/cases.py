@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16])
-fresh = settings(max_examples=10, deadline=None)
+fresh = settings(max_examples=6, deadline=None)
 """The interpreter is slow: few examples of small shapes, other ones in every session."""
 
 
