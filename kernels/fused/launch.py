@@ -1,6 +1,7 @@
 """What all launchers share: checks of arguments, block sizes, and where kernels can run."""
 
 import math
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -87,6 +88,7 @@ def warps_for(elements: int) -> int:
     return max(1, min(16, elements // 512))
 
 
+@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors the device has; in the interpreter a small number that is not the tiles'."""
     if device.type != "cuda":

@@ -11,7 +11,7 @@ from torch.library import custom_op
 
 from braid.kernels.fused.columns import add_columns, partial_sums
 from braid.kernels.fused.dropout import check_key, keep_mask, threshold
-from braid.kernels.fused.launch import check
+from braid.kernels.fused.launch import ceil_div, check
 from braid.kernels.fused.norm import check_width, tile_of
 
 
@@ -144,8 +144,8 @@ def _backward(
     if not rows:
         return dz, d_branch
     tile_rows, block, warps = tile_of(width)
-    programs, each = partial_sums(rows, tile_rows)
     summed = d_weight is not None or d_bias is not None
+    programs, each = partial_sums(rows, tile_rows) if summed else (ceil_div(rows, tile_rows), 1)
     partials = dy.new_empty((programs, 3, width) if summed else (0,), dtype=torch.float32)
     backward_kernel[(programs,)](
         dy,

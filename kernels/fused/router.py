@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from braid.kernels.fused.launch import ceil_div, check, fail, power_of_two
+from braid.kernels.fused.launch import ceil_div, check, check_indices, fail, power_of_two
 
 _MOST_EXPERTS: Final = 1024
 
@@ -135,7 +135,10 @@ def route_gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``d_means`` (E): the loss's gradient by the mean probabilities, divided by the tokens."""
+    """``d_means`` (E): the loss's gradient by the mean probabilities, divided by the tokens.
+
+    A token with a choice that is no expert gets NaN.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)
     in_rows = row < tokens
@@ -148,6 +151,7 @@ def route_gradient_kernel(
         place = row.to(tl.int64) * CHOICES + choice
         best = tl.load(choices_ptr + place, mask=in_rows, other=-1)
         d_weight = tl.load(d_weights_ptr + place, mask=in_rows, other=0).to(tl.float32)
+        d_weight = tl.where((best < 0) | (best >= experts), float("nan"), d_weight)
         mean += d_weight * tl.load(weights_ptr + place, mask=in_rows, other=0)
         total += tl.sum(tl.where(expert[None, :] == best[:, None], probability, 0), axis=1)
     for choice in tl.static_range(CHOICES):
@@ -158,6 +162,7 @@ def route_gradient_kernel(
             d_weight = (d_weight - mean) / tl.where(in_rows, total, 1)
         d += tl.where(expert[None, :] == best[:, None], d_weight[:, None], 0)
     d_logit = probability * (d - tl.sum(d * probability, axis=1)[:, None])
+    d_logit = tl.where((mean == mean)[:, None], d_logit, float("nan"))
     mask = in_rows[:, None] & (expert < experts)[None, :]
     place = row.to(tl.int64)[:, None] * experts + expert[None, :]
     tl.store(d_logits_ptr + place, d_logit.to(d_logits_ptr.dtype.element_ty), mask=mask)
@@ -274,6 +279,7 @@ def _check_gradient(
     check(name, "d_weights", d_weights, size, like=logits, contiguous=True)
     check(name, "experts", experts, size, like=logits, dtypes=(torch.int32,), contiguous=True)
     check(name, "share", share, (logits.shape[1],), like=logits, dtypes=float32)
+    check_indices(name, "experts", experts, logits.shape[1])
 
 
 @custom_op("braid::route_gradient", mutates_args=())

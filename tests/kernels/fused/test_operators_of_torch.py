@@ -65,7 +65,7 @@ GOOD: dict[Any, tuple[Any, ...]] = {
     grouped_gemm.grouped_input_gradient: (f(3, 5), f(2, 5, 4), OFFSETS, 0),
     grouped_gemm.grouped_weight_gradient: (f(2, 5, 4), f(3, 5), f(3, 4), OFFSETS, 0),
     router.route: (f(3, 4), 2, 2, True),
-    router.route_gradient: (f(3, 2), f(3, 2), SLOTS, f(3, 4), f(4), 1.0, True),
+    router.route_gradient: (f(3, 2), f(3, 2), SLOTS.clamp(0, 3), f(3, 4), f(4), 1.0, True),
     permute.gather_rows: (f(3, 5), i(0, 5, -1), 2, f(3, 2)),
     permute.combine_rows: (f(5, 4), SLOTS, f(3, 2)),
     permute.combine_weight_gradient: (f(3, 4), f(5, 4), SLOTS),
@@ -149,6 +149,7 @@ REFUSED = [
     (grouped_gemm.grouped_linear, {"offsets": i(0, 1, 4)}, "offsets", "at most 3"),
     (router.route, {"choices": 5}, "choices", "1 to 4"),
     (router.route, {"capacity": 0}, "capacity", "is 0"),
+    (router.route_gradient, {"experts": SLOTS.abs() + 1}, "experts", r"outside \[0, 4\)"),
     (permute.gather_rows, {"sources": i(0, 6)}, "sources", r"outside \[-1, 6\)"),
     (permute.combine_rows, {"slots": SLOTS + 1}, "slots", r"outside \[-1, 5\)"),
 ]
@@ -197,6 +198,9 @@ def test_out_of_range_on_a_device_is_nan_not_garbage() -> None:
     permute.gather_kernel[(3,)](logits, i(0, 6, -1), logits, out, 5, 5, 2, 6, 1, WEIGHTED=False, BLOCK=16)
     assert out.isnan().all(1).tolist() == [False, True, False]
     assert_near(out[0], logits[0].double(), torch.float32)
+    route = (f(3, 1), f(3, 1), i(0, 5, -1), logits, f(5), out)
+    router.route_gradient_kernel[(1,)](*route, 3, 5, 5, CHOICES=1, NORMALISE=False, ROWS=16, BLOCK=16)
+    assert out.isnan().all(1).tolist() == [False, True, True]
     permute.combine_kernel[(3,)](
         logits, i(0, 3, -1), logits, out, 5, 5, 3, 1, CHOICES=1, WEIGHTED=False, BLOCK=16
     )

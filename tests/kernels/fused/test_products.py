@@ -112,6 +112,9 @@ def test_grouped(seed, batch, inputs, outputs, dtype, num_sms):
     leaves = wide(x, weight)
     expected = reference_grouped_linear(*leaves, offsets)
     assert_near(grouped_linear(x, weight, offsets, num_sms), expected, dtype)
+    assert torch.equal(grouped_linear(x, weight, offsets, num_sms), grouped_linear(x, weight, offsets, 0)), (
+        "another number of multiprocessors gave other bits"
+    )
     dx, d_weight = torch.autograd.grad(expected, leaves, dy.double())
     assert_near(grouped_input_gradient(dy, weight, offsets, num_sms), dx, dtype)
     total = normal(len(counts), outputs, inputs)
