@@ -11,9 +11,9 @@ from triton.runtime import interpreter
 
 def mend() -> None:
     """Let the interpreter's scalars count loops. Doing it twice is harmless."""
-    if getattr(interpreter._patch_lang_tensor, "mended", False):
+    original = getattr(interpreter, "_patch_lang_tensor", None)
+    if original is None or getattr(original, "mended", False):
         return
-    original = interpreter._patch_lang_tensor
 
     def mended(tensor: Any, scope: Any) -> None:
         original(tensor, scope)

@@ -5,6 +5,7 @@ the table below decides; `tune` (``python -m braid.jobs.bench kernels --tune``) 
 product and keeps the winner in Triton's own cache on disk, which later processes read once per product.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from triton.runtime.cache import get_cache_manager
 from braid.kernels.fused.launch import INTERPRETING, multiprocessors
 
 _FILE: Final = "tiles.json"
+_FORMAT: Final = "braid tiles 1"
+"""Part of the key; changes with the fields of `Tiles`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,8 @@ def tune(
 
 def _key(operator: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = ("braid", triton.__version__, name, operator, str(dtype), *map(str, sizes))
-    return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+    parts = (_FORMAT, triton.__version__, name, operator, str(dtype), *map(str, sizes))
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1024)

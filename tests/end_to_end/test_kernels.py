@@ -1,13 +1,15 @@
 """Training with Triton's kernels, in its interpreter, gives the curve of PyTorch's."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from braid.actors.config import ConfigError, parse_config
 from tests.end_to_end.command import braid, write_config, write_corpus
-from tests.end_to_end.runs import Run, prepare_text, run_layout
+from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout
 
 TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
 STEPS = 3
@@ -48,6 +50,14 @@ def test_the_curve_of_triton_is_that_of_torch(
     ours, theirs = by_triton.parameters(), by_torch.parameters()
     same = [torch.equal(ours[name], theirs[name]) for name in theirs]
     assert not all(same), "the same bits everywhere: were these Triton's kernels?"
+
+
+def test_triton_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"train": {"kernels": "triton"}})
+    assert config.check(BYTES_VOCABULARY)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"train\.kernels='triton': Triton is not installed"):
+        config.check(BYTES_VOCABULARY)
 
 
 def test_triton_without_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
