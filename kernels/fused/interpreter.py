@@ -1,7 +1,7 @@
 """Makes Triton 3.6's interpreter work beside NumPy 2.4.
 
 NumPy 2.4 refuses ``int(array)`` for arrays of one element and one dim, as which the interpreter keeps
-scalars, so that no loop up to a run-time argument runs. Newer versions of Triton need none of this.
+scalars, so that no loop up to a run-time argument runs.
 """
 
 from typing import Any

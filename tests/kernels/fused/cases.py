@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16])
 fresh = settings(max_examples=6, deadline=None)
-"""The interpreter is slow: few examples of small shapes, other ones in every session."""
+"""The interpreter is slow: few examples of small shapes, other ones every time."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
