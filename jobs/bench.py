@@ -1,12 +1,15 @@
-"""Benchmarks that need PyTorch and nothing else: `python -m braid.jobs.bench gpu`; the others: `braid bench`.
+"""Benchmarks that need PyTorch and nothing else: `python -m braid.jobs.bench gpu`, and `... kernels`, which
+needs Triton too; the others: `braid bench`.
 
 Errors that the user can mend are one message on standard error and exit code 2.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 _ERROR_EXIT = 2
 
@@ -15,18 +18,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
     chosen = _parser().parse_args(arguments)
     try:
-        from braid.jobs.benchmarks.gpu import FULL, QUICK, check_device, run, show
+        result, text = chosen.run(chosen)
     except ImportError as error:
-        print(f"braid: this benchmark needs PyTorch: {error}", file=sys.stderr)
+        print(f"braid: this benchmark needs {chosen.needs}: {error}", file=sys.stderr)
         return _ERROR_EXIT
-    try:
-        device = check_device(chosen.device)
-        result = run(device=device, sizes=QUICK if chosen.quick else FULL, seed=chosen.seed, progress=_say)
     except ValueError as error:
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
-    print(json.dumps(result.as_json()) if chosen.json else show(result))
+    print(json.dumps(result.as_json()) if chosen.json else text)
     return 0
+
+
+def _gpu(chosen: argparse.Namespace) -> tuple[Any, str]:
+    from braid.jobs.benchmarks.gpu import FULL, QUICK, check_device, run, show
+
+    device = check_device(chosen.device)
+    result = run(device=device, sizes=QUICK if chosen.quick else FULL, seed=chosen.seed, progress=_say)
+    return result, show(result)
+
+
+def _kernels(chosen: argparse.Namespace) -> tuple[Any, str]:
+    if chosen.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+    from braid.jobs.benchmarks.gpu import check_device
+    from braid.jobs.benchmarks.kernels import run_kernels, show_kernels
+
+    result = run_kernels(
+        device=check_device(chosen.device),
+        quick=chosen.quick,
+        rounds=1 if chosen.quick else 21,
+        seed=chosen.seed,
+        tune=chosen.tune,
+        progress=_say,
+    )
+    return result, show_kernels(result)
 
 
 def _say(text: str) -> None:
@@ -42,10 +67,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Operators and schedules on one CUDA GPU; communication is copies over PCIe to pinned "
         "host memory.",
     )
-    gpu.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (default: %(default)s)")
-    gpu.add_argument("--quick", action="store_true", help="a tiny layer: shows that it runs")
-    gpu.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    gpu.add_argument("--seed", type=int, default=0, help="of weights, inputs and the order of rounds")
+    gpu.set_defaults(run=_gpu, needs="PyTorch")
+    kernels = benchmarks.add_parser(
+        "kernels",
+        help="Triton's kernels against eager PyTorch, torch.compile, cuBLAS and Liger",
+        description="Triton's kernels and their rivals on one CUDA GPU, as shares of what the card allows.",
+    )
+    kernels.set_defaults(run=_kernels, needs="PyTorch and Triton")
+    kernels.add_argument("--tune", action="store_true", help="find and keep the best tiles of every product")
+    for one in (gpu, kernels):
+        one.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (default: %(default)s)")
+        one.add_argument("--quick", action="store_true", help="a tiny layer: shows that it runs")
+        one.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        one.add_argument("--seed", type=int, default=0, help="of weights, inputs and the order of rounds")
     return parser
 
 

@@ -5,6 +5,7 @@ the path of the key, its value, and what would be right.
 """
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,6 +64,8 @@ class TrainConfig(Section):
     global_batch: Positive = 16  # samples per step
     micro_batch: Positive = 4  # samples per micro-batch
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    # triton: its kernels; auto: those of them that were measured to win, on CUDA; else PyTorch's
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     seed: int = 0
     lr: Annotated[float, Field(gt=0)] = 1e-3
     min_lr_fraction: Fraction = 0.1
@@ -274,11 +277,26 @@ class Config(Section):
                     f"this version; set it to 0"
                 )
             check_fit(shape, self.layout(), self.workload())
+            self._check_kernels()
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return shape
+
+    def _check_kernels(self) -> None:
+        """What is known before any rank has started; a rank checks that it has a device for them."""
+        train = self.train
+        if train.kernels != "triton":
+            return
+        if train.dtype == "fp64":
+            raise ConfigError(
+                "train.kernels='triton' computes in fp32 and bf16, not in train.dtype='fp64'; use torch"
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                "train.kernels='triton': Triton is not installed (the extra braid[gpu]); use auto or torch"
+            )
 
     def to_yaml(self) -> str:
         """The resolved configuration; `load_config` reads it back."""

@@ -318,6 +318,7 @@ def profile_key(config: Config, shape: ModelShape, hardware: Sequence[str]) -> s
         "degrees": {axis: layout.degree(axis) for axis in AXES},
         "micro_batch": config.train.micro_batch,
         "dtype": config.train.dtype,
+        "kernels": config.train.kernels,
         "recompute": config.train.recompute,
         "layer": config.model.layer,
         "threads": config.cluster.threads_per_rank,

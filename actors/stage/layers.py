@@ -21,13 +21,9 @@ from braid.actors.stage.parameters import (
     stack_slices,
     whole,
 )
-from braid.kernels.operators.activation import GELU, SwiGLU
-from braid.kernels.operators.attention import Attention
-from braid.kernels.operators.cross_entropy import CrossEntropyLoss, CrossEntropyStatistics
+from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
-from braid.kernels.operators.linear import Linear
-from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.residual import Residual
 from braid.scheduling.layers import PartSizes, transformer_layer
 from braid.scheduling.operators import Part
 from braid.scheduling.spec import ModelShape
@@ -38,12 +34,13 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleContext:
-    """What building a module needs to know: sizes, the place in the tensor group, device and dtype."""
+    """What building a module needs to know: sizes, the place in the tensor group, device, dtype, kernels."""
 
     sizes: PartSizes
     tp_rank: int
     device: torch.device
     dtype: torch.dtype
+    operators: OperatorFamily = TORCH
 
     @property
     def shape(self) -> ModelShape:
@@ -56,7 +53,7 @@ class ModuleContext:
         """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
         hidden = self.shape.hidden
         weight = whole(GlobalParameter(name=f"{name}.weight", shape=(hidden,), constant=1.0))
-        kind = LayerNorm if self.shape.biases else RMSNorm
+        kind = self.operators.layer_norm if self.shape.biases else self.operators.rms_norm
         module = kind(hidden=hidden, eps=self.shape.norm_eps, device=self.device, dtype=self.dtype)
         if not self.shape.biases:
             return OperatorModule(module=module, slices={"weight": weight})
@@ -74,7 +71,9 @@ class ModuleContext:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = stack_slices(biases, self.sizes.tp, self.tp_rank)
         outputs = sum(piece.length for piece in slices["weight"])
-        module = Linear(inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype)
+        module = self.operators.linear(
+            inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype
+        )
         return OperatorModule(module=module, slices=slices)
 
     def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
@@ -82,7 +81,7 @@ class ModuleContext:
         deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
         slices = stack_slices([weight], self.sizes.tp, self.tp_rank, dim=1)
-        module = Linear(
+        module = self.operators.linear(
             inputs=slices[0].length, outputs=outputs, bias=False, device=self.device, dtype=self.dtype
         )
         return OperatorModule(module=module, slices={"weight": slices})
@@ -90,7 +89,9 @@ class ModuleContext:
     def residual(self, bias_name: str) -> OperatorModule:
         """The residual addition, with the bias of the row-parallel weight before it if the family has one."""
         hidden = self.shape.hidden
-        module = Residual(hidden=hidden, bias=self.shape.biases, device=self.device, dtype=self.dtype)
+        module = self.operators.residual(
+            hidden=hidden, bias=self.shape.biases, device=self.device, dtype=self.dtype
+        )
         if not self.shape.biases:
             return OperatorModule(module=module)
         bias = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
@@ -99,7 +100,7 @@ class ModuleContext:
     def attention(self) -> OperatorModule:
         """This rank's heads."""
         shape, tp = self.shape, self.sizes.tp
-        module = Attention(
+        module = self.operators.attention(
             heads=shape.heads // tp,
             kv_heads=shape.kv_heads // tp,
             head_dim=shape.head_dim,
@@ -107,6 +108,10 @@ class ModuleContext:
             rotary_base=None if shape.family == "gpt" else shape.rotary_base,
         )
         return OperatorModule(module=module)
+
+    def activation(self) -> OperatorModule:
+        """SwiGLU or GELU."""
+        return OperatorModule(module=self.operators.swiglu() if self.shape.gated else self.operators.gelu())
 
 
 class LayerDefinition(Protocol):
@@ -140,7 +145,7 @@ class TransformerLayer:
             "attention_residual": context.residual(f"{prefix}.projection"),
             "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
             "mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
-            "activation": OperatorModule(module=SwiGLU() if shape.gated else GELU()),
+            "activation": context.activation(),
             "mlp_out": context.rows(f"{prefix}.mlp_out", shape.ffn, shape.hidden),
             "mlp_residual": context.residual(f"{prefix}.mlp_out"),
         }
@@ -223,13 +228,18 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
     shape = context.shape
     offset, rows = split_evenly(shape.vocabulary, context.sizes.tp, context.tp_rank)
-    linear = Linear(inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype)
+    operators = context.operators
+    linear = operators.linear(
+        inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype
+    )
     piece = ParameterSlice(source=head_weight(shape), offset=offset, length=rows)
     return {
         "final_norm": context.norm("final_norm"),
         "head": OperatorModule(module=linear, slices={"weight": (piece,)}),
         "loss_statistics": OperatorModule(
-            module=CrossEntropyStatistics(rows=rows, first_row=offset, vocabulary=shape.vocabulary)
+            module=operators.cross_entropy_statistics(
+                rows=rows, first_row=offset, vocabulary=shape.vocabulary
+            )
         ),
         "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tp)),
     }

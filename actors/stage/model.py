@@ -14,6 +14,7 @@ from braid.actors.stage.layers import (
     head_modules,
 )
 from braid.actors.stage.parameters import OperatorModule, StageParameter
+from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.fusion import chunk_runs, placed, run_name, split_place
 from braid.scheduling.layers import PartSizes, embedding, head
@@ -81,11 +82,14 @@ class StageModel:
         device: torch.device,
         dtype: torch.dtype,
         definition: LayerDefinition | None = None,
+        operators: OperatorFamily = TORCH,
     ) -> None:
         self.shape = shape
         self.layout = layout
         self.definition = definition or TransformerLayer()
-        self.context = ModuleContext(sizes=sizes, tp_rank=position["tp"], device=device, dtype=dtype)
+        self.context = ModuleContext(
+            sizes=sizes, tp_rank=position["tp"], device=device, dtype=dtype, operators=operators
+        )
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
         self._tied: nn.Parameter | None = None

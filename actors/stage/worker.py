@@ -39,6 +39,7 @@ from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import NoRecorder, StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
+from braid.kernels.family import operator_family
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -150,6 +151,7 @@ class Worker:
             device=self._device,
             dtype=DTYPES[train.dtype],
             definition=definition,
+            operators=operator_family(train.kernels, self._device, DTYPES[train.dtype]),
         )
         self._model.initialise(train.seed)
         self._streams = streams = device_streams(self._device)

@@ -8,6 +8,7 @@ dimension of a head, n heads.
 """
 
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from braid.kernels.operators.operator import ComputeOperator
 
 
 @lru_cache(maxsize=8)
-def _rotary_tables(
+def rotary_tables(
     sequence: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each s x 1 x d/2, of position * base^(-2i/d); one copy serves all layers."""
@@ -73,30 +74,37 @@ class Attention(ComputeOperator):
         Saved are the turned q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores and o, which
         shares the storage of o_TQ.
         """
-        qkv_bsnd = self._split_heads(qkv)
-        turned_bsnd = torch.empty_like(qkv_bsnd)
-        turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
-        if turning:
-            cos, sin = self._tables(qkv)
-            _turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
-        turned_bsnd[:, :, turning:] = qkv_bsnd[:, :, turning:]
+        turned_bsnd = self._turn_heads(self._split_heads(qkv))
         (o_bnsd,), graph = record(self._attend, *self._q_k_v(turned_bsnd.transpose(1, 2), dim=1))
         return o_bnsd.transpose(1, 2).reshape(qkv.shape[0], -1), graph
 
     def input_gradient(self, d_o_TQ: Tensor, saved: Graph) -> tuple[Tensor]:
         """Return d_qkv (T x (Q + 2K)); frees ``saved``."""
         d_o_bnsd = d_o_TQ.view(-1, self.sequence, self.heads, self.head_dim).transpose(1, 2)
-        d_qkv = d_o_TQ.new_empty(d_o_TQ.shape[0], (self.heads + 2 * self.kv_heads) * self.head_dim)
+        d_q, d_k, d_v = (cast(Tensor, d) for d in saved.gradients((d_o_bnsd,), saved.inputs))
+        return (self._turn_back(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)),)
+
+    def _turn_heads(self, qkv_bsnd: Tensor) -> Tensor:
+        """A copy of q, k, v with q and k turned."""
+        turned_bsnd = torch.empty_like(qkv_bsnd)
+        turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
+        if turning:
+            cos, sin = self._tables(qkv_bsnd)
+            _turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
+        turned_bsnd[:, :, turning:] = qkv_bsnd[:, :, turning:]
+        return turned_bsnd
+
+    def _turn_back(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> Tensor:
+        """d_qkv (T x (Q + 2K)) from the gradients of the turned heads, each b x s x n x d."""
+        tokens = d_q.shape[0] * d_q.shape[1]
+        d_qkv = d_q.new_empty(tokens, (self.heads + 2 * self.kv_heads) * self.head_dim)
         targets = self._q_k_v(self._split_heads(d_qkv), dim=2)
-        gradients = saved.gradients((d_o_bnsd,), saved.inputs)
-        for name, target_bsnd, d_bnsd in zip("qkv", targets, gradients, strict=True):
-            assert d_bnsd is not None
-            d_bsnd = d_bnsd.transpose(1, 2)
+        for name, target_bsnd, d_bsnd in zip("qkv", targets, (d_q, d_k, d_v), strict=True):
             if self.rotary_base is None or name == "v":
                 target_bsnd.copy_(d_bsnd)
             else:
                 _turn(d_bsnd, *self._tables(d_qkv), target_bsnd, back=True)
-        return (d_qkv,)
+        return d_qkv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         grouped = self.heads != self.kv_heads
@@ -122,4 +130,4 @@ class Attention(ComputeOperator):
 
     def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         assert self.rotary_base is not None
-        return _rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)
+        return rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)

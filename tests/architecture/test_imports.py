@@ -19,6 +19,7 @@ ALLOWED = {
     "actors.controller": {"actors.controller", "actors.stage", "actors.config", "scheduling"},
     "dashboards": {"dashboards", "scheduling"},
     "jobs": {"jobs", "actors", "scheduling", "dashboards"},
+    "jobs.benchmarks": {"jobs", "actors", "scheduling", "dashboards", "kernels"},
 }
 """Layer -> layers whose modules it may import."""
 
@@ -134,6 +135,13 @@ def test_the_controller_starts_without_torch_and_ray() -> None:
     """It never touches a tensor; and a wrong configuration is refused before torch is loaded."""
     modules = "braid.actors.controller.controller, braid.actors.controller.processes, braid.jobs.train"
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}
+
+
+def test_layers_are_built_where_triton_is_not_installed() -> None:
+    absent = "import sys; sys.modules['triton'] = None"
+    modules = "import torch, braid.actors.stage.worker, braid.kernels.family"
+    choice = "family = braid.kernels.family.operator_family('auto', torch.device('cpu'), torch.float32)"
+    assert "torch" in loaded_after(f"{absent}\n{modules}\n{choice}\nfamily.swiglu()(torch.ones(2, 4))")
 
 
 def test_links_cover_the_folders() -> None:

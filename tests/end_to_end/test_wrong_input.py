@@ -116,6 +116,11 @@ CASES = [
     Case("nothing to resume", ("runs/run", "--resume"), options=("--resume",)),
     Case("resume and overwrite", ("--resume", "--overwrite"), options=("--resume", "--overwrite")),
     Case("report into nowhere", ("--report", "nowhere"), options=("--report", "nowhere/report.json")),
+    Case(
+        "Triton in fp64",
+        ("train.kernels='triton'", "train.dtype='fp64'", "torch"),
+        {"train": {"kernels": "triton", "dtype": "fp64"}},
+    ),
     Case("unknown layer", ("model.layer", "package.module:Class"), {"model": {"layer": "nowhere:Layer"}}),
     Case(
         "missing schedule file",
