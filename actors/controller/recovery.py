@@ -110,9 +110,14 @@ def newest_common(held: Sequence[Held], layout: ParallelLayout) -> tuple[int, li
 
 
 def _source(rank: int, step: int, held: Sequence[Held], layout: ParallelLayout) -> int | None:
+    """A rank that has the state: itself, the rank's partner, a replica, or a replica's partner."""
     if step in held[rank].own:
         return rank
-    for other, one in enumerate(held):
-        if one.partner == rank and step in one.partners:
+    same = [rank, *replicas(rank, layout)]
+    for other in same:
+        for partner, one in enumerate(held):
+            if one.partner == other and step in one.partners:
+                return partner
+        if step in held[other].own:
             return other
-    return next((other for other in replicas(rank, layout) if step in held[other].own), None)
+    return None

@@ -110,7 +110,7 @@ def test_last_sign_of_life_is_at_the_latest_the_begin_of_the_call() -> None:
     st.floats(0.0, 12.0),
 )
 def test_verdicts_agree_with_the_whole_history(beats: list[tuple[int, int, float]], rest: float) -> None:
-    """By the definition: silent since its last beat; stalled since the last beat that brought something new."""
+    """By the definition: silent since its last beat; stalled since the last beat with something new."""
     watched = vigil(4, now=0.0)
     now = advanced = 0.0
     heard, progress = dict.fromkeys(range(4), 0.0), dict[int, int]()

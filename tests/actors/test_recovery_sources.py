@@ -126,7 +126,8 @@ def test_the_newest_step_is_found_and_its_sources_hold_it(case: tuple[ParallelLa
     for rank, source in enumerate(sources):
         one = held[source]
         as_own = step in one.own and shard(source, layout) == shard(rank, layout)
-        as_partner = one.partner == rank and step in one.partners
+        partners = one.partner is not None and shard(one.partner, layout) == shard(rank, layout)
+        as_partner = partners and step in one.partners
         assert as_own or as_partner
         if step in held[rank].own:
             assert source == rank, "nothing travels that is there"
