@@ -392,7 +392,9 @@ class Controller:
         notes: tuple[str, ...] = ()
         if failure is not None and copies:
             common = newest_common(group.call_all("copies_held"), self._config.layout())
-            if common is not None and common[0] >= max(store.steps(), default=0):
+            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+            saved = max((step for step in store.steps() if step <= failure.step), default=0)
+            if common is not None and common[0] >= saved:
                 group.call_all("restore_copies", *common)
                 failure.source = "copies in memory"
                 return common[0], notes

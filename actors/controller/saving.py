@@ -123,7 +123,7 @@ class Saver:
         """Returns the checkpoint, and what is wrong with its copy in the mirror, if anything is."""
         path = self._store.publish(save.folder, step=save.step, **save.facts)
         verify(path)  # old ones go only after a good successor
-        self._store.collect(self._keeping.keep, self._keeping.keep_every)
+        self._store.collect(self._keeping.keep, self._keeping.keep_every, save.step)
         if self._mirror is not None:
             try:
                 self._mirror.put(path)
