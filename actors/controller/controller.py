@@ -17,7 +17,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Change, Membership, best_degrees
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
-from braid.actors.controller.mirror import Mirror
+from braid.actors.controller.mirror import Mirror, MirrorError
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -94,6 +94,7 @@ class Controller:
         self._failure: Failure | None = None
         """What the present generation was formed for."""
         self._asked_room = 0.0
+        self._mirror: Mirror | None = None
         self._spiked: set[int] = set()
         """Steps that were repeated because of their loss."""
 
@@ -104,7 +105,7 @@ class Controller:
     def run(self) -> Iterator[Event]:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
         keeping = self._config.checkpoint
-        mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
+        self._mirror = mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             self._generation = directory.last_generation
@@ -270,8 +271,19 @@ class Controller:
             directory.incident(**changed.facts(now, first_step, self._generation))
 
     def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
-        path, manifest, complaints = store.newest_verified()
-        notes = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
+        fetched = []
+        try:
+            path, manifest, complaints = store.newest_verified()
+        except CheckpointError as error:
+            if self._mirror is None:
+                raise
+            try:
+                fetched.append(f"{error}; {self._mirror.fetch_newest(store)}")
+            except (CheckpointError, MirrorError) as trouble:
+                raise CheckpointError(f"{error}; {trouble}") from None
+            path, manifest, complaints = *store.newest_verified()[:2], []
+        falls = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
+        notes = [*fetched, *falls]
         shape = asdict(self._plan.shape)
         if manifest.shape != shape:
             odd = next(key for key in shape if manifest.shape.get(key) != shape[key])

@@ -79,6 +79,10 @@ class CheckpointStore:
     def adopt(self, folder: Path) -> Manifest:
         """Give a checkpoint that came from elsewhere its name; `CheckpointError` if it is damaged."""
         manifest = verify(folder)
+        if folder.name.split(".")[0] != f"step-{manifest.step}":
+            raise CheckpointError(
+                f"checkpoint {folder}: {MANIFEST} says step {manifest.step}; it was renamed"
+            )
         for name in (*manifest.files, MANIFEST):
             _sync(folder / name)
         _sync(folder)

@@ -127,7 +127,7 @@ class Saver:
         if self._mirror is not None:
             try:
                 self._mirror.put(path)
-                self._mirror.collect(self._keeping.keep, self._keeping.keep_every)
+                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, save.step)
             except MirrorError as error:
                 return path, str(error)
         return path, ""
