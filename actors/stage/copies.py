@@ -82,8 +82,13 @@ class Copies:
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int, *, wait: bool) -> None:
-        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it."""
+        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it.
+
+        Copies of later steps are forgotten: the run has gone back behind them, to a checkpoint perhaps.
+        """
         self._settle()
+        self._own = {at: state for at, state in self._own.items() if at < step}
+        self._partners = {at: state for at, state in self._partners.items() if at < step}
         state = take(optimizer, step, self._forget(self._own))
         self._own[step] = state
         if self._exchange is not None:
