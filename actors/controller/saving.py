@@ -65,7 +65,7 @@ class Saver:
             if self._keeping.asynchronous:
                 group.call_all("begin_save", str(folder), step)
             else:
-                group.call_all("save", str(folder))
+                group.call_all("save", str(folder), step)
                 self._publish(save)
                 yield from self.finish(group)
         except WorkerError as error:
@@ -135,6 +135,8 @@ class Saver:
     def _told(self, save: _Save, path: Path) -> Saved:
         self.last_step = save.step
         seconds = time.perf_counter() - save.begun
+        if not self._keeping.asynchronous:  # told before `begin` is over
+            save.stalled_s = seconds
         text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
         self._directory.note(
             "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
