@@ -403,7 +403,7 @@ class Controller:
         failure = self._failure
         notes: tuple[str, ...] = ()
         if failure is not None and copies:
-            common = newest_common(group.call_all("copies_held"), self._config.layout())
+            common = newest_common(group.call_all("copies_held"), self._config.layout(), failure.step)
             # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
             saved = max((step for step in store.steps() if step <= failure.step), default=0)
             if common is not None and common[0] >= saved:

@@ -99,9 +99,13 @@ def _has_replica_elsewhere(rank: int, addresses: Sequence[str], layout: Parallel
     return any(addresses[other] != addresses[rank] for other in replicas(rank, layout))
 
 
-def newest_common(held: Sequence[Held], layout: ParallelLayout) -> tuple[int, list[int]] | None:
-    """The newest step that every rank can go back to, and for every rank the one that has its state."""
-    steps = {step for one in held for step in (*one.own, *one.partners)}
+def newest_common(held: Sequence[Held], layout: ParallelLayout, done: int) -> tuple[int, list[int]] | None:
+    """The newest step that every rank can go back to, and for every rank the one that has its state.
+
+    No later one than the ``done`` steps that are on record: of a step that failed after its update, in its
+    validation or by its loss, nobody would ever know the numbers.
+    """
+    steps = {step for one in held for step in (*one.own, *one.partners) if step <= done}
     for step in sorted(steps, reverse=True):
         sources = [_source(rank, step, held, layout) for rank in range(len(held))]
         if None not in sources:

@@ -70,9 +70,10 @@ def test_one_host_that_is_lost_takes_no_state_with_it(
         return
     held = [kept(rank, shift, ranks, [6, 7], [6, 7]) for rank in range(ranks)]
     held = [empty(rank, shift, ranks) if hosts[rank] == lost else held[rank] for rank in range(ranks)]
-    common = newest_common(held, layout)
-    assert common is not None
-    assert common[0] == 7
+    for done in (6, 7, 8):
+        common = newest_common(held, layout, done)
+        assert common is not None
+        assert common[0] == min(done, 7)
 
 
 def kept(rank: int, shift: int, ranks: int, own: Sequence[int], partners: Sequence[int]) -> Held:
@@ -101,8 +102,10 @@ def holdings(draw: st.DrawFn) -> tuple[ParallelLayout, list[Held]]:
     return layout, held
 
 
-@given(holdings())
-def test_the_newest_step_is_found_and_its_sources_hold_it(case: tuple[ParallelLayout, list[Held]]) -> None:
+@given(holdings(), st.integers(0, 5))
+def test_the_newest_step_is_found_and_its_sources_hold_it(
+    case: tuple[ParallelLayout, list[Held]], done: int
+) -> None:
     layout, held = case
     ranks = range(layout.ranks)
     there = {  # every state that is anywhere: (step, shard)
@@ -114,8 +117,12 @@ def test_the_newest_step_is_found_and_its_sources_hold_it(case: tuple[ParallelLa
             for step in one.partners
         ),
     }
-    possible = [step for step in range(5) if all((step, shard(rank, layout)) in there for rank in ranks)]
-    common = newest_common(held, layout)
+    possible = [
+        step
+        for step in range(5)
+        if step <= done and all((step, shard(rank, layout)) in there for rank in ranks)
+    ]
+    common = newest_common(held, layout, done)
     if not possible:
         assert common is None
         return
