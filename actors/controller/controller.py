@@ -17,7 +17,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Change, Membership, best_degrees
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
-from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.controller.mirror import Mirror, newest_good
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -28,7 +28,7 @@ from braid.actors.controller.records import (
     StepRecord,
     build_report,
 )
-from braid.actors.controller.recovery import Changed, Failure, newest_common, partner_shift
+from braid.actors.controller.recovery import Changed, Failure, in_words, newest_common, partner_shift
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import WINDOW, Stepper
 from braid.actors.controller.watch import Watch
@@ -249,7 +249,7 @@ class Controller:
         yield from places.saver.abandon()
         backoff = self._config.failure.backoff_s
         wait = backoff * 2 ** (self._in_row - 2) if self._in_row > 1 else 0.0
-        text = f"{failure.text}; {_in_words(gone)}, all ranks go on as a new generation"
+        text = f"{failure.text}; {in_words(gone)}, all ranks go on as a new generation"
         text += f" (restart {self._restarts} of {self._config.failure.max_restarts})"
         places.directory.note("restarted", failure.step, self._generation, text)
         yield Incident(kind="restarted", text=text, step=failure.step)
@@ -271,19 +271,7 @@ class Controller:
             directory.incident(**changed.facts(now, first_step, self._generation))
 
     def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
-        fetched = []
-        try:
-            path, manifest, complaints = store.newest_verified()
-        except CheckpointError as error:
-            if self._mirror is None:
-                raise
-            try:
-                fetched.append(f"{error}; {self._mirror.fetch_newest(store)}")
-            except (CheckpointError, MirrorError) as trouble:
-                raise CheckpointError(f"{error}; {trouble}") from None
-            path, manifest, complaints = *store.newest_verified()[:2], []
-        falls = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
-        notes = [*fetched, *falls]
+        path, manifest, notes = newest_good(store, self._mirror)
         shape = asdict(self._plan.shape)
         if manifest.shape != shape:
             odd = next(key for key in shape if manifest.shape.get(key) != shape[key])
@@ -458,9 +446,3 @@ def _timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
     yield
     if cause is not None:
         cause.parts[part] = time.monotonic() - begin
-
-
-def _in_words(gone: list[int]) -> str:
-    if not gone:
-        return "no rank is lost"
-    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"

@@ -15,6 +15,7 @@ from braid.actors.controller.manifest import (
     STEP_NAME,
     CheckpointError,
     CheckpointStore,
+    Manifest,
     to_be_removed,
 )
 
@@ -114,3 +115,21 @@ class Mirror:
             else:
                 return "; ".join([*complaints, f"step {manifest.step} was fetched from {self.url}"])
         raise CheckpointError("; ".join([*complaints, f"there is no good checkpoint in {self.url}"]))
+
+
+def newest_good(store: CheckpointStore, mirror: Mirror | None) -> tuple[Path, Manifest, list[str]]:
+    """The newest good checkpoint of a run, from its mirror if need be, and what there is to tell of it.
+
+    `CheckpointError` if there is none.
+    """
+    try:
+        path, manifest, complaints = store.newest_verified()
+    except CheckpointError as error:
+        if mirror is None:
+            raise
+        try:
+            told = f"{error}; {mirror.fetch_newest(store)}"
+        except (CheckpointError, MirrorError) as trouble:
+            raise CheckpointError(f"{error}; {trouble}") from None
+        return *store.newest_verified()[:2], [told]
+    return path, manifest, [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]

@@ -125,3 +125,10 @@ def _source(rank: int, step: int, held: Sequence[Held], layout: ParallelLayout) 
         if step in held[other].own:
             return other
     return None
+
+
+def in_words(gone: Sequence[int]) -> str:
+    """What became of lost ranks."""
+    if not gone:
+        return "no rank is lost"
+    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"
