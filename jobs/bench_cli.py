@@ -142,6 +142,37 @@ def bench_telemetry(
         telemetry.show(Console(width=max(Console().width, 110)), result)
 
 
+@bench.command("checkpoint")
+def bench_checkpoint(
+    hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 512,
+    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds of each kind.", min=1)] = 7,
+    steps: Annotated[int, typer.Option(help="Steps after a save.", min=1)] = 4,
+    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured (default: /tmp).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """For how long training waits for a checkpoint, in the background and not, in turns in one run."""
+    from braid.jobs.benchmarks import checkpoint
+
+    if hidden % 16:
+        raise ConfigError(f"--hidden {hidden} must be a multiple of 16: there are 8 heads")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--folder {folder} does not exist")
+    console = Console(stderr=True)
+    result = checkpoint.run(
+        hidden=hidden,
+        layers=layers,
+        rounds=rounds,
+        steps=steps,
+        folder=folder,
+        progress=lambda text: console.print(text, highlight=False),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        checkpoint.show(Console(width=max(Console().width, 110)), result)
+
+
 @bench.callback()
 def _bench_root() -> None:
     pass

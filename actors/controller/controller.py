@@ -18,7 +18,7 @@ from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
-from braid.actors.controller.mirror import Mirror
+from braid.actors.controller.mirror import Mirror, newest_good
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -29,7 +29,7 @@ from braid.actors.controller.records import (
     StepRecord,
     build_report,
 )
-from braid.actors.controller.recovery import Changed, Failure, newest_common, partner_shift
+from braid.actors.controller.recovery import Changed, Failure, in_words, newest_common, partner_shift
 from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import WINDOW, Stepper
@@ -93,6 +93,7 @@ class Controller:
         self._failure: Failure | None = None
         """What the present generation was formed for."""
         self._drained = False
+        self._mirror: Mirror | None = None
         self._spiked: set[int] = set()
         """Steps that were repeated because of their loss."""
 
@@ -103,7 +104,7 @@ class Controller:
     def run(self) -> Iterator[Event]:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
         keeping = self._config.checkpoint
-        mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
+        self._mirror = mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             self._generation = directory.last_generation
@@ -208,7 +209,7 @@ class Controller:
         yield from places.saver.abandon()
         backoff = self._config.failure.backoff_s
         wait = backoff * 2 ** (self._in_row - 2) if self._in_row > 1 else 0.0
-        text = f"{failure.text}; {_in_words(gone)}, all ranks go on as a new generation"
+        text = f"{failure.text}; {in_words(gone)}, all ranks go on as a new generation"
         text += f" (restart {self._restarts} of {self._config.failure.max_restarts})"
         places.directory.note("restarted", failure.step, self._generation, text)
         yield Incident(kind="restarted", text=text, step=failure.step)
@@ -230,8 +231,7 @@ class Controller:
             directory.incident(**changed.facts(now, first_step, self._generation))
 
     def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
-        path, manifest, complaints = store.newest_verified()
-        notes = [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
+        path, manifest, notes = newest_good(store, self._mirror)
         shape = asdict(self._plan.shape)
         if manifest.shape != shape:
             odd = next(key for key in shape if manifest.shape.get(key) != shape[key])
@@ -379,8 +379,10 @@ class Controller:
         failure = self._failure
         notes: tuple[str, ...] = ()
         if failure is not None and copies:
-            common = newest_common(group.call_all("copies_held"), self._config.layout())
-            if common is not None and common[0] >= max(store.steps(), default=0):
+            common = newest_common(group.call_all("copies_held"), self._config.layout(), failure.step)
+            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+            saved = max((step for step in store.steps() if step <= failure.step), default=0)
+            if common is not None and common[0] >= saved:
                 group.call_all("restore_copies", *common)
                 failure.source = "copies in memory"
                 return common[0], notes
@@ -437,9 +439,3 @@ def _timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
     yield
     if cause is not None:
         cause.parts[part] = time.monotonic() - begin
-
-
-def _in_words(gone: list[int]) -> str:
-    if not gone:
-        return "no rank is lost"
-    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"

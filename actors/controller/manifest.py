@@ -24,10 +24,6 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing or damaged."""
 
 
-class DiskFullError(CheckpointError):
-    """A checkpoint that does not fit on the disk."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
@@ -74,12 +70,31 @@ class CheckpointStore:
             _sync(written / name)
         write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
         _sync(written)
+        return self._give_name(written, step)
+
+    def adopt(self, folder: Path) -> Manifest:
+        """Give a checkpoint that came from elsewhere its name; `CheckpointError` if it is damaged."""
+        manifest = verify(folder)
+        if folder.name.split(".")[0] != f"step-{manifest.step}":
+            raise CheckpointError(
+                f"checkpoint {folder}: {MANIFEST} says step {manifest.step}; it was renamed"
+            )
+        for name in (*manifest.files, MANIFEST):
+            _sync(folder / name)
+        _sync(folder)
+        self._give_name(folder, manifest.step)
+        return manifest
+
+    def _give_name(self, written: Path, step: int) -> Path:
         final = self.directory / f"step-{step}"
         if final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
+            for leftover in self.directory.glob(f"step-{step}.replaced-*"):
+                shutil.rmtree(leftover)  # or a crash would leave two, and nobody knew which one is whole
             aside = self.directory / f"step-{step}.replaced-{os.getpid()}"
             os.rename(final, aside)
             os.rename(written, final)
+            _sync(self.directory)
             shutil.rmtree(aside)
         else:
             os.rename(written, final)
@@ -87,12 +102,17 @@ class CheckpointStore:
         write_durably(self.directory / "latest", final.name)
         return final
 
-    def collect(self, keep: int, keep_every: int = 0) -> None:
+    def collect(self, keep: int, keep_every: int = 0, newest: int | None = None) -> None:
         """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
-        saves that never finished."""
+        saves that never finished.
+
+        newest: the step that was saved last. Those beyond it belong to a run that fell back because they are
+        damaged; they do not count, or the good ones would go for their sake.
+        """
         for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.replaced-*")):
             shutil.rmtree(path)
-        for step in to_be_removed(self.steps(), keep, keep_every):
+        steps = [step for step in self.steps() if newest is None or step <= newest]
+        for step in to_be_removed(steps, keep, keep_every):
             # By a name that is none first: what is removed half-way must not look like a checkpoint.
             gone = self.directory / f"step-{step}.tmp-old"
             os.rename(self.directory / f"step-{step}", gone)
@@ -112,7 +132,10 @@ class CheckpointStore:
         for step in reversed(self.steps()):
             path = self.directory / f"step-{step}"
             try:
-                return path, verify(path), complaints
+                manifest = verify(path)
+                if manifest.step == step:
+                    return path, manifest, complaints
+                complaints.append(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
             except CheckpointError as error:
                 complaints.append(str(error))
         if complaints:
@@ -148,25 +171,41 @@ _NO_SPACE = 1 << 20
 
 def verify(path: Path) -> Manifest:
     """Read a checkpoint's manifest and check every file against it; `CheckpointError` names the file."""
+    manifest = _read_manifest(path)
+    try:
+        there = list(path.rglob("*"))
+        if links := [str(p.relative_to(path)) for p in there if p.is_symlink()]:
+            raise CheckpointError(f"checkpoint {path}: {min(links)} is a link, which no save writes")
+        present = {str(p.relative_to(path)) for p in there if p.is_file()} - {MANIFEST}
+        if odd := present ^ set(manifest.files):
+            raise CheckpointError(
+                f"checkpoint {path}: file {min(odd)} is missing or was not written by the save"
+            )
+        for name, (size, digest) in manifest.files.items():
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+            if _sha256(path / name) != digest:
+                raise CheckpointError(f"checkpoint {path}: the checksum of file {name} is wrong")
+    except OSError as error:
+        what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
+        raise CheckpointError(what) from None
+    return manifest
+
+
+def _read_manifest(path: Path) -> Manifest:
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        manifest = Manifest(**{**content, "files": {k: tuple(v) for k, v in content["files"].items()}})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+        manifest = Manifest(**{**content, "files": files})
+        if not all(isinstance(part, dict) for part in (manifest.layout, manifest.data, manifest.shape)):
+            raise ValueError("layout, data and shape must be mappings")
+        if type(manifest.step) is not int:
+            raise ValueError(f"step {manifest.step!r} is no number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
     if manifest.version != VERSION:
         raise CheckpointError(f"checkpoint {path} has version {manifest.version}, this Braid reads {VERSION}")
-    found = list(path.rglob("*"))
-    if links := [str(p.relative_to(path)) for p in found if p.is_symlink()]:
-        raise CheckpointError(f"checkpoint {path}: {min(links)} is a link, which no save writes")
-    present = {str(p.relative_to(path)) for p in found if p.is_file()} - {MANIFEST}
-    if odd := present ^ set(manifest.files):
-        raise CheckpointError(f"checkpoint {path}: file {min(odd)} is missing or was not written by the save")
-    for name, (size, digest) in manifest.files.items():
-        there = (path / name).stat().st_size
-        if there != size:
-            raise CheckpointError(f"checkpoint {path}: file {name} has {there} bytes instead of {size}")
-        if _sha256(path / name) != digest:
-            raise CheckpointError(f"checkpoint {path}: the checksum of file {name} is wrong")
     return manifest
 
 

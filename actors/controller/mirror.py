@@ -5,13 +5,22 @@ checkpoint. A mirror is read only when the run's own directory has no good check
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-from braid.actors.controller.manifest import MANIFEST, STEP_NAME, to_be_removed
+from braid.actors.config import ConfigError
+from braid.actors.controller.manifest import (
+    MANIFEST,
+    STEP_NAME,
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    to_be_removed,
+)
 
 
-class MirrorError(RuntimeError):
+class MirrorError(ConfigError):
     """The mirror cannot be reached or used."""
 
 
@@ -34,6 +43,8 @@ class Mirror:
         target = f"{self._root}/{checkpoint.name}"
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         try:
+            if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
+                self._files.rm_file(f"{target}/{MANIFEST}")
             for name in [*sorted(manifest["files"]), MANIFEST]:
                 place = f"{target}/{name}"
                 self._files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
@@ -52,9 +63,10 @@ class Mirror:
         names = [str(path).rsplit("/", 2)[1] for path in found]
         return sorted(int(match.group(1)) for name in names if (match := STEP_NAME.fullmatch(name)))
 
-    def collect(self, keep: int, keep_every: int) -> None:
-        """Remove old copies by the same rule as in the run's own directory."""
-        for step in to_be_removed(self.steps(), keep, keep_every):
+    def collect(self, keep: int, keep_every: int, newest: int) -> None:
+        """Remove old copies by the same rule as in the run's own directory; ``newest`` was copied last."""
+        steps = [step for step in self.steps() if step <= newest]
+        for step in to_be_removed(steps, keep, keep_every):
             self._remove(f"{self._root}/step-{step}")
 
     def _remove(self, folder: str) -> None:
@@ -67,9 +79,8 @@ class Mirror:
             ) from None
 
     def fetch(self, step: int, into: Path) -> Path:
-        """Copy a checkpoint back, into a new folder; nothing of it is to be believed before `verify`."""
+        """Copy a checkpoint back, into an empty folder; nothing of it is to be believed before `verify`."""
         source = f"{self._root}/step-{step}"
-        into.mkdir(parents=True)
         try:
             manifest: dict[str, Any] = json.loads(self._files.cat_file(f"{source}/{MANIFEST}"))
             for name in [*manifest["files"], MANIFEST]:
@@ -87,3 +98,38 @@ class Mirror:
                 f"checkpoint.mirror={self.url!r}: step {step} cannot be copied: {error}"
             ) from None
         return into
+
+    def fetch_newest(self, store: CheckpointStore) -> str:
+        """Bring the newest good copy into a run's own directory; returns what to tell of it.
+
+        `CheckpointError` if there is none.
+        """
+        complaints = []
+        for step in reversed(self.steps()):
+            folder = store.begin(step, 0)
+            try:
+                manifest = store.adopt(self.fetch(step, folder))
+            except (CheckpointError, MirrorError) as error:
+                complaints.append(str(error))
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                return "; ".join([*complaints, f"step {manifest.step} was fetched from {self.url}"])
+        raise CheckpointError("; ".join([*complaints, f"there is no good checkpoint in {self.url}"]))
+
+
+def newest_good(store: CheckpointStore, mirror: Mirror | None) -> tuple[Path, Manifest, list[str]]:
+    """The newest good checkpoint of a run, from its mirror if need be, and what there is to tell of it.
+
+    `CheckpointError` if there is none.
+    """
+    try:
+        path, manifest, complaints = store.newest_verified()
+    except CheckpointError as error:
+        if mirror is None:
+            raise
+        try:
+            told = f"{error}; {mirror.fetch_newest(store)}"
+        except (CheckpointError, MirrorError) as trouble:
+            raise CheckpointError(f"{error}; {trouble}") from None
+        return *store.newest_verified()[:2], [told]
+    return path, manifest, [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]

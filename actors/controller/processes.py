@@ -82,6 +82,8 @@ class ProcessGroup(WatchedGroup):
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank)}
         self._asked: set[int] = set()
         """Ranks whose pulse was asked for."""
+        self._owed = [0] * len(places)
+        """Calls that a rank has not answered; more than one after a call that another rank's error ended."""
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "_Child":
@@ -100,6 +102,7 @@ class ProcessGroup(WatchedGroup):
         return _Child(process, calls, pulse)
 
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._owed[rank] += 1
         with contextlib.suppress(OSError):  # the pipe of a dead process: `_poll` says so
             self._children[rank].calls.send((method, arguments))
 
@@ -121,7 +124,13 @@ class ProcessGroup(WatchedGroup):
                 self._asked.discard(rank)
                 with contextlib.suppress(EOFError, OSError):
                     beats.append((rank, connection.recv()))
-        outcomes = [(rank, self._receive(rank)) for connection, rank in calls.items() if connection in ready]
+        outcomes = []
+        for connection, rank in calls.items():
+            if connection in ready:
+                outcome = self._receive(rank)
+                self._owed[rank] -= 1
+                if not self._owed[rank] or (isinstance(outcome, WorkerError) and outcome.died):
+                    outcomes.append((rank, outcome))  # else the answer to a call that nobody waits for
         return outcomes, beats
 
     def _receive(self, rank: int) -> Outcome:
@@ -144,6 +153,7 @@ class ProcessGroup(WatchedGroup):
     def _restart(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self._asked.discard(rank)
+            self._owed[rank] = 0
             self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:

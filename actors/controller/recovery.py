@@ -99,9 +99,13 @@ def _has_replica_elsewhere(rank: int, addresses: Sequence[str], layout: Parallel
     return any(addresses[other] != addresses[rank] for other in replicas(rank, layout))
 
 
-def newest_common(held: Sequence[Held], layout: ParallelLayout) -> tuple[int, list[int]] | None:
-    """The newest step that every rank can go back to, and for every rank the one that has its state."""
-    steps = {step for one in held for step in (*one.own, *one.partners)}
+def newest_common(held: Sequence[Held], layout: ParallelLayout, done: int) -> tuple[int, list[int]] | None:
+    """The newest step that every rank can go back to, and for every rank the one that has its state.
+
+    No later one than the ``done`` steps that are on record: of a step that failed after its update, in its
+    validation or by its loss, nobody would ever know the numbers.
+    """
+    steps = {step for one in held for step in (*one.own, *one.partners) if step <= done}
     for step in sorted(steps, reverse=True):
         sources = [_source(rank, step, held, layout) for rank in range(len(held))]
         if None not in sources:
@@ -110,9 +114,21 @@ def newest_common(held: Sequence[Held], layout: ParallelLayout) -> tuple[int, li
 
 
 def _source(rank: int, step: int, held: Sequence[Held], layout: ParallelLayout) -> int | None:
+    """A rank that has the state: itself, the rank's partner, a replica, or a replica's partner."""
     if step in held[rank].own:
         return rank
-    for other, one in enumerate(held):
-        if one.partner == rank and step in one.partners:
+    same = [rank, *replicas(rank, layout)]
+    for other in same:
+        for partner, one in enumerate(held):
+            if one.partner == other and step in one.partners:
+                return partner
+        if step in held[other].own:
             return other
-    return next((other for other in replicas(rank, layout) if step in held[other].own), None)
+    return None
+
+
+def in_words(gone: Sequence[int]) -> str:
+    """What became of lost ranks."""
+    if not gone:
+        return "no rank is lost"
+    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"

@@ -15,7 +15,7 @@ from typing import Any
 
 from braid.actors.config import CheckpointConfig
 from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.manifest import CheckpointStore, DiskFullError, disk_is_full, verify
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore, disk_is_full, verify
 from braid.actors.controller.mirror import Mirror, MirrorError
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 
@@ -65,7 +65,7 @@ class Saver:
             if self._keeping.asynchronous:
                 group.call_all("begin_save", str(folder), step)
             else:
-                group.call_all("save", str(folder))
+                group.call_all("save", str(folder), step)
                 self._publish(save)
                 yield from self.finish(group)
         except WorkerError as error:
@@ -109,7 +109,7 @@ class Saver:
         try:
             path, _ = save.published.result()
             yield self._told(save, path)
-        except OSError:
+        except (OSError, CheckpointError):
             shutil.rmtree(save.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -123,11 +123,11 @@ class Saver:
         """Returns the checkpoint, and what is wrong with its copy in the mirror, if anything is."""
         path = self._store.publish(save.folder, step=save.step, **save.facts)
         verify(path)  # old ones go only after a good successor
-        self._store.collect(self._keeping.keep, self._keeping.keep_every)
+        self._store.collect(self._keeping.keep, self._keeping.keep_every, save.step)
         if self._mirror is not None:
             try:
                 self._mirror.put(path)
-                self._mirror.collect(self._keeping.keep, self._keeping.keep_every)
+                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, save.step)
             except MirrorError as error:
                 return path, str(error)
         return path, ""
@@ -135,6 +135,8 @@ class Saver:
     def _told(self, save: _Save, path: Path) -> Saved:
         self.last_step = save.step
         seconds = time.perf_counter() - save.begun
+        if not self._keeping.asynchronous:  # told before `begin` is over
+            save.stalled_s = seconds
         text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
         self._directory.note(
             "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
@@ -157,6 +159,3 @@ class Saver:
 def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:
     """What a checkpoint's manifest says beside its files."""
     return {"layout": asdict(layout), "data": data, "shape": asdict(shape)}
-
-
-__all__ = ["DiskFullError", "Saver", "manifest_facts"]

@@ -82,8 +82,13 @@ class Copies:
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int, *, wait: bool) -> None:
-        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it."""
+        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it.
+
+        Copies of later steps are forgotten: the run has gone back behind them, to a checkpoint perhaps.
+        """
         self._settle()
+        self._own = {at: state for at, state in self._own.items() if at < step}
+        self._partners = {at: state for at, state in self._partners.items() if at < step}
         state = take(optimizer, step, self._forget(self._own))
         self._own[step] = state
         if self._exchange is not None:
@@ -115,12 +120,14 @@ class Copies:
         """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
         rank = dist.get_rank()
         own = self._own.get(step)
+        if own is None and sources[rank] == rank:  # what is kept here for a replica is this rank's state too
+            own = HostState(step, self._partners[step].flat.clone())
         for target, source in enumerate(sources):
             if source == target:
                 continue
             if rank == source:
-                keeps = target == self._partner_rank and step in self._partners
-                states = self._partners if keeps else self._own  # else it is a replica, with the same state
+                replica = step in self._own and self._same_state(rank, target)
+                states = self._own if replica else self._partners  # of the target, or of a replica of it
                 dist.send(states[step].flat, target, self._group)
             elif rank == target:
                 flat = empty_state(optimizer)
@@ -131,6 +138,12 @@ class Copies:
         # Later states belong to a future that will come again.
         self._own = {step: own}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
+
+    def _same_state(self, one: int, other: int) -> bool:
+        """Whether two ranks differ along the data-parallel axis only."""
+        assert self._layout is not None
+        places = [{**self._layout.coordinate(rank), "dp": 0} for rank in (one, other)]
+        return places[0] == places[1]
 
     @property
     def nbytes(self) -> int:

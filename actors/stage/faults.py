@@ -59,7 +59,9 @@ class Saboteur:
         """Kill this process once the save has begun to write into its folder."""
         for fault in self._faults:
             if fault.phase == "save" and fault.step < steps_done and not (self._folder / fault.name).exists():
-                threading.Thread(target=self._when_written, args=(fault, folder), daemon=True).start()
+                threading.Thread(
+                    target=self._when_written, args=(fault, folder), name="saboteur", daemon=True
+                ).start()
                 return
 
     def _when_written(self, fault: Fault, folder: Path) -> None:

@@ -318,8 +318,9 @@ class Worker:
 
     def begin_save(self, directory: str, step: int) -> None:
         """Begin to write this rank's shards; training may go on as soon as this returns."""
-        assert self._saving is None, "one save at a time"
         assert self._save_group is not None
+        if self._saving is not None:  # one that failed on another rank, and was given up
+            self._saving.finished(wait=True)
         reused = self._saved.flat if self._saved is not None else None
         state = self._saved = take(self._optimizer, step, reused)
         if self._saboteur is not None:
@@ -338,8 +339,10 @@ class Worker:
         saving.check()
         return True
 
-    def save(self, directory: str) -> None:
+    def save(self, directory: str, step: int) -> None:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""
+        if self._saboteur is not None:
+            self._saboteur.during_save(step, Path(directory))
         save_shards(Path(directory), self._model.parameters, self._optimizer, self._mesh)
 
     def load(self, directory: str, step: int) -> None:

@@ -1,0 +1,166 @@
+"""When a run takes other ranks, and which layout then: against all layouts, and against plain arithmetic."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
+from braid.actors.controller.elastic import Change, Degrees, Membership, best_degrees, degrees_of
+from braid.scheduling.stragglers import Straggler
+from tests.end_to_end.runs import BYTES_VOCABULARY, SMALL
+
+
+def config_of(dp: int = 1, tp: int = 1, pp: int = 1, **model: Any) -> Config:
+    sections = {**SMALL, "model": {**SMALL["model"], **model}}
+    return parse_config({**sections, "parallel": {"dp": dp, "tp": tp, "pp": pp}})
+
+
+def fits(config: Config) -> bool:
+    try:
+        config.check(BYTES_VOCABULARY)
+    except ConfigError:
+        return False
+    return True
+
+
+@given(
+    st.integers(1, 3),
+    st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)]),
+    st.integers(0, 7),
+    st.integers(1, 6),
+    st.none() | st.integers(1, 6),
+)
+def test_the_most_ranks_with_the_least_change(
+    layers: int, now: tuple[int, int, int], capacity: int, least: int, more: int | None
+) -> None:
+    config = config_of(*now, layers=layers)
+    elastic = ElasticConfig(min_ranks=least, max_ranks=None if more is None else least + more)
+    best = best_degrees(config, capacity, fits, elastic)
+    limit = capacity if elastic.max_ranks is None else min(capacity, elastic.max_ranks)
+    every = [
+        Degrees(dp, tp, pp)
+        for dp, tp, pp in product(range(1, 8), repeat=3)
+        if least <= dp * tp * pp <= limit and fits(config_of(dp, tp, pp, layers=layers))
+    ]
+    if not every:
+        assert best is None
+        return
+    assert best in every
+    most = max(one.ranks for one in every)
+    assert best.ranks == most
+    if any(one.ranks == most and one.tp == now[1] for one in every):
+        assert best.tp == now[1]
+        if any(one.ranks == most and (one.tp, one.pp) == now[1:] for one in every):
+            assert best.pp == now[2], "the cut of the model stays where it can"
+    assert degrees_of(best.of(config)) == best
+
+
+def test_degrees_change_nothing_else() -> None:
+    config = config_of(2, 2, 1)
+    changed = Degrees(1, 2, 2).of(config)
+    assert changed.layout().describe() == "tp 2 x pp 2"
+    assert Degrees(2, 2, 1).of(changed) == config
+
+
+ROOMY = ElasticConfig(max_ranks=8, settle_s=5.0)
+
+
+def test_room_must_have_been_there_for_a_while() -> None:
+    members = Membership(ROOMY, fits)
+    config = config_of(dp=2)
+
+    def look(capacity: int, now: float) -> Change | None:
+        return members.look(config, capacity, False, now, 1.0, 10_000)
+
+    assert look(4, 100.0) is None
+    assert look(4, 104.9) is None
+    assert look(3, 104.95) is None, "another room: waited for anew"
+    assert look(4, 105.0) is None
+    assert look(4, 109.9) is None
+    change = look(4, 110.0)
+    assert change is not None
+    assert change.degrees == Degrees(4, 1, 1)
+    assert change.reason.startswith("there is room for more: 2 -> 4 ranks")
+    assert change.avoid == ()
+
+
+@given(st.floats(0.001, 10.0), st.integers(0, 10_000), st.floats(0.1, 100.0))
+def test_the_gain_must_exceed_the_cost(step_s: float, steps_left: int, cost_s: float) -> None:
+    members = Membership(ROOMY.model_copy(update={"settle_s": 0.0}), fits)
+    members.cost_s = cost_s
+    change = members.look(config_of(dp=2), 8, False, 0.0, step_s, steps_left)
+    stay_s, go_s = steps_left * step_s, steps_left * step_s * 2 / 8 + cost_s
+    if not math.isclose(stay_s, go_s):
+        assert (change is not None) == (go_s < stay_s)
+
+
+def test_without_a_measured_cost_it_is_guessed() -> None:
+    members = Membership(ROOMY.model_copy(update={"settle_s": 0.0}), fits)
+    assert members.look(config_of(), 2, False, 0.0, 0.01, 10) is None
+    assert members.look(config_of(), 2, False, 0.0, 10.0, 1000) is not None
+
+
+def test_a_node_that_leaves_is_not_weighed_nor_waited_for() -> None:
+    members = Membership(ROOMY, fits)
+    change = members.look(config_of(dp=4), 2, True, 0.0, 0.001, 1)
+    assert change == Change(Degrees(2, 1, 1), "a node is leaving: 4 -> 2 ranks")
+    assert members.look(config_of(dp=4), 0, True, 1.0, 0.001, 1) is None, "nothing is left to go to"
+    strict = Membership(ElasticConfig(min_ranks=3, max_ranks=4), fits)
+    assert strict.look(config_of(dp=4), 2, True, 0.0, 0.001, 1) is None
+
+
+def test_ranks_within_their_limits() -> None:
+    members = Membership(ElasticConfig(max_ranks=2, settle_s=0.0), fits)
+    assert members.look(config_of(dp=2), 8, False, 0.0, 10.0, 1000) is None
+    assert members.look(config_of(dp=1), 8, False, 0.0, 10.0, 1000) == Change(
+        Degrees(2, 1, 1),
+        "there is room for more: 1 -> 2 ranks; about 5000 s less for the 1000 steps left, for about 15 s of "
+        "change",
+    )
+    assert members.look(config_of(dp=2), 1, False, 0.0, 10.0, 1000) is None, "no less than there is"
+
+
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 9),
+    st.floats(1.0, 8.0),
+    st.floats(0.01, 10.0),
+    st.integers(0, 1000),
+)
+def test_a_straggler_is_left_out_if_that_is_faster(
+    ranks: int, capacity: int, times: float, step_s: float, steps_left: int
+) -> None:
+    members = Membership(ROOMY, fits)
+    slow = Straggler(rank=1, stage=0, times=times)
+    change = members.without(config_of(dp=ranks), slow, "10.0.0.2", capacity, step_s, steps_left)
+    # dp must divide four micro-batches of the global batch; at least one rank fewer than there is room for.
+    left = max((n for n in (1, 2, 4) if n <= min(capacity - 1, ranks)), default=0)
+    if best := best_degrees(config_of(dp=ranks), min(capacity - 1, ranks), fits, ROOMY):
+        left = best.ranks
+    later_s = step_s * ranks / (left * times) if left else math.inf
+    gain_s = steps_left * (step_s - later_s)
+    if left and (math.isclose(step_s / later_s, 1.1) or math.isclose(gain_s, members.cost_s)):
+        return
+    worth = left > 0 and step_s / later_s > 1.1 and gain_s > members.cost_s
+    assert (change is not None) == worth
+    if change is not None:
+        assert change.avoid == ("10.0.0.2",)
+        assert change.degrees.ranks == left
+        assert change.reason.startswith(f"rank 1 on 10.0.0.2 takes {times:.2f} times as long")
+
+
+def test_where_all_ranks_are_needed_a_straggler_stays() -> None:
+    members = Membership(ElasticConfig(min_ranks=2, max_ranks=2), fits)
+    slow = Straggler(rank=0, stage=0, times=50.0)
+    assert members.without(config_of(dp=2), slow, "10.0.0.1", 2, 10.0, 1000) is None
+    assert members.without(config_of(dp=2), slow, "10.0.0.1", 3, 10.0, 1000) is not None
+
+
+def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"elastic.min_ranks=3 exceeds elastic.max_ranks=2"):
+        parse_config({"elastic": {"min_ranks": 3, "max_ranks": 2}})

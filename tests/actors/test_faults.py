@@ -1,0 +1,153 @@
+"""Faults of drills: at their place, in their rank, once in a run."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.controller.planning import build_schedule
+from braid.actors.stage.faults import FOLDER, Saboteur, fire
+from braid.actors.stage.messages import Fault
+from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
+from braid.scheduling.schedule_parser import parse
+from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
+
+
+@pytest.fixture
+def instructions(tmp_path: Path) -> tuple[Instruction, ...]:
+    """Of a pipeline's first stage."""
+    config = small_config(tmp_path / "runs", parallel={"pp": 2, "dp": 2})
+    schedule = build_schedule(config, config.check(BYTES_VOCABULARY))
+    return tuple(parse(schedule.to_text()).stages[0])
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that this process would have sent to itself."""
+    signals: list[int] = []
+
+    def kill(process: int, number: int) -> None:
+        assert process == os.getpid()
+        signals.append(number)
+
+    monkeypatch.setattr(os, "kill", kill)
+    return signals
+
+
+def gradients() -> Any:
+    return SimpleNamespace(buckets=[SimpleNamespace(buffer=torch.zeros(4)) for _ in range(2)])
+
+
+def fault(**changes: Any) -> Fault:
+    return Fault(**{"name": "000", "kind": "kill", "rank": 1, "step": 5, "phase": "forward", **changes})
+
+
+def positions(saboteur: Saboteur, step: int, count: int, signals: list[int]) -> list[int]:
+    """Positions in a step before which something happened."""
+    look = saboteur.before(step, gradients())
+    found = []
+    for position in range(count) if look is not None else ():
+        before = len(signals)
+        look(position)
+        found += [position] * (len(signals) - before)
+    return found
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_it_comes_once_at_its_place(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int], phase: str
+) -> None:
+    draw, hit = random.Random(), set()
+    for number in range(30):
+        one = fault(name=f"{number:03}", phase=phase, place=draw.random())
+        saboteur = Saboteur([one], 1, tmp_path, instructions)
+        count = len(instructions)
+        assert saboteur.before(4, gradients()) is None
+        assert saboteur.before(6, gradients()) is None
+        (place,) = positions(saboteur, 5, count, killed)
+        hit.add(place)
+        if phase == "optimizer":
+            assert isinstance(instructions[place], Step)
+        else:
+            directions = {block.direction for block in blocks_in(instructions[place])}
+            assert (Direction.FORWARD if phase == "forward" else Direction.BACKWARD) in directions
+        # The step is repeated, by the same process and by one that replaces it.
+        assert positions(saboteur, 5, count, killed) == []
+        assert positions(Saboteur([one], 1, tmp_path, instructions), 5, count, killed) == []
+        assert abs(float((tmp_path / FOLDER / one.name).read_text()) - time.time()) < 60
+    assert killed == [signal.SIGKILL] * 30
+    assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
+
+
+def test_other_ranks_are_spared(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+) -> None:
+    assert Saboteur([fault()], 0, tmp_path, instructions).before(5, gradients()) is None
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_stop_is_no_kill(tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]) -> None:
+    saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, instructions)
+    assert len(positions(saboteur, 5, len(instructions), killed)) == 1
+    assert killed == [signal.SIGSTOP]
+
+
+def test_a_gradient_that_is_no_number(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+) -> None:
+    """When all gradients are there and none is reduced yet, or it would be overwritten or not be seen."""
+    saboteur = Saboteur([fault(kind="nan", phase="backward")], 1, tmp_path, instructions)
+    held = gradients()
+    look = saboteur.before(5, held)
+    assert look is not None
+    first = next(n for n, one in enumerate(instructions) if isinstance(one, Reduce | Step))
+    for position in range(first):
+        look(position)
+    assert not held.buckets[0].buffer.isnan().any()
+    look(first)
+    assert held.buckets[0].buffer.isnan().sum() == 1
+    assert not held.buckets[1].buffer.isnan().any()
+    assert killed == []
+
+
+def test_a_save_is_hit_while_it_writes(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+) -> None:
+    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, instructions)
+    assert saboteur.before(5, gradients()) is None
+    folder = tmp_path / "step-6.tmp-1"
+    folder.mkdir()
+    saboteur.during_save(5, folder)
+    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "a save too early"
+    saboteur.during_save(6, folder)
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "saboteur"]
+    assert killed == [], "nothing is written yet"
+    (folder / "__1_0.distcp").write_bytes(b"half")
+    waiting.join(10)
+    assert killed == [signal.SIGKILL]
+    saboteur.during_save(12, folder)
+    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "it has fired"
+    assert killed == [signal.SIGKILL]
+
+
+def test_of_many_who_fire_one_does(tmp_path: Path) -> None:
+    fired: list[bool] = []
+    barrier = threading.Barrier(8)
+
+    def shoot() -> None:
+        barrier.wait()
+        fired.append(fire(tmp_path / FOLDER, "000"))
+
+    threads = [threading.Thread(target=shoot) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fired) == [False] * 7 + [True]

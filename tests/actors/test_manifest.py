@@ -1,0 +1,289 @@
+"""Checkpoints as folders: a crash anywhere leaves a good one, and none is kept or removed by mistake."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.actors.controller.manifest import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointStore,
+    to_be_removed,
+    verify,
+    write_durably,
+)
+
+_CRASHED = 42
+
+
+def written(store: CheckpointStore, step: int, content: str) -> Path:
+    """What ranks leave in a fresh folder."""
+    folder = store.begin(step, generation=3)
+    (folder / ".metadata").write_text(f"table of {content}")
+    for rank in range(2):
+        (folder / f"__{rank}_0.distcp").write_text(f"{content} of rank {rank} " * 20)
+    return folder
+
+
+def publish(store: CheckpointStore, step: int, content: str) -> Path:
+    facts: dict[str, Any] = {"layout": {"dp": 1}, "data": {"seed": 1}, "shape": {"layers": 2}}
+    return store.publish(written(store, step, content), step=step, **facts)
+
+
+def newest(store: CheckpointStore) -> tuple[int, str]:
+    """Step and content of what would be loaded."""
+    path, manifest, _ = store.newest_verified()
+    assert verify(path) == manifest
+    assert path.name == f"step-{manifest.step}"
+    return manifest.step, (path / ".metadata").read_text().removeprefix("table of ")
+
+
+class Crashing:
+    """Ends this process at its n-th change of the file system; what was not made durable may be lost."""
+
+    NAMES = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+
+    def __init__(self, at: int, root: Path, loses: bool) -> None:
+        self._left, self._root, self._loses = at, root, loses
+        self._durable = {path.stat().st_ino for path in root.rglob("*") if path.is_file()}
+
+    def install(self) -> None:
+        """From now on."""
+        for name in self.NAMES:
+            setattr(os, name, self._counted(getattr(os, name), synced=name == "fsync"))
+        real = Path.open
+
+        def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            file = real(path, mode, *arguments, **options)
+            if "w" in mode:
+                self._durable.discard(os.fstat(file.fileno()).st_ino)
+                self._point()
+                file = self._written_in_halves(file)
+            return file
+
+        Path.open = opened  # type: ignore[method-assign,assignment]
+
+    def _point(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            if self._loses:
+                for path in self._root.rglob("*"):
+                    if path.is_file() and path.stat().st_ino not in self._durable:
+                        os.truncate(path, path.stat().st_size // 2)
+            os._exit(_CRASHED)
+
+    def _counted(self, function: Callable[..., Any], synced: bool) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._point()
+            result = function(*arguments, **options)
+            if synced:
+                self._durable.add(os.fstat(arguments[0]).st_ino)
+            return result
+
+        return call
+
+    def _written_in_halves(self, file: Any) -> Any:
+        crashing = self
+
+        class Halves:
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                file.close()
+
+            def write(self, text: str) -> None:
+                file.write(text[: len(text) // 2])
+                file.flush()
+                crashing._point()
+                file.write(text[len(text) // 2 :])
+
+            flush, fileno = file.flush, file.fileno
+
+        return Halves()
+
+
+def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> bool:
+    """Do something in a process that crashes at its n-th change; False if it got through."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            Crashing(at, root, loses).install()
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, _CRASHED)
+    return code == _CRASHED
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@pytest.mark.parametrize("again", [False, True], ids=["a newer step", "the same step again"])
+def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
+    tmp_path: Path, again: bool, loses: bool
+) -> None:
+    draw = random.Random()
+    step, before = (9, (9, "old")) if again else (12, (9, "old"))
+    found, at, through = [], 0, False
+    while not through:
+        store = CheckpointStore(tmp_path / f"at-{at}" / "checkpoints")
+        publish(store, 5, "oldest")
+        publish(store, 9, "old")
+
+        def save(store: CheckpointStore = store, content: str = "new") -> None:
+            publish(store, step, content)
+            store.directory.with_name("published").touch()
+            store.collect(keep=2, newest=step)
+
+        through = not crashed(save, store.directory, at, loses)
+        found.append(newest(store))
+        if store.directory.with_name("published").exists():
+            assert found[-1] == (step, "new"), "what is published is durable"
+        assert (store.directory / "latest").read_text() in ("step-9", f"step-{step}")
+        # Another crash while the run that goes on saves the same; then it gets through.
+        crashed(lambda: save(content="newer"), store.directory, draw.randrange(40), loses)
+        assert newest(store) in (before, (step, "new"), (step, "newer"))
+        save(content="last")
+        assert newest(store) == (step, "last")
+        last = [5, 9] if again else [9, 12]
+        names = {"latest", *(f"step-{one}" for one in last)}
+        assert {path.name for path in store.directory.iterdir() if "partial" not in path.name} == names
+        at += 1
+    assert found[0] == before
+    assert found[-1] == (step, "new")
+    assert set(found) == {before, (step, "new")}
+    assert found == sorted(found, key=lambda one: one == (step, "new")), "never back to the old one"
+    assert at > 20, "a save has more steps than that"
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool) -> None:
+    at, through = 0, False
+    while not through:
+        store = CheckpointStore(tmp_path / f"at-{at}" / "checkpoints")
+        for step in (3, 4, 8, 9, 10):
+            publish(store, step, str(step))
+        written(store, 11, "half a save")
+        through = not crashed(lambda: store.collect(1, 4), store.directory, at, loses)  # noqa: B023
+        assert newest(store) == (10, "10")
+        for step in store.steps():
+            assert verify(store.directory / f"step-{step}").step == step, "what has a name is whole"
+        assert {4, 8, 10} <= set(store.steps())
+        store.collect(1, 4)
+        assert store.steps() == [4, 8, 10]
+        assert {path.name for path in store.directory.iterdir()} == {"latest", "step-4", "step-8", "step-10"}
+        at += 1
+    assert at > 5
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+def test_a_small_file_has_its_old_or_its_new_content(tmp_path: Path, loses: bool) -> None:
+    found, at, through = [], 0, False
+    while not through:
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        file = folder / "latest"
+        write_durably(file, "the old content")
+        through = not crashed(lambda: write_durably(file, "and the new one"), folder, at, loses)  # noqa: B023
+        found.append(file.read_text())
+        at += 1
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {"the old content", "and the new one"}
+
+
+STEPS = st.sets(st.integers(0, 60), max_size=12).map(sorted)
+
+
+@given(STEPS, st.integers(1, 5), st.integers(0, 7))
+def test_what_is_kept(steps: list[int], keep: int, keep_every: int) -> None:
+    gone = to_be_removed(steps, keep, keep_every)
+    left = [step for step in steps if step not in gone]
+    newest_ones = sorted(steps, reverse=True)[:keep]
+    for step in steps:
+        wanted = step in newest_ones or (keep_every > 0 and step % keep_every == 0)
+        assert (step in left) == wanted
+    assert gone == sorted(gone)
+
+
+def test_damaged_ones_beyond_the_newest_good_one_do_not_count(tmp_path: Path) -> None:
+    """The run fell back from step 10 to 5; its next checkpoint must not go for the damaged one's sake."""
+    store = CheckpointStore(tmp_path)
+    publish(store, 5, "five")
+    flip(publish(store, 10, "ten") / "__1_0.distcp")
+    assert newest(store) == (5, "five")
+    publish(store, 7, "seven")
+    store.collect(keep=1, newest=7)
+    assert store.steps() == [7, 10]
+    assert newest(store) == (7, "seven")
+    publish(store, 10, "ten again")
+    store.collect(keep=1, newest=10)
+    assert newest(store) == (10, "ten again")
+    assert store.steps() == [10]
+
+
+def flip(file: Path, at: int = 3) -> None:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+@given(st.data())
+def test_any_flipped_byte_and_any_torn_file_is_found(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    store = CheckpointStore(tmp_path_factory.mktemp("damaged"))
+    publish(store, 1, "old")
+    path = publish(store, 2, "new")
+    file = data.draw(st.sampled_from(sorted(p for p in path.iterdir() if p.name != MANIFEST)))
+    if data.draw(st.booleans()):
+        flip(file, data.draw(st.integers(0, file.stat().st_size - 1)))
+    else:
+        os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
+    with pytest.raises(CheckpointError, match=file.name):
+        verify(path)
+    _, manifest, complaints = store.newest_verified()
+    assert manifest.step == 1
+    assert [file.name in complaint for complaint in complaints] == [True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {".metadata": 7}},
+        {"files": {".metadata": [7]}},
+        {"files": {"../step-1/.metadata": [12, "0" * 64]}},
+        {"step": "2"},
+        {"step": 1},
+        {"layout": None},
+        {"version": 99},
+        {"surplus": 1},
+        [],
+        "[" * 100_000,
+    ],
+    ids=str,
+)
+def test_a_manifest_that_was_tampered_with_is_refused(tmp_path: Path, change: Any) -> None:
+    store = CheckpointStore(tmp_path)
+    publish(store, 1, "old")
+    file = publish(store, 2, "new") / MANIFEST
+    content = json.loads(file.read_text())
+    changed = json.dumps({**content, **change}) if isinstance(change, dict) else change
+    file.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    path, _, complaints = store.newest_verified()
+    assert path.name == "step-1"
+    assert len(complaints) == 1
+    assert str(tmp_path / "step-2") in complaints[0]
+    flip(path / ".metadata")
+    with pytest.raises(CheckpointError, match="no older checkpoint is left"):
+        store.newest_verified()

@@ -1,0 +1,144 @@
+"""Gradients that are no numbers and losses that leap: repeated, skipped or the end, on all ranks alike."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerError
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.controller.steps import Stepper
+from braid.actors.stage.messages import Fault, RunPlan
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
+
+STEPS, HIT = 8, 5
+"""The gradients of the step after five are hit."""
+LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("guards"), 17, files=3)
+
+
+def hit(rank: int, step: int = HIT, name: str = "000-nan") -> Fault:
+    return Fault(name=name, kind="nan", rank=rank, step=step, phase="backward")
+
+
+def controller_of(
+    path: Path, data: Path, faults: Sequence[Fault], **sections: Any
+) -> tuple[Controller, RunPlan]:
+    train = {"steps": STEPS, "validation_samples": 2, **sections.pop("train", {})}
+    keeping = {"every": 1, "keep": 99, **sections.pop("checkpoint", {})}
+    config = small_config(path, train=train, checkpoint=keeping, **sections)
+    shape = config.check(BYTES_VOCABULARY)
+    schedule = build_schedule(config, shape).to_text()
+    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+    plan = replace(plan, faults=tuple(faults))
+    return Controller(plan, KeptRanks(config), RunOptions()), plan
+
+
+def run(path: Path, data: Path, faults: Sequence[Fault] = (), **sections: Any) -> Run:
+    controller, plan = controller_of(path, data, faults, **sections)
+    events: tuple[Event, ...] = tuple(controller.run())
+    for fault in faults:
+        assert (plan.config.run_directory / "faults" / fault.name).exists(), "it fired"
+    return Run(config=plan.config, shape=plan.shape, directory=plan.config.run_directory, events=events)
+
+
+def guards(of: Run) -> list[tuple[int, str]]:
+    return [(event.step, event.text) for event in of.events if isinstance(event, Incident)]
+
+
+def differing(ours: Run, our_step: int, theirs: Run, their_step: int) -> list[str]:
+    """Names of parameters that are not the same bit for bit."""
+    mine, others = ours.parameters_at(our_step), theirs.parameters_at(their_step)
+    return [name for name, tensor in mine.items() if not torch.equal(tensor, others[name])]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_a_step_is_repeated_and_nothing_is_lost(tmp_path: Path, data: Path, parallel: dict[str, int]) -> None:
+    broken = run(tmp_path, data, [hit(rank=1)], parallel=parallel)
+    whole = run(tmp_path, data, parallel=parallel)
+    assert guards(broken) == [(HIT + 1, "gradients of step 6 were no numbers; the step was repeated")]
+    assert guards(whole) == []
+    assert broken.losses == whole.losses
+    assert broken.gradient_norms == whole.gradient_norms
+    assert differing(broken, STEPS, whole, STEPS) == []
+    assert [r.samples for r in broken.records] == [r.samples for r in whole.records]
+
+
+def test_a_step_is_skipped_on_all_ranks(tmp_path: Path, data: Path) -> None:
+    sections: dict[str, Any] = {"parallel": {"dp": 2}, "failure": {"on_nan": "skip"}}
+    broken = run(tmp_path, data, [hit(rank=0)], **sections)
+    whole = run(tmp_path, data, **sections)
+    assert guards(broken) == [
+        (HIT + 1, "gradients of step 6 were no numbers; the step was skipped on all ranks")
+    ]
+    assert broken.losses[: HIT + 1] == whole.losses[: HIT + 1]
+    assert differing(broken, HIT, whole, HIT) == []
+    assert differing(broken, HIT + 1, broken, HIT) == [], "the step changed nothing"
+    assert len(differing(broken, HIT + 2, broken, HIT + 1)) > 0, "the next one did"
+    assert [record.step for record in broken.records] == list(range(1, STEPS + 1))
+    assert [r.samples for r in broken.records] == [r.samples for r in whole.records]
+    assert all(torch.isfinite(tensor).all() for tensor in broken.parameters().values())
+
+
+def test_the_run_ends_with_one_message(tmp_path: Path, data: Path) -> None:
+    sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"on_nan": "stop"}}
+    controller, plan = controller_of(tmp_path, data, [hit(rank=1)], **sections)
+    events: list[Event] = []
+    with pytest.raises(WorkerError) as ended:
+        events.extend(controller.run())
+    assert ended.value.user_error, "a message for the user, without a trace"
+    assert ended.value.user_message.startswith("the gradient norm of step 6 is nan; the run ends as")
+    assert "--resume goes on" in ended.value.user_message
+    assert [event.record.step for event in events if isinstance(event, StepDone)] == list(range(1, HIT + 1))
+    # It goes on from there, as the message says: the fault has fired.
+    rest = list(Controller(plan, KeptRanks(plan.config), RunOptions(resume=True)).run())
+    whole = run(tmp_path, data, **sections)
+    resumed = [event.record for event in rest if isinstance(event, StepDone)]
+    assert [(record.step, record.loss) for record in resumed] == [
+        (record.step, record.loss) for record in whole.records[resumed[0].step - 1 :]
+    ]
+    assert resumed[0].step <= HIT + 1
+
+
+@pytest.mark.parametrize("copies", [0, 1], ids=["from a checkpoint", "from copies in memory"])
+def test_a_loss_that_leaps_is_looked_at_twice(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Once by mistake: repeated, as if nothing had been. Twice: it belongs to the data."""
+    sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"spike": 3.0, "backoff_s": 0.01}}
+    whole = run(tmp_path, data, **sections)
+    odd = Stepper._odd
+    leaps = {6: 1, 7: 2}
+
+    def wrong(self: Stepper, step: int, loss: float, *rest: Any) -> list[Incident]:
+        if leaps.get(step, 0):
+            leaps[step] -= 1
+            loss *= 10
+        return odd(self, step, loss, *rest)
+
+    monkeypatch.setattr(Stepper, "_odd", wrong)
+    keeping = {"copies_every": copies, "every": 0 if copies else 1}
+    controller, plan = controller_of(tmp_path, data, (), checkpoint=keeping, **sections)
+    events = list(controller.run())
+    found = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
+    assert list(found.values()) == whole.losses
+    told = [(event.kind, event.text) for event in events if isinstance(event, Incident)]
+    assert [kind for kind, _ in told] == ["restarted", "restarted", "guard"]
+    assert "the loss of step 7 is" in told[0][1]
+    assert "it is repeated; no rank is lost" in told[0][1]
+    assert "the loss of step 8 is" in told[2][1]
+    assert "twice: it belongs to the data" in told[2][1]
+    lines = [json.loads(line) for line in (plan.config.run_directory / "incidents.jsonl").open()]
+    sources = {line["restored_from"].partition("-")[0] for line in lines}
+    assert sources == ({"copies in memory"} if copies else {"checkpoint step"})
+    assert {line["steps_lost"] for line in lines} <= ({0} if copies else {0, 1, 2})

@@ -1,0 +1,79 @@
+"""A run whose own checkpoints are gone goes on from their copies elsewhere, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.records import Event, Started
+from braid.actors.stage.messages import RunPlan
+from tests.end_to_end.command import braid, write_config, write_corpus
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
+
+
+def test_a_run_goes_on_from_its_mirror(tmp_path: Path) -> None:
+    data = prepare_text(tmp_path, 11, files=3)
+    mirror = tmp_path / "mirror"
+    config = small_config(
+        tmp_path / "runs",
+        train={"steps": 8, "validation_samples": 2},
+        checkpoint={"every": 3, "mirror": mirror.as_uri()},
+        parallel={"tp": 2},
+    )
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(
+        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
+    )
+
+    def run(options: RunOptions) -> Run:
+        events: list[Event] = list(Controller(plan, KeptRanks(config), options).run())
+        return Run(config=config, shape=shape, directory=config.run_directory, events=tuple(events))
+
+    def notes(of: Run) -> str:
+        return " ".join(note for event in of.events if isinstance(event, Started) for note in event.notes)
+
+    whole = run(RunOptions())
+    expected, parameters = whole.losses, whole.parameters()
+    assert sorted(path.name for path in mirror.iterdir()) == ["step-6", "step-8"]
+    checkpoints = config.run_directory / "checkpoints"
+
+    # All local ones are gone, and the newest copy is damaged.
+    shutil.rmtree(checkpoints)
+    torn = next((mirror / "step-8").glob("__0*"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    resumed = run(RunOptions(resume=True))
+    assert resumed.losses == expected[6:]
+    assert "step 6 was fetched from file://" in notes(resumed)
+    assert torn.name in notes(resumed)
+    ours = resumed.parameters_at(8)
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, parameters[name])]
+    lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+
+    # Damaged ones here, good ones there: what was wrong is told with what was done.
+    for path in checkpoints.glob("step-*/.metadata"):
+        path.write_bytes(b"damaged")
+    again = run(RunOptions(resume=True))
+    assert again.losses == []
+    assert "no older checkpoint is left to fall back to; step 8 was fetched" in notes(again)
+
+    # Nothing anywhere.
+    shutil.rmtree(checkpoints)
+    shutil.rmtree(mirror)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*; there is no good checkpoint"):
+        run(RunOptions(resume=True))
+
+
+def test_a_url_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path, telemetry={"page": False})
+    outcome = braid(tmp_path, "train", "run.yaml", "--set", "checkpoint.mirror=nosuch://bucket/run")
+    assert outcome.code == 2
+    assert "checkpoint.mirror='nosuch://bucket/run'" in outcome.errors
+    assert "Traceback" not in outcome.errors
+    assert not (tmp_path / "runs" / "run").exists()
