@@ -174,8 +174,8 @@ class FailureConfig(Section):
         3  # failures that are put up with; 0: the first one ends the run
     )
     backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the second restart in a row; doubled each time
-    silence_s: Annotated[float, Field(gt=0)] = 5.0  # a rank that does not answer for so long is given up
-    stall_s: Annotated[float, Field(gt=0)] = 6.0  # no progress for so long (or 3 steps) is a failure
+    silence_s: Annotated[float, Field(gt=0)] = 8.0  # a rank that does not answer for so long is given up
+    stall_s: Annotated[float, Field(gt=0)] = 8.0  # no progress for so long (or 3 steps) is a failure
     on_nan: Literal["retry", "skip", "stop"] = (
         "retry"  # a gradient norm that is no number; retry once, then skip
     )
