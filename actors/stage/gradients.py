@@ -36,7 +36,14 @@ class GradientBuckets:
         streams: Streams,
         recorder: Recorder,
         bucket_bytes: int,
+        *,
+        deterministic: bool = False,
     ) -> None:
+        """``deterministic``: sums of fp32 gradients are kept in float64, where they are exact as long as the
+        terms of an element lie within a factor of 2^25 or so; no order of summation then changes them, nor
+        does the number of data-parallel ranks (design section 10, rule 4). Twice the memory of gradients.
+        """
+        self._deterministic = deterministic
         self.parameters = parameters
         self._streams = streams
         self._recorder = recorder
@@ -51,10 +58,11 @@ class GradientBuckets:
         ]
         self._norm = _GlobalNorm(parameters, mesh)
 
-    @staticmethod
-    def _fill(chunk: int, members: list[StageParameter], groups: tuple[dist.ProcessGroup, ...]) -> Bucket:
+    def _fill(
+        self, chunk: int, members: list[StageParameter], groups: tuple[dist.ProcessGroup, ...]
+    ) -> Bucket:
         like = members[0].tensor
-        dtype = main_gradient_dtype(like.dtype)
+        dtype = torch.float64 if self._deterministic else main_gradient_dtype(like.dtype)
         buffer = torch.zeros(sum(p.tensor.numel() for p in members), dtype=dtype, device=like.device)
         offset = 0
         for parameter in members:

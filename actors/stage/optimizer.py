@@ -42,9 +42,16 @@ class Optimizer:
         self.parameters = parameters
         self.settings = settings
         self._gradients = gradients
+        self._rounded: list[tuple[Tensor, Tensor]] = []
+        """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
         self.masters: list[Tensor] = [_master(p.tensor) for p in parameters]
         for master, parameter in zip(self.masters, parameters, strict=True):
-            master.grad = parameter.tensor.main_grad  # type: ignore[attr-defined]
+            gradient: Tensor = parameter.tensor.main_grad  # type: ignore[attr-defined]
+            if gradient.dtype == master.dtype:
+                master.grad = gradient
+            else:
+                master.grad = torch.zeros_like(master)
+                self._rounded.append((master.grad, gradient))
         decayed = [m for m, p in zip(self.masters, parameters, strict=True) if p.decays]
         plain = [m for m, p in zip(self.masters, parameters, strict=True) if not p.decays]
         groups = [
@@ -96,6 +103,8 @@ class Optimizer:
             return norm, self.settings.learning_rate(step)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
             self._gradients.scale(self.settings.clip_norm / (norm + 1e-6))
+        for rounded, gradient in self._rounded:
+            rounded.copy_(gradient)
         lr = self.settings.learning_rate(step)
         for group in self.adamw.param_groups:
             group["lr"] = lr

@@ -158,7 +158,12 @@ class Worker:
         kind = StepRecorder if config.telemetry.spans else NoRecorder
         self._recorder = kind(streams, plan.solo_ns)
         self._gradients = GradientBuckets(
-            self._model.parameters, self._mesh, streams, self._recorder, train.bucket_mb << 20
+            self._model.parameters,
+            self._mesh,
+            streams,
+            self._recorder,
+            train.bucket_mb << 20,
+            deterministic=train.deterministic_reduction,
         )
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
