@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import shutil
 import socket
 import tempfile
 import threading
@@ -147,10 +148,22 @@ class SocketCollector:
         return self.files.counts()
 
 
+_FOLDER = "braid-spans-"
+
+
+def _remove_orphans() -> None:
+    """Remove folders of processes that were killed before they could: the names hold their ids."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        maker = path.name.removeprefix(_FOLDER).split("-")[0]
+        if maker.isdecimal() and not Path(f"/proc/{maker}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def socket_collector(files: SpanFiles) -> Iterator[SocketCollector]:
     """Collect for as long as the context lasts; then everything that has arrived is in the files."""
-    with tempfile.TemporaryDirectory(prefix="braid-spans-") as folder:
+    _remove_orphans()
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
         path = os.path.join(folder, "spans")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
