@@ -17,7 +17,8 @@ class ControllerActor:
     """Runs one `Controller`; `run` streams its events, `stop` may be called meanwhile (two threads)."""
 
     def __init__(self, plan: RunPlan, options: RunOptions, replan: Replan | None) -> None:
-        self._controller = Controller(plan, RayLauncher(plan.config), options, replan)
+        places = f"braid {plan.config.run_directory}"
+        self._controller = Controller(plan, RayLauncher(plan.config, places), options, replan)
 
     def run(self) -> Iterator[Event | ValueError | WorkerError]:
         """Events as they happen; an error that is for the user comes as the last of them."""

@@ -28,8 +28,10 @@ _EXIT_SECONDS = 5.0
 class RayLauncher:
     """Starts one actor per rank in one placement group."""
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._cluster = config, config.cluster
+    def __init__(self, config: Config, places: str = "") -> None:
+        """``places``: a name for the placement group, of which there is one at a time: that of a controller
+        that died, whose places outlive its actors, is removed."""
+        self._config, self._cluster, self._places = config, config.cluster, places
         device = config.cluster.device
         self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
@@ -64,10 +66,11 @@ class RayLauncher:
             free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
             for bundle, address in zip(bundles, free, strict=False):
                 bundle[f"node:{address}"] = 0.001  # every node has one of it
-        name = f"braid {self._config.run_directory}"
-        with contextlib.suppress(ValueError):  # of a controller that died: its places outlive its actors
-            remove_placement_group(get_placement_group(name))
-        group = placement_group(bundles, strategy="SPREAD" if self._cluster.spread else "PACK", name=name)
+        if self._places:
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(self._places))
+        strategy = "SPREAD" if self._cluster.spread else "PACK"
+        group = placement_group(bundles, strategy=strategy, name=self._places)
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
             raise NoRoomError(self._too_small(ranks))
