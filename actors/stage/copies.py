@@ -145,11 +145,6 @@ class Copies:
         places = [{**self._layout.coordinate(rank), "dp": 0} for rank in (one, other)]
         return places[0] == places[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that copies take."""
-        return sum(state.nbytes for state in (*self._own.values(), *self._partners.values()))
-
 
 class _Exchange:
     """Sends a state to one rank and receives one from another, in the background."""

@@ -16,11 +16,6 @@ class HostState:
     flat: Tensor
     """1-dim, on the host, in the masters' dtype."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.flat.nbytes
-
 
 def state_elements(optimizer: Optimizer) -> int:
     """Elements of `HostState.flat`: three per parameter that this rank holds."""

@@ -20,18 +20,22 @@ class Rendezvous:
     """Copies of a rank's state go to the rank so much further on; 0: to nobody."""
 
 
+FaultKind = Literal["kill", "stop", "nan"]
+FaultPhase = Literal["forward", "backward", "optimizer", "save"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """Something that a rank does to itself in a drill."""
 
     name: str
     """Its mark's file in the run's directory."""
-    kind: Literal["kill", "stop", "nan"]
+    kind: FaultKind
     """SIGKILL, SIGSTOP, or a gradient that is no number."""
     rank: int
     step: int
     """From 0; in a save, the first one after this step."""
-    phase: Literal["forward", "backward", "optimizer", "save"]
+    phase: FaultPhase
     place: float = 0.0
     """In [0, 1): where among the blocks of the phase."""
 

@@ -1,13 +1,13 @@
 """Which faults a drill has, and when each of them comes: a pure function of its seed."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.actors.config import ConfigError
-from braid.actors.stage.messages import Fault
+from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
 
-_IN_RANK = {
+_IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
     "kill-forward": ("kill", "forward"),
     "kill-backward": ("kill", "backward"),
     "kill-optimizer": ("kill", "optimizer"),
@@ -64,7 +64,7 @@ class Planned:
         kind, phase = _IN_RANK[self.kind]
         rank = int(self.place * ranks)
         place = (self.place * ranks) % 1.0
-        return Fault(name=self.name, kind=kind, rank=rank, step=self.step, phase=phase, place=place)  # type: ignore[arg-type]
+        return Fault(name=self.name, kind=kind, rank=rank, step=self.step, phase=phase, place=place)
 
 
 def plan_drill(kinds: Sequence[str], count: int, seed: int) -> list[Planned]:
