@@ -1,9 +1,13 @@
 """Options and fixtures for all tests."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
+
+# Drawn once for all processes that share the work, which must collect the same tests.
+SEED = os.environ.setdefault("BRAID_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 
 if not Path("/dev/nvidiactl").exists():
     # Triton decides when it is imported whether it interprets its kernels; without a GPU their tests need it.
@@ -12,6 +16,10 @@ if not Path("/dev/nvidiactl").exists():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+
+
+def pytest_report_header() -> str:
+    return f"BRAID_TEST_SEED={SEED}"
 
 
 @pytest.fixture

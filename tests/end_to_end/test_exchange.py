@@ -6,7 +6,6 @@ Inputs are fresh in every session: the seed stands in the tests' names, and BRAI
 import json
 import math
 import os
-import random
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -36,7 +35,7 @@ from tests.foreign_models import (
     tensors_in,
 )
 
-SEED = int(os.environ.get("BRAID_TEST_SEED", random.SystemRandom().randrange(2**31)))
+SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 10
 FROZEN: Mapping[str, Any] = {"lr": 1e-300, "steps": 20}
 """A learning rate that moves no bit: the checkpoint holds what was imported."""
