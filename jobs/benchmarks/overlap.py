@@ -26,7 +26,7 @@ from braid.actors.controller.planning import (
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
-from braid.jobs.benchmarks.cases import prepare_text
+from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.benchmarks.hosts import Hosts, check_hosts, ray_cluster, two_hosts
 from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
@@ -140,8 +140,10 @@ def run(
         profile = bench.profile()
         launchers = stack.enter_context(bench.launchers(ray))
         sides = [bench.start(name, profile, launchers, stack) for name in names]
+        bare = None
         if spans_cost:
-            sides.append(bench.start(names[-1], profile, launchers, stack, spans=False))
+            bare = bench.start(names[-1], profile, launchers, stack, spans=False)
+            sides.append(bare)
         if modelled:
             config = case.config(names[-1])
             parts = model_graphs(config, bench.shape)
@@ -164,6 +166,7 @@ def run(
         rows=tuple(row_of(side, serial, tokens) for side in sides),
         seed=case.seed,
         load_before=load,
+        spans_price=None if bare is None else Spread.of_ratios(sides[len(names) - 1].seconds, bare.seconds),
     )
 
 

@@ -51,6 +51,8 @@ class OverlapResult:
     rows: tuple[OverlapRow, ...]
     seed: int
     load_before: tuple[float, float, float]
+    spans_price: Spread | None = None
+    """Step time with recorded spans over that without, round by round; None: not asked for."""
 
     def row(self, schedule: str) -> OverlapRow:
         """The row of a schedule."""
@@ -162,3 +164,10 @@ def show(console: Console, result: OverlapResult) -> None:
         f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
         highlight=False,
     )
+    if (price := result.spans_price) is not None:
+        console.print(
+            f"recording spans: {price.median - 1:+.2%} of a step (95 % sure: {price.median_from - 1:+.2%} to "
+            f"{price.median_to - 1:+.2%}; quartiles {price.low - 1:+.1%} to {price.high - 1:+.1%})",
+            highlight=False,
+            soft_wrap=True,
+        )

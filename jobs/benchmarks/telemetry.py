@@ -215,15 +215,17 @@ def _push(rank: int, target: str, rate: float | None, seconds: float, results: A
 def show(console: Console, result: TelemetryBenchmark) -> None:
     """Print both tables."""
     table = Table(title="what telemetry costs: seconds from step to step", title_justify="left")
-    for name in ("run", "spans a step", ON, OFF, "ratio (quartiles)"):
+    for name in ("run", "steps", "spans", ON, OFF, "ratio (quartiles)", "its median, 95 % sure"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for price in result.prices:
         table.add_row(
             price.case,
+            str(price.steps),
             f"{price.spans_per_step:.0f}",
             f"{price.on.median:.4f}",
             f"{price.off.median:.4f}",
             f"{price.ratio.median:.4f} ({price.ratio.low:.4f} to {price.ratio.high:.4f})",
+            f"{price.ratio.median_from:.4f} to {price.ratio.median_to:.4f}",
         )
     console.print(table)
     table = Table(title="the stream of spans, from ranks to files", title_justify="left")
