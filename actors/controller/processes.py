@@ -27,10 +27,11 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: an address, and the network namespace that has it (None: this process's own)."""
+    """Where a rank runs: an address, and the network namespace and CPUs (None: this process's own)."""
 
     address: str = LOOPBACK
     namespace: str | None = None
+    cpus: tuple[int, ...] | None = None
 
 
 class ProcessLauncher:
@@ -212,6 +213,8 @@ def _serve(
     os.environ.update(environment)  # the fork server's is that of its own start
     if place.namespace is not None:
         enter_namespace(place.namespace)
+    if place.cpus is not None:
+        os.sched_setaffinity(0, place.cpus)
     for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     served: list[Any] = []

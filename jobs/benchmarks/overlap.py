@@ -178,7 +178,7 @@ class _Bench:
         config = case.config("megatron")
         self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
         hosts = link.places(config.layout().ranks)
-        self._places = [Place(host.address, host.namespace) for host in hosts]
+        self._places = [Place(host.address, host.namespace, host.cpus) for host in hosts]
         self._known: Profile | None = None
 
     def set_rate(self) -> float:

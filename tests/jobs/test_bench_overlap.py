@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.processes import Place, ProcessLauncher
+from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.stage.messages import Rendezvous, RunPlan
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.hosts import HostsError, check_hosts, two_hosts
@@ -31,16 +34,21 @@ def require_hosts() -> None:
         pytest.skip(str(error))
 
 
-def namespaces() -> set[str]:
-    """The network namespaces that are there."""
-    return {path.name for path in Path("/run/netns").glob("braid-*")}
+def namespaces(maker: int) -> set[str]:
+    """The network namespaces that a process has made."""
+    return {path.name for path in Path("/run/netns").glob(f"braid-{maker:x}-*")}
+
+
+def left_over() -> set[str]:
+    """Network namespaces whose maker is gone."""
+    names = {path.name for path in Path("/run/netns").glob("braid-*-[01]")}
+    return {name for name in names if not Path(f"/proc/{int(name.split('-')[1], 16)}").exists()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ray", [False, True], ids=["processes", "ray"])
 def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) -> None:
     require_hosts()
-    before = namespaces()
     extra = ("--ray", "--schedules", "megatron,braid") if ray else ()
     outcome = braid(tmp_path, "bench", "overlap", *SMALL, "--link-mbit", "500", "--json", *extra, timeout=240)
     assert outcome.code == 0, outcome.errors
@@ -59,13 +67,12 @@ def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) 
         assert row["activation_bytes"] > 0
         assert row["predicted_seconds"] > 0
     assert rows["megatron"]["hidden_fraction"] < 0.05
-    assert namespaces() == before
+    assert not left_over()
 
 
 @pytest.mark.slow
 def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     require_hosts()
-    before = namespaces()
     process = subprocess.Popen(
         [sys.executable, "-m", "braid.jobs.cli", "bench", "overlap", *SMALL, "--link-mbit", "500"],
         cwd=tmp_path,
@@ -75,9 +82,9 @@ def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 60
-        while namespaces() == before and time.monotonic() < deadline and process.poll() is None:
+        while not namespaces(process.pid) and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.2)
-        assert namespaces() != before
+        assert namespaces(process.pid)
         time.sleep(2.0)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
@@ -85,7 +92,7 @@ def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert namespaces() == before
+    assert not namespaces(process.pid)
 
 
 def test_hosts_of_a_dead_maker_are_removed() -> None:
@@ -95,7 +102,68 @@ def test_hosts_of_a_dead_maker_are_removed() -> None:
     orphan = f"braid-{dead.pid:x}-0"
     subprocess.run(["ip", "netns", "add", orphan], check=True)
     with two_hosts(100):
-        assert orphan not in namespaces()
+        assert orphan not in namespaces(dead.pid)
+
+
+def in_namespace(namespace: str, do: Callable[[], Any]) -> Any:
+    """What a function gives in a network namespace."""
+
+    def entered() -> Any:
+        enter_namespace(namespace)
+        return do()
+
+    with ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(entered).result()
+
+
+def test_the_link_takes_packets_that_are_larger_than_64_kb() -> None:
+    require_hosts()
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 3):
+        pytest.skip("this kernel has no larger packets of IPv4")
+    sent = bytes(20 << 20)
+    with two_hosts(10_000) as link, ThreadPoolExecutor(1) as beside:
+        first, second = link.hosts
+        listening = in_namespace(first.namespace, lambda: socket.create_server((first.address, 0)))
+
+        def receive() -> int:
+            connection, _ = listening.accept()
+            with connection:
+                return sum(iter(lambda: len(connection.recv(1 << 20)), 0))
+
+        arrived = beside.submit(receive)
+        address = listening.getsockname()
+        with in_namespace(second.namespace, lambda: socket.create_connection(address)) as connection:
+            connection.sendall(sent)
+        assert arrived.result(timeout=60) == len(sent)
+        listening.close()
+
+        def counted() -> list[str]:
+            lines = Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines()
+            return next(line for line in lines if ": " in line and "lo:" not in line).split(":")[1].split()
+
+        received, packets = map(int, in_namespace(first.namespace, counted)[:2])
+    assert received >= len(sent)
+    assert received / packets > 65536
+
+
+def test_hosts_do_not_share_cpus() -> None:
+    require_hosts()
+    here = os.sched_getaffinity(0)
+    if len(here) < 2:
+        pytest.skip("there is one CPU")
+    with two_hosts(100) as link:
+        config = OverlapCase(hidden=64, layers=1, tokens=32).config("megatron")
+        places = [Place(host.address, host.namespace, host.cpus) for host in link.places(2)]
+        group = ProcessLauncher(config, places).start(2)
+        try:
+            group.call_all("pulse")  # they are up
+            own = [os.sched_getaffinity(process) for process in group.describe()["processes"]]
+        finally:
+            group.shutdown()
+    assert own[0]
+    assert own[1]
+    assert not own[0] & own[1]
+    assert own[0] | own[1] <= here
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
