@@ -51,6 +51,9 @@ def bench_overlap(
         typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
     ] = None,
     schedules: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
+    memory_slack: Annotated[
+        float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)
+    ] = None,
     peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
     rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
     ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
@@ -83,6 +86,7 @@ def bench_overlap(
         micro_batches=micro_batches,
         mbit=link_mbit,
         alpha=alpha,
+        memory_slack=memory_slack,
     )
     console = Console(stderr=True)
     try:

@@ -125,6 +125,8 @@ class OverlapConfig(Section):
     schedule_file: Path | None = None
     plan: Path | None = None
     profile: Path | None = None  # measured costs to use instead of the run's own profile
+    # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
+    memory_slack: Annotated[float, Field(ge=0)] | None = None
 
     @property
     def needs_profile(self) -> bool:

@@ -21,6 +21,8 @@ from braid.scheduling.validate import validate
 
 FUSED = (0, 4)
 """Most layers of a run that are tried: none, and as many as a search of a second can order well."""
+FUSED_IN_BOUNDS = (0, 1, 2, 4)
+"""The same where memory is bounded: shorter runs hold less."""
 
 
 def model_graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
@@ -51,19 +53,35 @@ def setting_of(config: Config, shape: ModelShape, fused: int = 0, split: int = 1
 def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Bench, Choices]:
     """Decisions for a run with measured costs: layers fused or not, how many chunks, as the simulation says.
 
-    `ConfigError` if a schedule that splits collectives cannot cut the tokens evenly.
+    The fastest within ``overlap.memory_slack``; where nothing is, what needs the least. `ConfigError` if a
+    schedule that splits collectives cannot cut the tokens evenly.
     """
     whole = model_graphs(config, shape)
     tried = []
-    longest = FUSED if config.overlap.schedule in OVERLAPPING else (0,)
+    slack = config.overlap.memory_slack
+    limit = float("inf") if slack is None else _serial_activations(config, shape, profile) * (1 + slack)
+    longest = (
+        (FUSED if slack is None else FUSED_IN_BOUNDS) if config.overlap.schedule in OVERLAPPING else (0,)
+    )
     for fused, split in product(longest, _splits(config, shape)):
         members = with_split_layers(whole, split)
         costs = with_chunks(profile, members["layer"])
         bench = Bench(setting_of(config, shape, fused, split), members, costs)
         choices, _ = decide(bench)
-        tried.append((run(bench, choices).step_ns, bench, choices))
-    _, bench, choices = min(tried, key=lambda one: one[0])
+        simulation = run(bench, choices)
+        tried.append((max(0.0, _activations(simulation) - limit), simulation.step_ns, bench, choices))
+    _, _, bench, choices = min(tried, key=lambda one: one[:2])
     return bench, choices
+
+
+def _serial_activations(config: Config, shape: ModelShape, profile: Profile) -> int:
+    overlap = config.overlap.model_copy(update={"schedule": "megatron", "memory_slack": None})
+    return _activations(run(*decide_run(config.model_copy(update={"overlap": overlap}), shape, profile)))
+
+
+def _activations(simulation: Simulation) -> int:
+    """Bytes of activations on the stage that needs most, with what operators hand each other."""
+    return max(rank.activation_bytes + rank.working_bytes for rank in simulation.memory())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,8 @@ class OverlapCase:
     mbit: float | None = None
     alpha: float | None = None
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
+    memory_slack: float | None = None
+    """``overlap.memory_slack`` of the schedules."""
     seed: int = 1
 
     def config(self, schedule: str, *, spans: bool = True, **cluster: Any) -> Config:
@@ -94,7 +96,7 @@ class OverlapCase:
                     "seed": self.seed,
                 },
                 "parallel": dict(LAYOUTS[self.layout]),
-                "overlap": {"schedule": schedule},
+                "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
                 "telemetry": {"spans": spans},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }

@@ -1,0 +1,59 @@
+"""``overlap.memory_slack``: schedules that are found for speed keep within a bound of activations."""
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.lowering.lower import scheduled_parts
+from braid.scheduling.memory import rank_memory
+from braid.scheduling.profile import Profile
+from tests.scheduling.plans import cluster
+
+VOCABULARY = 256
+
+
+def configured(schedule: str, slack: float | None) -> Config:
+    return parse_config(
+        {
+            "model": {"hidden": 256, "layers": 4, "heads": 4, "sequence": 64},
+            "train": {"global_batch": 8, "micro_batch": 1},
+            "parallel": {"tp": 2},
+            "overlap": {"schedule": schedule, "memory_slack": slack},
+        }
+    )
+
+
+def profile_of(config: Config) -> Profile:
+    """A link that takes about as long as compute."""
+    parts = model_graphs(config, config.model.shape(VOCABULARY))
+    return analytic_profile(cluster(gpus=2, intra=2e9), config.layout(), parts, 4)
+
+
+def activations(schedule: str, slack: float | None) -> int:
+    """What the schedule that is found holds at most."""
+    config = configured(schedule, slack)
+    shape, layout = config.model.shape(VOCABULARY), config.layout()
+    made = build_schedule(config, shape, profile_of(config))
+    parts = scheduled_parts(model_graphs(config, shape), layout, shape.layers, fused=made.fused)
+    memory = rank_memory(made, layout, shape, parts, "fp32", 0, 0)
+    return memory.activation_bytes + memory.working_bytes
+
+
+def test_a_bound_is_kept() -> None:
+    alone, free = activations("megatron", None), activations("braid", None)
+    assert free > 1.3 * alone, "without a bound, runs of layers hold more: there is something to bound"
+    held = [activations("braid", slack) for slack in (0.1, 0.3)]
+    assert held[0] <= 1.1 * alone
+    assert held[0] < held[1] <= 1.3 * alone, "what is allowed is used"
+    assert activations("braid", 100.0) == free
+
+
+def test_what_cannot_be_kept_is_approached() -> None:
+    least = activations("braid", 0.0)
+    assert activations("megatron", None) < least < activations("braid", None)
+
+
+def test_a_negative_bound_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"overlap.memory_slack"):
+        configured("braid", -0.1)
