@@ -12,6 +12,7 @@ from typing import Any
 from braid.actors.config import AUTO, Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Launcher, WorkerError
+from braid.actors.controller.mirror import check_url
 from braid.actors.controller.planning import (
     Candidate,
     build_schedule,
@@ -78,6 +79,8 @@ def train(
     config, options = config.located(), options or RunOptions()
     check_lasting(config.runs)
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    if config.checkpoint.mirror is not None:
+        check_url(config.checkpoint.mirror)
     if not options.resume:
         check_initial(config.model.initial, shape)
     if not config.overlap.needs_profile:

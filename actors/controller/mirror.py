@@ -4,6 +4,7 @@ Object stores cannot rename, so there the manifest is the last file to be writte
 checkpoint. A mirror is read only when the run's own directory has no good checkpoint.
 """
 
+import difflib
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,17 @@ from braid.actors.controller.manifest import (
 
 class MirrorError(ConfigError):
     """The mirror cannot be reached or used."""
+
+
+def check_url(url: str) -> None:
+    """`MirrorError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    import fsspec
+
+    protocol = fsspec.utils.get_protocol(url)
+    if protocol not in (known := fsspec.available_protocols()):
+        near = difflib.get_close_matches(protocol, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise MirrorError(f"checkpoint.mirror={url!r}: no file system is called {protocol!r}{hint}")
 
 
 class Mirror:

@@ -47,6 +47,11 @@ CASES = [
     Case("bad name", ("name", "../elsewhere"), {"name": "../elsewhere"}),
     Case("unknown schedule", ("overlap.schedule", "zigzag", "megatron"), {"overlap": {"schedule": "zigzag"}}),
     Case("unknown policy", ("train.recompute", "some", "selective"), {"train": {"recompute": "some"}}),
+    Case(
+        "unknown mirror",
+        ("checkpoint.mirror", "sftpp://host", "'sftpp'", "did you mean 'sftp'?"),
+        {"checkpoint": {"mirror": "sftpp://host/run"}},
+    ),
     Case("override without value", ("--set", "train.lr", "key=value"), options=("--set", "train.lr")),
     Case("missing data file", ("data.files", "missing.txt"), {"data": {"files": ["missing.txt"]}}),
     Case(
