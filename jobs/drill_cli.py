@@ -74,7 +74,11 @@ def drill(
 
 def show(console: Console, report: "Report") -> None:
     """The table of a drill."""
-    where = "gloo, two emulated hosts" if report.emulated_hosts else "this machine"
+    where = "this machine"
+    if report.emulated_hosts:
+        where = "gloo, two emulated hosts"
+    elif report.emulated_nodes:
+        where = "gloo, emulated nodes on one machine"
     table = Table(title=f"Fault drill ({where})", title_justify="left")
     table.add_column("fault", no_wrap=True)
     for name in ("detected after", "recovered after", "steps lost"):
