@@ -14,7 +14,7 @@ from typing import Any
 from braid.actors.controller.records import read_lines
 from braid.jobs.drill.child import Spec
 
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 """A fault that does not come, or is not over, within so long has failed the drill."""
 RUNS = ("whole", "broken")
 """Without and with faults."""
