@@ -13,6 +13,7 @@ from typing import Any
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
 from braid.jobs.drill.census import family
+from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
 from braid.jobs.tokenizer import load_tokenizer
 
@@ -125,7 +126,7 @@ class Nodes:
         )
 
     def join(self) -> str:
-        """Start a node; returns its name."""
+        """Start a node; returns its name. `DrillError` if it does not start."""
         node = self._add(num_cpus=1)
         self._nodes[node.node_id] = node
         return str(node.node_id)
@@ -156,9 +157,12 @@ class Nodes:
 
     def _add(self, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGTERM)
-        node = self._cluster.add_node(wait=False, **options)
-        signal.signal(signal.SIGTERM, handler)  # Ray's own would drain every node, for half a minute each
-        return node
+        try:
+            return self._cluster.add_node(wait=False, **options)
+        except Exception as error:  # that is what Ray raises for a node that does not start in its time
+            raise DrillError(f"a Ray node did not start: {error}") from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would drain every node, for half a minute each
 
 
 @contextlib.contextmanager
