@@ -22,7 +22,10 @@ def drill(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")],
     faults: Annotated[
         str | None,
-        typer.Option(help="Comma-separated; default: all that this user can make. --list names them."),
+        typer.Option(
+            help="Comma-separated; one that is named twice comes twice. Default: all that can be made here. "
+            "--list names them."
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Order, steps, ranks and places of the faults follow from it.")

@@ -107,7 +107,17 @@ class Nodes:
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._nodes: dict[str, Any] = {}
+
+    def start(self, count: int) -> None:
+        """Start the head, and so many nodes."""
         self._add(num_cpus=0, include_dashboard=False)
+        for _ in range(count):
+            self.join()
+
+    def close(self) -> None:
+        """End all of it at once: nothing writes to its folder any more."""
+        _kill(*self.processes())
+        self._cluster.shutdown()
 
     @property
     def address(self) -> str:
@@ -134,9 +144,7 @@ class Nodes:
     def lose(self, name: str) -> None:
         """SIGKILL for all that runs on a node, if there is still something."""
         node = self._nodes.pop(name)
-        for process in family(*_processes(node)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        _kill(*_processes(node))
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, name: str) -> bool:
@@ -179,11 +187,9 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
         os.environ.update({**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder})
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster()
-        stack.callback(cluster.shutdown)
-        nodes = Nodes(cluster)
-        for _ in range(count):
-            nodes.join()
+        nodes = Nodes(Cluster())
+        stack.callback(nodes.close)
+        nodes.start(count)
         yield nodes
 
 
@@ -196,6 +202,13 @@ def _token() -> str:
 def _restore_environment(before: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(before)
+
+
+def _kill(*roots: int) -> None:
+    """SIGKILL for processes and their descendants."""
+    for process in family(*roots):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _processes(node: Any) -> list[int]:

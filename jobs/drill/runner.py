@@ -48,7 +48,8 @@ def possible_faults(config: Config) -> list[str]:
     """The faults that can be made here, for a configuration; as many nodes join as leave."""
     ray = config.cluster.launcher == "ray"
     impossible = set(NEED_ROOT) if os.geteuid() or ray else set()
-    if not ray or config.elastic.max_ranks is None or config.cluster.address is not None:
+    elsewhere = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    if not ray or config.elastic.max_ranks is None or elsewhere:
         impossible |= NODE_CHANGES.keys()
     possible = [kind for kind in KINDS if kind not in impossible]
     return [kind for kind in possible for _ in range(2 if kind == "node-joins" else 1)]
