@@ -1,7 +1,8 @@
 """Faults that a rank does to itself, at an exact place: for drills (`braid drill`) and for nothing else.
 
 A fault fires once in a run, whatever is repeated: firing leaves a file in ``runs/NAME/faults``, made before
-anything else happens, which is also the proof that it fired and when.
+anything else happens, which is also the proof that it fired and when. One that has no step of its own waits
+there for the file that calls it.
 """
 
 import os
@@ -32,6 +33,16 @@ def fire(folder: Path, name: str) -> bool:
     return True
 
 
+def call(folder: Path, name: str) -> None:
+    """Let a fault come that has no step of its own."""
+    folder.mkdir(exist_ok=True)
+    _called(folder, name).touch()
+
+
+def _called(folder: Path, name: str) -> Path:
+    return folder / f"{name}.called"
+
+
 class Saboteur:
     """The faults of one rank."""
 
@@ -44,7 +55,12 @@ class Saboteur:
 
     def before(self, step: int, gradients: GradientBuckets) -> Callable[[int], None] | None:
         """What the executor calls before every instruction of a step, with its position; None: nothing."""
-        due = [fault for fault in self._faults if fault.step == step and fault.phase != "save"]
+        due = [
+            fault
+            for fault in self._faults
+            if fault.phase != "save"
+            and (self._is_called(fault) if fault.step is None else fault.step == step)
+        ]
         if not due:
             return None
 
@@ -58,11 +74,15 @@ class Saboteur:
     def during_save(self, steps_done: int, folder: Path) -> None:
         """Kill this process once the save has begun to write into its folder."""
         for fault in self._faults:
-            if fault.phase == "save" and fault.step < steps_done and not (self._folder / fault.name).exists():
+            due = self._is_called(fault) if fault.step is None else fault.step < steps_done
+            if fault.phase == "save" and due and not (self._folder / fault.name).exists():
                 threading.Thread(
                     target=self._when_written, args=(fault, folder), name="saboteur", daemon=True
                 ).start()
                 return
+
+    def _is_called(self, fault: Fault) -> bool:
+        return _called(self._folder, fault.name).exists()
 
     def _when_written(self, fault: Fault, folder: Path) -> None:
         deadline = time.monotonic() + 5.0

@@ -33,8 +33,8 @@ class Fault:
     kind: FaultKind
     """SIGKILL, SIGSTOP, or a gradient that is no number."""
     rank: int
-    step: int
-    """From 0; in a save, the first one after this step."""
+    step: int | None
+    """From 0; in a save, the first one after this step. None: as soon as it is called (`faults.call`)."""
     phase: FaultPhase
     place: float = 0.0
     """In [0, 1): where among the blocks of the phase."""

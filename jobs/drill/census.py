@@ -17,9 +17,9 @@ class Census:
     resident_bytes: int
 
 
-def census(root: int) -> Census:
-    """Count what a process and its descendants hold now; a process that ends meanwhile is left out."""
-    found = _family(root)
+def census(*roots: int) -> Census:
+    """Count what processes and their descendants hold now; a process that ends meanwhile is left out."""
+    found = family(*roots)
     files = [link for process in found for link in _links(process)]
     status = [_status(process) for process in found]
     return Census(
@@ -31,14 +31,15 @@ def census(root: int) -> Census:
     )
 
 
-def _family(root: int) -> list[int]:
+def family(*roots: int) -> list[int]:
+    """Processes and all their descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.name))
-    found, left = [], [root]
+    found, left = [], list(roots)
     while left:
         process = left.pop()
         found.append(process)

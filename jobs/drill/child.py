@@ -24,6 +24,8 @@ class Spec:
     faults: list[Fault]
     places: list[Place] | None
     resume: bool
+    until: int | None = None
+    """End after this step."""
 
     def to_json(self) -> str:
         """As text."""
@@ -39,6 +41,7 @@ class Spec:
             faults=[Fault(**fault) for fault in content["faults"]],
             places=None if places is None else [Place(**place) for place in places],
             resume=content["resume"],
+            until=content["until"],
         )
 
 
@@ -47,7 +50,7 @@ def run(spec: Spec) -> None:
     from braid.jobs.train import train
 
     config = parse_config(spec.config)
-    options = RunOptions(resume=spec.resume, overwrite=not spec.resume, again=spec.resume)
+    options = RunOptions(resume=spec.resume, overwrite=not spec.resume, again=spec.resume, until=spec.until)
     train(config, options, faults=tuple(spec.faults), places=spec.places)
 
 

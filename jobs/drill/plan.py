@@ -33,17 +33,31 @@ KINDS = {
     "cut-short": "the link between hosts is cut for less than the time-outs",
     "cut-long": "the link between hosts is cut until that is noticed",
     "slow-link": "the link between hosts has a tenth of its rate for a while",
+    "node-joins": "a node joins the Ray cluster",
+    "node-lost": "a node of the Ray cluster is lost: its raylet and its workers are killed",
+    "node-drained": "Ray says that a node will be taken away; when no rank is left there, it is",
 }
 """Faults by name."""
 
 NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "slow-link"})
 """Faults of the two emulated hosts."""
 NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
+NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1}
+"""Faults of emulated Ray nodes, and what each does to their number."""
 HARMLESS = frozenset({"nan", "disk-full", "cut-short", "slow-link"})
 """Faults that fail no rank."""
 _GAP = 6
 """Steps between two faults, at least."""
 _FIRST = 4
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """How many nodes a drill begins with, and the numbers it may have, bounds included; a rank on each."""
+
+    start: int
+    least: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -53,9 +67,17 @@ class Planned:
     name: str
     kind: str
     step: int
-    """It comes when so many steps are done."""
+    """It comes when so many steps are done. With nodes, whose changes take a time and not steps, what lies
+    between it and the fault before is counted from that one's end."""
     place: float
     """In [0, 1): what else is to be drawn."""
+    nodes: int | None = None
+    """Of the Ray cluster when it comes; None in a drill without faults of nodes."""
+
+    @property
+    def nodes_after(self) -> int | None:
+        """Nodes once it is over."""
+        return None if self.nodes is None else self.nodes + NODE_CHANGES.get(self.kind, 0)
 
     def in_rank(self, ranks: int) -> Fault | None:
         """The fault as a rank does it to itself; None for one that comes from outside."""
@@ -64,21 +86,54 @@ class Planned:
         kind, phase = _IN_RANK[self.kind]
         rank = int(self.place * ranks)
         place = (self.place * ranks) % 1.0
-        return Fault(name=self.name, kind=kind, rank=rank, step=self.step, phase=phase, place=place)
+        step = self.step if self.nodes is None else None
+        return Fault(name=self.name, kind=kind, rank=rank, step=step, phase=phase, place=place)
 
 
-def plan_drill(kinds: Sequence[str], count: int, seed: int) -> list[Planned]:
-    """Every kind ``count`` times, in an order drawn by the seed, at steps some way apart."""
+def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None) -> list[Planned]:
+    """Every kind ``count`` times, in an order drawn by the seed, at steps some way apart.
+
+    ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
+    """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--faults: {unknown[0]!r} is not known; there are {', '.join(KINDS)}")
     draw = random.Random(seed)
     every = [kind for kind in kinds for _ in range(count)]
     draw.shuffle(every)
+    if nodes is not None:
+        every = _in_range(every, nodes)
     planned, step = [], _FIRST
+    there = None if nodes is None else nodes.start
     for number, kind in enumerate(every):
-        planned.append(Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random()))
+        one = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
+        planned.append(one)
+        there = one.nodes_after
         step += _GAP * (3 if kind == "disk-full" else 1)  # which lasts for a while
     return planned
+
+
+def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
+    """The same faults, each drawn forward past those that are not possible yet.
+
+    If the number of nodes at the end lies in the range, and the range holds more than one number, there is
+    always a fault left that is possible: at the most of nodes, one that takes a node, and so on.
+    """
+    changes = [NODE_CHANGES[kind] for kind in kinds if kind in NODE_CHANGES]
+    end = nodes.start + sum(changes)
+    if changes and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
+        raise ConfigError(
+            f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave lead from {nodes.start} "
+            f"to {end} nodes, and elastic and the model's layouts allow {nodes.least} to {nodes.most}: name "
+            f"other --faults (one that is named twice comes twice), lower --count, or widen "
+            f"elastic.min_ranks and elastic.max_ranks"
+        )
+    left, ordered, there = list(kinds), [], nodes.start
+    while left:
+        kind = next(k for k in left if nodes.least <= there + NODE_CHANGES.get(k, 0) <= nodes.most)
+        left.remove(kind)
+        ordered.append(kind)
+        there += NODE_CHANGES.get(kind, 0)
+    return ordered
 
 
 def steps_of(planned: Sequence[Planned]) -> int:

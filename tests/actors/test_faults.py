@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.faults import FOLDER, Saboteur, fire
+from braid.actors.stage.faults import FOLDER, Saboteur, call, fire
 from braid.actors.stage.messages import Fault
 from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
 from braid.scheduling.schedule_parser import parse
@@ -84,6 +84,36 @@ def test_it_comes_once_at_its_place(
         assert abs(float((tmp_path / FOLDER / one.name).read_text()) - time.time()) < 60
     assert killed == [signal.SIGKILL] * 30
     assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
+
+
+def test_without_a_step_it_comes_when_it_is_called(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+) -> None:
+    saboteur = Saboteur([fault(step=None), fault(name="001", step=None)], 1, tmp_path, instructions)
+    assert saboteur.before(5, gradients()) is None
+    call(tmp_path / FOLDER, "000")
+    assert len(positions(saboteur, 6, len(instructions), killed)) == 1
+    assert (tmp_path / FOLDER / "000").exists()
+    assert not (tmp_path / FOLDER / "001").exists(), "another one was called"
+    assert positions(saboteur, 7, len(instructions), killed) == []
+    assert Saboteur([fault(step=None)], 0, tmp_path, instructions).before(7, gradients()) is None
+
+
+def test_a_save_is_hit_when_it_is_called(
+    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+) -> None:
+    saboteur = Saboteur([fault(step=None, phase="save")], 1, tmp_path, instructions)
+    folder = tmp_path / "step-6.tmp-1"
+    folder.mkdir()
+    (folder / "__1_0.distcp").write_bytes(b"half")
+    saboteur.during_save(6, folder)
+    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "a save too early"
+    call(tmp_path / FOLDER, "000")
+    saboteur.during_save(12, folder)
+    for thread in threading.enumerate():
+        if thread.name == "saboteur":
+            thread.join(10)
+    assert killed == [signal.SIGKILL]
 
 
 def test_other_ranks_are_spared(

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import braid, write_config, write_corpus
+from braid.actors.controller.records import read_lines
+from tests.end_to_end.command import (
+    braid,
+    left_running,
+    processes_mentioning,
+    start,
+    write_config,
+    write_corpus,
+)
 from tests.end_to_end.test_two_hosts import require_hosts
 
 
@@ -55,6 +63,68 @@ def test_hosts_links_and_disks(tmp_path: Path) -> None:
     assert report["emulated_hosts"]
 
 
+NODES: dict[str, Any] = {
+    "train": {"global_batch": 12, "micro_batch": 1, "deterministic_reduction": True},
+    "parallel": {"dp": 2},
+    "checkpoint": {"every": 20},
+    "cluster": {"launcher": "ray"},
+    "elastic": {"max_ranks": 4, "settle_s": 1.0},
+    "failure": {"silence_s": 30.0, "stall_s": 30.0},  # of a busy machine; a killed rank is seen at once
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes(tmp_path: Path) -> None:
+    """Nodes that join, are lost and are drained, between other faults: the bits of two ranks throughout."""
+    write_corpus(tmp_path)
+    write_config(tmp_path, **NODES)
+    twice = ["node-joins", "node-joins", "node-lost", "node-drained"] * 2
+    faults = ",".join([*twice, "kill-backward", "kill-controller"])
+    process = start(tmp_path, "drill", "run.yaml", "--faults", faults, "--seed", "2", "--json")
+    try:
+        output, errors = process.communicate(timeout=850)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors + output
+    assert not left_running(process.pid)
+    assert not processes_mentioning(str(tmp_path))
+    report = json.loads(output)
+    check(report, set())
+    assert report["allowed_difference"] == 0
+    assert report["identical_losses"]
+    assert report["identical_parameters"]
+    assert report["emulated_nodes"]
+    assert sorted(one["fault"]["kind"] for one in report["outcomes"]) == sorted(faults.split(","))
+    for one in report["outcomes"]:
+        parts = ["plan", "rendezvous", "restore", "first step"]
+        if one["fault"]["kind"].startswith("node-"):
+            assert list(one["parts"]) == ["room", *parts]
+            assert abs(sum(one["parts"].values()) - one["recovered_after"]) < 1e-3
+        if one["fault"]["kind"] == "node-drained":
+            assert one["steps_lost"] == 0
+    run = tmp_path / "runs" / "run-drill-2" / "broken"
+    ranks = [len(line["peak_bytes"]) for line in read_lines(run / "metrics.jsonl")]
+    assert set(ranks) >= {one["fault"]["nodes"] for one in report["outcomes"]}, "each number has trained"
+    assert len(report["held"]) == 2, "as many nodes at the end as at the begin"
+
+
+def test_nodes_that_cannot_be(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path, **NODES)
+    ray = ("--launcher", "ray")
+    for options, message in (
+        (("--launcher", "processes", "--faults", "node-lost"), "need cluster.launcher=ray"),
+        ((*ray, "--faults", "node-lost", "--set", "elastic={}"), "--set elastic.max_ranks=4"),
+        ((*ray, "--faults", "node-lost", "--count", "2"), "lead from 2 to 0 nodes"),
+        ((*ray, "--faults", "node-lost,kill-host"), "drill them one after the other"),
+    ):
+        outcome = braid(tmp_path, "drill", "run.yaml", *options)
+        assert outcome.code == 2, outcome.errors
+        assert message in " ".join(outcome.errors.split())
+        assert not (tmp_path / "runs").exists(), "nothing has started"
+
+
 def test_wrong_faults(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_config(tmp_path)
@@ -65,3 +135,4 @@ def test_wrong_faults(tmp_path: Path) -> None:
     listed = braid(tmp_path, "drill", "run.yaml", "--list")
     assert listed.code == 0
     assert "cut-long" in listed.output
+    assert "node-drained" in listed.output

@@ -2,15 +2,25 @@
 
 import itertools
 import random
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.config import ConfigError
-from braid.jobs.drill.plan import KINDS, plan_drill, steps_of
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.jobs.drill.nodes import TOLERANCE, allowed_difference, node_range
+from braid.jobs.drill.plan import KINDS, NODE_CHANGES, NodeRange, plan_drill, steps_of
+from tests.end_to_end.runs import SMALL
 
 SOME = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6, unique=True)
+MANY = st.lists(st.sampled_from([*NODE_CHANGES, "stop", "sigterm"]), min_size=1, max_size=12)
+
+
+@st.composite
+def node_ranges(draw: st.DrawFn) -> NodeRange:
+    start = draw(st.integers(1, 5))
+    return NodeRange(start, draw(st.integers(1, start)), start + draw(st.integers(0, 4)))
 
 
 @given(SOME, st.integers(1, 4), st.integers(0, 2**32))
@@ -28,6 +38,105 @@ def test_a_plan_follows_from_its_seed(kinds: list[str], count: int, seed: int) -
             assert gap >= 16
     assert planned[0].step >= 4, "there is something to lose"
     assert steps_of(planned) >= planned[-1].step + 12, "the last one is over before the run ends"
+
+
+@given(MANY, st.integers(0, 2**32), node_ranges())
+def test_nodes_stay_in_their_range(kinds: list[str], seed: int, nodes: NodeRange) -> None:
+    """In an order if there is one, and else with an error: checked against all orders of the changes."""
+    changes = [NODE_CHANGES[kind] for kind in kinds if kind in NODE_CHANGES]
+    if not exists(changes, nodes):
+        with pytest.raises(ConfigError, match=r"lead from .*elastic.*--faults.*--count"):
+            plan_drill(kinds, 1, seed, nodes)
+        return
+    planned = plan_drill(kinds, 1, seed, nodes)
+    assert planned == plan_drill(kinds, 1, seed, nodes)
+    assert sorted(one.kind for one in planned) == sorted(kinds)
+    there = nodes.start
+    for one in planned:
+        assert one.nodes == there
+        there += {"node-joins": 1, "node-lost": -1, "node-drained": -1}.get(one.kind, 0)
+        assert one.nodes_after == there
+        assert nodes.least <= there <= nodes.most
+        own = one.in_rank(one.nodes)
+        if own is not None:
+            assert own.rank < one.nodes, "a rank that there is"
+            assert own.step is None, "how many steps a change of nodes takes is not known before"
+
+
+def exists(changes: list[int], nodes: NodeRange) -> bool:
+    """Whether the changes have an order that stays in the range: by trying."""
+    reached = {(nodes.start, changes.count(1))}  # nodes, and how many are left to join
+    for left in range(len(changes), 0, -1):
+        reached = {
+            (there + step, joins - (step == 1))
+            for there, joins in reached
+            for step in (1, -1)
+            if (joins if step == 1 else left - joins) and nodes.least <= there + step <= nodes.most
+        }
+    return bool(reached)
+
+
+def test_nodes_change_in_many_orders() -> None:
+    kinds = ["node-joins", "node-joins", "node-lost", "node-drained", "stop"]
+    orders = {
+        tuple(one.kind for one in plan_drill(kinds, 1, seed, NodeRange(2, 1, 3))) for seed in range(200)
+    }
+    assert len(orders) > 20
+    assert {order[0] for order in orders} == set(kinds)
+
+
+def config_of(**sections: dict[str, object]) -> Config:
+    content = {key: dict(value) for key, value in SMALL.items()}
+    for name, section in sections.items():
+        content[name] = {**content.get(name, {}), **section}
+    return parse_config(content)
+
+
+def elastic_config(**sections: dict[str, object]) -> Config:
+    base: dict[str, dict[str, object]] = {
+        "train": {"global_batch": 12, "micro_batch": 1},
+        "parallel": {"dp": 2},
+        "cluster": {"launcher": "ray"},
+        "elastic": {"max_ranks": 4},
+    }
+    return config_of(
+        **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    )
+
+
+def test_the_range_of_nodes() -> None:
+    assert node_range(elastic_config()) == NodeRange(2, 1, 4)
+    assert node_range(elastic_config(elastic={"min_ranks": 2, "max_ranks": 3})) == NodeRange(2, 2, 3)
+    # 5 ranks share neither 12 samples nor 4 heads nor 4 layers: one of 5 nodes would have no rank.
+    assert node_range(elastic_config(elastic={"max_ranks": 9})) == NodeRange(2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"cluster": {"launcher": "processes"}}, "cluster.launcher=ray"),
+        ({"cluster": {"address": "10.0.0.1:6379"}}, "leave out cluster.address='10.0.0.1:6379'"),
+        ({"elastic": {"max_ranks": None}}, "--set elastic.max_ranks=4"),
+        ({"elastic": {"min_ranks": 3}}, "the layout has 2 ranks, elastic allows 3 to 4"),
+    ],
+)
+def test_what_nodes_need(sections: dict[str, dict[str, object]], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        node_range(elastic_config(**sections))
+
+
+def test_what_is_asked_of_losses() -> None:
+    """The same bits where all sums are the same ones."""
+    exact = elastic_config(train={"deterministic_reduction": True})
+    assert allowed_difference(exact, [2, 1, 4]) == 0
+    assert allowed_difference(elastic_config(), [2]) == 0
+    assert allowed_difference(elastic_config(), [2, 3]) == TOLERANCE
+    cut = elastic_config(
+        train={"deterministic_reduction": True, "global_batch": 8}, parallel={"dp": 1, "tp": 2}
+    )
+    assert allowed_difference(cut, [2, 1]) == TOLERANCE, "the tensor-parallel degree changes"
+    with pytest.raises(ConfigError, match=r"train\.deterministic_reduction=true"):
+        allowed_difference(elastic_config(train={"dtype": "bf16"}), [2, 3])
 
 
 def test_seeds_differ() -> None:

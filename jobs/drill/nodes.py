@@ -1,0 +1,215 @@
+"""Ray nodes on this machine, for faults of nodes: a cluster of its own, with one CPU, so one rank, a node."""
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
+from braid.jobs.drill.census import family
+from braid.jobs.drill.command import DrillError
+from braid.jobs.drill.plan import NodeRange
+from braid.jobs.tokenizer import load_tokenizer
+
+STEPS = 1_000_000
+"""Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""
+TOLERANCE = 2e-5
+"""Of a loss in fp32, relative, where sums are taken in another order."""
+_DRAIN_S = 60
+_SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "1000",
+}
+"""Ray's own: a lost node is noticed in seconds, and nobody else on the network gets in."""
+
+
+def degrees_on(config: Config, nodes: int) -> Degrees | None:
+    """The layout that an elastic run takes on so many nodes; None if there is none."""
+    vocabulary = load_tokenizer(config.data.tokenizer).vocabulary
+
+    def fits(one: Config) -> bool:
+        try:
+            one.check(vocabulary)
+        except ConfigError:
+            return False
+        return True
+
+    return best_degrees(config, nodes, fits, config.elastic)
+
+
+def node_range(config: Config) -> NodeRange:
+    """The numbers of nodes, around the layout's, on each of which the run has a rank.
+
+    `ConfigError` for a configuration that nodes cannot come to or leave.
+    """
+    cluster, elastic, start = config.cluster, config.elastic, config.layout().ranks
+    if cluster.launcher != "ray":
+        raise ConfigError("faults of nodes need cluster.launcher=ray: leave out --launcher processes")
+    if cluster.address is not None:
+        raise ConfigError(
+            f"faults of nodes come to a Ray cluster that the drill starts itself: leave out "
+            f"cluster.address={cluster.address!r}"
+        )
+    if elastic.max_ranks is None:
+        raise ConfigError(
+            f"faults of nodes need a run that follows its nodes: add a section elastic with max_ranks, such "
+            f"as --set elastic.max_ranks={start + 2}"
+        )
+    least, most = elastic.min_ranks or 1, elastic.max_ranks
+    if not least <= start <= most:
+        raise ConfigError(
+            f"the layout has {start} ranks, elastic allows {least} to {most}: change elastic.min_ranks, "
+            f"elastic.max_ranks or parallel"
+        )
+
+    def used(nodes: int) -> bool:
+        degrees = degrees_on(config, nodes)
+        return degrees is not None and degrees.ranks == nodes
+
+    low = high = start
+    while low > least and used(low - 1):
+        low -= 1
+    while high < most and used(high + 1):
+        high += 1
+    return NodeRange(start, low, high)
+
+
+def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
+    """How far losses may be apart if the run has these numbers of nodes; 0: the same bits are asked for.
+
+    `ConfigError` for a precision in which other sums than the same ones say nothing.
+    """
+    layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
+    cuts = {(one.tp, one.pp) for one in layouts if one is not None}
+    if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
+        return 0.0
+    if config.train.dtype == "bf16":
+        raise ConfigError(
+            "faults of nodes with train.dtype='bf16' can be judged only where nothing but the data-parallel "
+            "degree changes, with train.deterministic_reduction=true; set that, or train.dtype=fp32"
+        )
+    return TOLERANCE
+
+
+class Nodes:
+    """The nodes of a cluster, but for its head, which has no CPU. Nodes are known by Ray's ids."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._nodes: dict[str, Any] = {}
+
+    def start(self, count: int) -> None:
+        """Start the head, and so many nodes."""
+        self._add(num_cpus=0, include_dashboard=False)
+        for _ in range(count):
+            self.join()
+
+    def close(self) -> None:
+        """End all of it at once: nothing writes to its folder any more."""
+        _kill(*self.processes())
+        self._cluster.shutdown()
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return str(self._cluster.address)
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes, the oldest first."""
+        return list(self._nodes)
+
+    def alive(self, name: str) -> bool:
+        """Whether Ray takes a node to be alive."""
+        return any(
+            node["NodeID"] == name and node["Alive"] for node in self._cluster.global_state.node_table()
+        )
+
+    def join(self) -> str:
+        """Start a node; returns its name. `DrillError` if it does not start."""
+        node = self._add(num_cpus=1)
+        self._nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def lose(self, name: str) -> None:
+        """SIGKILL for all that runs on a node, if there is still something."""
+        node = self._nodes.pop(name)
+        _kill(*_processes(node))
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, name: str) -> bool:
+        """Tell Ray that a node will be taken away; False if it does not hear of it."""
+        import ray._raylet
+        import ray.core.generated.autoscaler_pb2
+
+        made: Any = ray._raylet, ray.core.generated.autoscaler_pb2  # compiled, generated: without types
+        raylet, messages = made
+        reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + _DRAIN_S) * 1000)
+        accepted, _ = raylet.GcsClient(address=self.address).drain_node(name, reason, "a drill", deadline_ms)
+        return bool(accepted)
+
+    def processes(self) -> list[int]:
+        """What runs the nodes, the head among them; workers are their descendants."""
+        return [process for node in self._cluster.list_all_nodes() for process in _processes(node)]
+
+    def _add(self, **options: Any) -> Any:
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            return self._cluster.add_node(wait=False, **options)
+        except Exception as error:  # that is what Ray raises for a node that does not start in its time
+            raise DrillError(f"a Ray node did not start: {error}") from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would drain every node, for half a minute each
+
+
+@contextlib.contextmanager
+def ray_nodes(count: int) -> Iterator[Nodes]:
+    """A Ray cluster of so many nodes, with its own ports, token and folder; all of it ends with the block.
+
+    Its settings stand in the environment meanwhile, so that commands started here can join it.
+    """
+    with contextlib.ExitStack() as stack:
+        # Ray names its newest cluster in this folder, and sockets there: their paths have to be short.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
+        before = dict(os.environ)
+        stack.callback(_restore_environment, before)
+        os.environ.update({**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder})
+        from ray.cluster_utils import Cluster
+
+        nodes = Nodes(Cluster())
+        stack.callback(nodes.close)
+        nodes.start(count)
+        yield nodes
+
+
+@functools.cache
+def _token() -> str:
+    """One per process: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _kill(*roots: int) -> None:
+    """SIGKILL for processes and their descendants."""
+    for process in family(*roots):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _processes(node: Any) -> list[int]:
+    return [info.process.pid for infos in node.all_processes.values() for info in infos]
