@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from braid.scheduling.planner.list_schedule import IssueOrder, Machine, State
 from braid.scheduling.planner.strands import PairProblem
 
-WIDTH = 32
+WIDTH = 64
 SHARES = (0.0, 0.3, 0.9)
 """Of the communication left, what the estimate adds: none suits problems that communication bounds."""
 
