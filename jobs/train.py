@@ -233,7 +233,8 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         from braid.jobs.prepare_ray import ray_map
 
         launcher = RayLauncher(config)
-        launcher.check(config.layout().ranks)
+        if config.elastic.max_ranks is None:  # else it begins with what room there is
+            launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show)
         made = plan(prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]

@@ -112,6 +112,7 @@ class Controller:
             saver = Saver(store, directory, keeping, mirror)
             begins = not self._options.resume or (self._options.again and not store.steps())
             found = None if begins else self._find_checkpoint(store)
+            self._step_now = found.manifest.step if found is not None else 0
             self._failure = directory.unfinished() if self._options.resume else None
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
@@ -126,11 +127,16 @@ class Controller:
         """One generation after the other, until the run is over."""
         avoid: tuple[str, ...] = ()
         while True:
-            group = self._launcher.start(self._config.layout().ranks, avoid)
+            change: Change | None
             try:
-                change = yield from self._with_ranks(group, places, found)
-            finally:
-                group.shutdown()
+                group = self._launcher.start(self._config.layout().ranks, avoid)
+            except NoRoomError as error:  # nodes left while nothing ran
+                change = yield from self._on_what_is_left(error, "not all nodes are there")
+            else:
+                try:
+                    change = yield from self._with_ranks(group, places, found)
+                finally:
+                    group.shutdown()
             if change is None:
                 return
             yield from self._change(change, places)
@@ -145,15 +151,16 @@ class Controller:
             try:
                 end = yield from self._generation_runs(group, places, found)
             except NoRoomError as error:
-                if self._resizing.membership is None:
-                    raise
                 group.shutdown()
-                stopped, text = self._stop.is_set, str(error)
-                return (yield from self._resizing.what_is_left(self._config, text, self._step_now, stopped))
+                return (yield from self._on_what_is_left(error, "a node is lost"))
             if not isinstance(end, Failure):
                 return end
             yield from self._prepare_restart(group, end, places)
             found = None
+
+    def _on_what_is_left(self, error: NoRoomError, why: str) -> Generator[Event, None, Change]:
+        stopped, step = self._stop.is_set, self._step_now
+        return (yield from self._resizing.what_is_left(self._config, error, why, step, stopped))
 
     def _generation_runs(
         self, group: WorkerGroup, places: _Places, found: "_Found | None"

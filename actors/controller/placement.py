@@ -17,7 +17,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from braid.actors.config import Config, ConfigError
+from braid.actors.config import Config
 from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, start_stage
@@ -38,12 +38,12 @@ class RayLauncher:
         self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
 
     def check(self, ranks: int) -> None:
-        """`ConfigError` if the whole cluster is too small, and none of its kind can grow."""
+        """`NoRoomError` if the whole cluster is too small, and none of its kind can grow."""
         total = ray.cluster_resources()
         fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
         grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
         if not fits and not grows:
-            raise ConfigError(self._too_small(ranks))
+            raise NoRoomError(self._too_small(ranks))
 
     @contextlib.contextmanager
     def collector(self, files: Path, bytes_per_rank: int) -> Iterator["ActorCollector"]:
@@ -59,7 +59,7 @@ class RayLauncher:
             ray.kill(actor)
 
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
-        """Place and start the actors; `ConfigError` after ``cluster.placement_timeout_s`` without room."""
+        """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
         bundles = [dict(self._bundle) for _ in range(ranks)]
         if avoid:

@@ -49,16 +49,22 @@ class Resizing:
         return change
 
     def what_is_left(
-        self, config: Config, text: str, step: int, stopped: Callable[[], bool]
+        self, config: Config, error: NoRoomError, why: str, step: int, stopped: Callable[[], bool]
     ) -> Generator[Event, None, Change]:
-        """The change to what nodes there are after a loss, waiting for more if they are too few."""
+        """The change to what nodes there are, waiting for more if they are too few.
+
+        Raises the error of a run that is not elastic.
+        """
+        if self.membership is None:
+            raise error
+        text = str(error)
         deadline = time.monotonic() + self._elastic.wait_s
         told = False
         while True:
             capacity, _ = self._launcher.capacity(None)
             best = best_degrees(config, capacity, self._fits, self._elastic)
             if best is not None:
-                return Change(best, f"a node is lost: {text}")
+                return Change(best, f"{why}: {text}")
             if time.monotonic() > deadline or stopped():
                 raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
             if not told:

@@ -72,7 +72,8 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     cluster = {"launcher": "ray", "placement_timeout_s": 5.0, "allow_unauthenticated": True}
     write_config(tmp_path, **SECTIONS, elastic=elastic, cluster=cluster)
     workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
-    command = [sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", "--address", nodes.address]
+    options = ("--address", nodes.address)
+    command = [sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", *options]
     output = (tmp_path / "output").open("w")
     process = subprocess.Popen(
         command, cwd=tmp_path, env={**environment(), **QUICK}, stdout=output, stderr=subprocess.STDOUT
@@ -106,17 +107,25 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
         until(lambda: trained_on(1))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130, (tmp_path / "output").read_text()
+        incidents = read_lines(run / "incidents.jsonl")
+        # Started again, where there is one node for the two ranks that are configured.
+        step = read_lines(run / "metrics.jsonl")[-1]["step"]
+        again = (*options, "--resume", "--until", str(step + 10))
+        outcome = braid(tmp_path, "train", "run.yaml", *again, timeout=200)
+        assert outcome.code == 0, outcome.errors
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    changes = [line["ranks"] for line in read_lines(run / "incidents.jsonl") if line["kind"] == "resized"]
+    changes = [line["ranks"] for line in incidents if line["kind"] == "resized"]
     assert [before for before, _ in changes] == [2, *(after for _, after in changes[:-1])]
     assert changes[0] == [2, 4]
     assert changes[-2:] == [[1, 2], [2, 1]]
-    last = read_lines(run / "incidents.jsonl")[-1]
-    assert last["text"].startswith("a node is leaving")
-    assert last["steps_lost"] == 0
+    assert incidents[-1]["text"].startswith("a node is leaving")
+    assert incidents[-1]["steps_lost"] == 0
+    (last,) = read_lines(run / "incidents.jsonl")[len(incidents) :]
+    assert last["text"].startswith("not all nodes are there: the layout asks for 2 ranks")
+    assert (last["ranks"], last["steps_lost"]) == ([2, 1], 0)
     metrics = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert {len(line["peak_bytes"]) for line in metrics} >= {1, 2, 3, 4}
