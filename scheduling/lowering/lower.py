@@ -96,6 +96,27 @@ def _same_channel(first: Block, second: Block, layout: ParallelLayout) -> bool:
     return same_stage and first.direction is second.direction
 
 
+def with_early_receives(
+    stages: tuple[tuple[Instruction, ...], ...],
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Start every receive one block before the block that needs it.
+
+    gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
+    its result is needed exposes the whole message, however long ago it was sent.
+    """
+    moved = []
+    for stage in stages:
+        instructions: list[Instruction] = []
+        for instruction in stage:
+            place = len(instructions)
+            if isinstance(instruction, Receive):
+                blocks = [n for n, one in enumerate(instructions) if isinstance(one, Block | Pair)]
+                place = blocks[-1] if blocks else place
+            instructions.insert(place, instruction)
+        moved.append(tuple(instructions))
+    return tuple(moved)
+
+
 def with_update(
     stages: tuple[tuple[Instruction, ...], ...], layout: ParallelLayout
 ) -> tuple[tuple[Instruction, ...], ...]:
@@ -193,7 +214,7 @@ def training_schedule(
         raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
     kind, choices = SCHEDULES[name], choices or Choices()
     order = kind.generator(layout, micro_batches)
-    stages = with_update(with_transfers(order, layout), layout)
+    stages = with_update(with_early_receives(with_transfers(order, layout)), layout)
     if choices.early_reduction:
         stages = with_early_reduction(stages)
     if choices.gathers:
@@ -262,6 +283,6 @@ def validation_schedule(layout: ParallelLayout, micro_batches: int, parts: Mappi
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
-        stages=with_transfers(forward_only(layout, micro_batches), layout),
+        stages=with_early_receives(with_transfers(forward_only(layout, micro_batches), layout)),
         programs=serial_programs(parts, trains=False),
     )

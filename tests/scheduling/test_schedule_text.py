@@ -179,8 +179,8 @@ def stage_lines(schedule: Schedule, stage: int) -> list[str]:
 def test_the_text_reads_like_this() -> None:
     assert stage_lines(named_schedule("folded", 2, 1), 1) == [
         "  RECV(F0.1<0) WAIT(RECV F0.1) F0.1",
-        "  F0.2 SEND(F0.3>0)",
-        "  RECV(B0.2<0) WAIT(RECV B0.2) WAIT(SEND F0.3) B0.2",
+        "  RECV(B0.2<0) F0.2 SEND(F0.3>0)",
+        "  WAIT(RECV B0.2) WAIT(SEND F0.3) B0.2",
         "  B0.1 SEND(B0.0>0)",
         "  WAIT(SEND B0.0)",
         "  REDUCE(1) REDUCE(2)",

@@ -171,9 +171,9 @@ def test_the_message_shows_the_fault_among_its_neighbours() -> None:
         message
         == """\
 schedule megatron, stage 1, at F1.1: its input from stage 0 has not arrived (no RECV and WAIT before it)
-  stage 0 | F0.0  SEND(F0.1>1)      F1.0      SEND(F1.1>1)    RECV(B0.0<1)   WAIT(RECV B0.0)  WAIT(SEND F0.1)
-* stage 1 | F0.1  SEND(F0.2>2)  RECV(F1.1<0)    >>F1.1<<      SEND(F1.2>2)     RECV(B0.1<2)   WAIT(RECV B0.1)
-  stage 2 | F0.2      B0.2      SEND(B0.1>1)  RECV(F1.2<1)  WAIT(RECV F1.2)        F1.2             B1.2"""
+  stage 0 | SEND(F0.1>1)    RECV(B0.0<1)       F1.0      SEND(F1.1>1)  WAIT(RECV B0.0)  WAIT(SEND F0.1)    RECV(B1.0<1)
+* stage 1 |     F0.1        SEND(F0.2>2)   RECV(B0.1<2)    >>F1.1<<      SEND(F1.2>2)   WAIT(RECV B0.1)  WAIT(SEND F0.2)
+  stage 2 | RECV(F0.2<1)  WAIT(RECV F0.2)      F0.2      RECV(F1.2<1)        B0.2         SEND(B0.1>1)   WAIT(RECV F1.2)"""  # noqa: E501
     )
 
 
