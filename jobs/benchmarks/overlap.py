@@ -44,8 +44,8 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
 }
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid"),
-    "pp2": ("megatron", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", "braid", "braid_v"),
-    "tp2pp2": ("megatron", "interleaved", "intra_batch", "wavelet", "dhelix", "braid", "braid_v"),
+    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", "braid", "braid_v"),
+    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", "braid", "braid_v"),
 }
 PEERS: Mapping[str, tuple[str, ...]] = {
     "tp2": ("torch_tp",),

@@ -8,6 +8,7 @@ from typing import Final
 from braid.scheduling.lowering.pipelines import (
     BlockOrder,
     bidirectional,
+    eager_one_forward_one_backward,
     folded_w,
     interleaved,
     one_forward_one_backward,
@@ -47,6 +48,9 @@ class PipelineKind:
 
 SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     "megatron": PipelineKind(generator=one_forward_one_backward, placement=Placement.LINEAR, executable=True),
+    "eager": PipelineKind(
+        generator=eager_one_forward_one_backward, placement=Placement.LINEAR, executable=True
+    ),
     "folded": PipelineKind(generator=folded_w, placement=Placement.FOLDED, executable=True),
     "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED, executable=True),
     "intra_batch": PipelineKind(

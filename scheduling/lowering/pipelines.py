@@ -28,10 +28,23 @@ def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> Bloc
 
     Stage i holds at most p-i micro-batches (Narayanan et al. 2021).
     """
+    return _alternating(layout, micro_batches, 1)
+
+
+def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """1F1B that runs twice as far ahead: stage i 2(p-1-i) forwards.
+
+    A message then has a whole forward and backward pass to arrive in; in 1F1B the next block waits for it.
+    Stage i holds at most 2(p-i)-1 micro-batches (the eager-1F1B of Zhuang et al., MLSys 2023).
+    """
+    return _alternating(layout, micro_batches, 2)
+
+
+def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> BlockOrder:
     assert layout.placement is Placement.LINEAR, "1F1B runs one chunk per stage"
     stages = []
     for stage in range(layout.pp):
-        ahead = min(layout.pp - 1 - stage, micro_batches)
+        ahead = min(eagerness * (layout.pp - 1 - stage), micro_batches)
         order = [forward_block(m, stage) for m in range(ahead)]
         for m in range(micro_batches - ahead):
             order += [forward_block(m + ahead, stage), backward_block(m, stage)]

@@ -22,6 +22,7 @@ from braid.scheduling.lowering.lower import (
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.pipelines import (
     bidirectional,
+    eager_one_forward_one_backward,
     folded_w,
     interleaved,
     one_forward_one_backward,
@@ -198,6 +199,17 @@ def test_bubble_of_1f1b(p: int, m: int, forward: int, backward: int) -> None:
     assert timeline.length == (m + p - 1) * (forward + backward)
     assert idle(timeline) == (p - 1) * (forward + backward)
     assert unit_timeline(named_schedule("intra_batch", p, m), forward, backward).length == timeline.length
+
+
+@STAGES
+@DURATIONS
+def test_running_further_ahead_costs_no_bubble_but_memory(p: int, forward: int, backward: int) -> None:
+    for m in sizes_of("eager", p):
+        eager, plain = (named_schedule(name, p, m) for name in ("eager", "megatron"))
+        assert (
+            unit_timeline(eager, forward, backward).length == unit_timeline(plain, forward, backward).length
+        )
+        assert [in_flight(eager, stage) for stage in range(p)] == [min(2 * (p - i) - 1, m) for i in range(p)]
 
 
 @STAGES
@@ -409,6 +421,7 @@ def test_without_paired_blocks_no_decision_is_needed(name: str) -> None:
 def test_generators_want_their_layout() -> None:
     generators = {
         one_forward_one_backward: Placement.LINEAR,
+        eager_one_forward_one_backward: Placement.LINEAR,
         folded_w: Placement.FOLDED,
         paired_w: Placement.FOLDED,
         dual_pipe_v: Placement.FOLDED,
