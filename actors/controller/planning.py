@@ -105,7 +105,9 @@ def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[
     candidates = []
     for name in EXECUTABLE:
         alone = config.with_schedule(name)
-        if config.parallel.pp == 1 and SCHEDULES[name].placement_on(1) is not Placement.LINEAR:
+        if config.parallel.pp == 1 and (
+            SCHEDULES[name].placement_on(1) is not Placement.LINEAR or name == "eager"
+        ):
             continue  # pipelines of one stage are all the same
         if config.parallel.tp == 1 and SCHEDULES[name].splits_collectives:
             continue  # nothing to split
