@@ -4,20 +4,21 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from braid.actors.stage.streams import Mark, Streams, Transfer
+from braid.actors.stage.streams import Streams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block
 from braid.scheduling.span_batches import RECORD, Records
-from braid.scheduling.trace import KINDS, Label, OverlapNumbers
+from braid.scheduling.trace import KINDS, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray, overlap_numbers
 
 
 class StepRecorder(Recorder):
     """A recorder whose steps become arrays of `RECORD`."""
 
-    def __init__(self, streams: Streams, solo_ns: Mapping[str, int] | None = None) -> None:
-        super().__init__(streams, solo_ns)
+    def __init__(
+        self, streams: Streams, solo_ns: Mapping[str, int] | None = None, *, recording: bool = True
+    ) -> None:
+        super().__init__(streams, solo_ns, recording=recording)
         self._solo = np.zeros(0, np.int64)
         self._computes = np.zeros(0, bool)
 
@@ -57,16 +58,3 @@ class StepRecorder(Recorder):
 
 def _intervals(records: Records) -> IntArray:
     return np.stack([records["start_ns"], records["end_ns"]], axis=1)
-
-
-class NoRecorder(StepRecorder):
-    """Records nothing (``telemetry.spans: false``)."""
-
-    def compute(self, label: Label, block: Block | None, begin: Mark, end: Mark) -> None:
-        """Nothing."""
-
-    def transfer(self, label: Label, block: Block | None, transfer: Transfer) -> None:
-        """Nothing."""
-
-    def block(self, paired: bool, block: Block, begin: Mark, end: Mark) -> None:
-        """Nothing."""

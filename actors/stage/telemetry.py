@@ -20,7 +20,9 @@ _PAIRED = Label(operator="paired block", stream=Stream.COMPUTE)
 class Recorder:
     """Collects marks while a step runs and turns them into records when it is over."""
 
-    def __init__(self, streams: Streams, solo_ns: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, streams: Streams, solo_ns: Mapping[str, int] | None = None, *, recording: bool = True
+    ) -> None:
         self._streams = streams
         self._solo_ns = solo_ns or {}
         self._blocks: list[tuple[bool, Block, Mark, Mark]] = []
@@ -31,18 +33,23 @@ class Recorder:
         self._kept: list[Label] = []
         self.labels: list[Label] = []
         """All labels that were ever met, by number, with the solo times that are known."""
+        self.recording = recording
+        """Whether spans are kept; may change between steps."""
 
     def compute(self, label: Label, block: Block | None, begin: Mark, end: Mark) -> None:
         """An operator ran on the compute stream."""
-        self._compute.append((label, block, begin, end))
+        if self.recording:
+            self._compute.append((label, block, begin, end))
 
     def transfer(self, label: Label, block: Block | None, transfer: Transfer) -> None:
         """A transfer was issued; its end is read when the step is over."""
-        self._transfers.append((label, block, transfer))
+        if self.recording:
+            self._transfers.append((label, block, transfer))
 
     def block(self, paired: bool, block: Block, begin: Mark, end: Mark) -> None:
         """A block, or a paired one (then ``block`` is its forward pass), ran."""
-        self._blocks.append((paired, block, begin, end))
+        if self.recording:
+            self._blocks.append((paired, block, begin, end))
 
     def clear(self) -> None:
         """Forget the step's spans."""

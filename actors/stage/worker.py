@@ -37,7 +37,7 @@ from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
-from braid.actors.stage.step_records import NoRecorder, StepRecorder
+from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.kernels.family import operator_family
 from braid.scheduling.layers import part_sizes
@@ -66,7 +66,7 @@ class Worker:
         """Whose memory the next save takes."""
 
     def pulse(self) -> int | None:
-        """How much was done so far, for whoever wonders; called from another thread, as is `interrupt`."""
+        """How much was done so far; called from another thread, as is `interrupt`."""
         return self._streams.marks if self._streams is not None else None
 
     def interrupt(self) -> None:
@@ -137,8 +137,7 @@ class Worker:
         train = config.train
         definition = load_layer(config.model.layer)
         sizes = part_sizes(plan.shape, layout, train.micro_batch)
-        parts = model_parts(sizes, definition, train.recompute)
-        self._parts = parts
+        self._parts = parts = model_parts(sizes, definition, train.recompute)
         runs = scheduled_parts(parts, layout, plan.shape.layers, fused=schedule.fused, split=schedule.split)
         validate(schedule, layout, runs)
         evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
@@ -155,8 +154,7 @@ class Worker:
         )
         self._model.initialise(train.seed)
         self._streams = streams = device_streams(self._device)
-        kind = StepRecorder if config.telemetry.spans else NoRecorder
-        self._recorder = kind(streams, plan.solo_ns)
+        self._recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
         self._gradients = GradientBuckets(
             self._model.parameters,
             self._mesh,
@@ -228,7 +226,7 @@ class Worker:
         first = all(self._mesh.position[axis] == 0 for axis in ("tp", "pp"))
         seconds = time.perf_counter() - begin
         records = self._recorder.records(step)
-        if self._stream is not None:
+        if self._stream is not None and self._recorder.recording:
             self._stream.put(self._recorder.labels, records, step)
         return StepResult(
             loss_sum=loss_sum if self._mesh.position["tp"] == 0 else 0.0,
@@ -302,6 +300,10 @@ class Worker:
 
     def _span_sink(self, target: Any) -> Sink:
         return SocketSink(target)
+
+    def record_spans(self, on: bool) -> None:
+        """Record the spans of further steps, or do not: what that costs is measured in one process."""
+        self._recorder.recording = on
 
     def spans(self, step: int) -> list[Span]:
         """The spans of the step that ran last."""

@@ -78,7 +78,7 @@ class OverlapCase:
     """``overlap.memory_slack`` of the schedules."""
     seed: int = 1
 
-    def config(self, schedule: str, *, spans: bool = True, **cluster: Any) -> Config:
+    def config(self, schedule: str, **cluster: Any) -> Config:
         """The run's configuration under a schedule."""
         return parse_config(
             {
@@ -97,7 +97,6 @@ class OverlapCase:
                 },
                 "parallel": dict(LAYOUTS[self.layout]),
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
-                "telemetry": {"spans": spans},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
         )
@@ -143,8 +142,10 @@ def run(
         launchers = stack.enter_context(bench.launchers(ray))
         sides = [bench.start(name, profile, launchers, stack) for name in names]
         bare = None
-        if spans_cost:
-            bare = bench.start(names[-1], profile, launchers, stack, spans=False)
+        if spans_cost:  # the same ranks: others would differ by some percent for reasons of their own
+            recorded = sides[-1]
+            recorded.records = True
+            bare = Side(f"{names[-1]}, no spans", recorded.group, records=False)
             sides.append(bare)
         if modelled:
             config = case.config(names[-1])
@@ -256,17 +257,15 @@ class _Bench:
         launchers: Callable[[Config], Launcher],
         stack: contextlib.ExitStack,
         *,
-        spans: bool = True,
         believed: Profile | None = None,
     ) -> Side:
         """The ranks of a schedule, ready to train.
 
         ``believed``: costs to decide by instead of the measured ones.
         """
-        shown = name if spans else f"{name}, no spans"
-        shown += ", modelled costs" if believed is not None else ""
+        shown = f"{name}, modelled costs" if believed is not None else name
         self._progress(f"starting {shown}")
-        config = self._case.config(name, spans=spans)
+        config = self._case.config(name)
         schedule: Schedule = build_schedule(config, self.shape, believed or profile)
         plan = RunPlan(
             config=config,
@@ -314,6 +313,8 @@ def _alternate(sides: Sequence[Side], rounds: int, case: OverlapCase, progress: 
     for turn in range(rounds + 1):
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
         for side in order.sample(list(sides), len(sides)):
+            if side.records is not None:
+                side.group.call_all("record_spans", side.records)
             results = side.group.call_all("train_step", turn)
             if isinstance(results[0], StepResult):
                 seconds = max(result.seconds for result in results)

@@ -75,6 +75,8 @@ class Side:
     loss: float = 0.0
     predicted: float | None = None
     activation_bytes: int | None = None
+    records: bool | None = None
+    """Whether its steps record spans, where another side of the same ranks does otherwise."""
 
 
 def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:

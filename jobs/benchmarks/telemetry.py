@@ -1,8 +1,8 @@
 """What telemetry costs a run, and how many spans its stream carries.
 
-The price: two whole runs of one configuration, step by step in turns, one with spans, stream and files, one
-without; a step is what the controller needs from one to the next. The stream: processes that push spans
-through ring and socket into files, as ranks do, as fast as they can and at a given rate.
+The price: a run that records spans and streams them into files for some steps and not for others, by turns; a
+step is what the controller needs from one to the next. The stream: processes that push spans through ring and
+socket into files, as ranks do, as fast as they can and at a given rate.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from rich.table import Table
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, StepDone
+from braid.actors.controller.records import StepDone
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.span_stream import SocketSink, SpanStream
@@ -35,6 +36,8 @@ from braid.scheduling.span_batches import RECORD
 from braid.scheduling.trace import Label
 
 ON, OFF = "with telemetry", "without"
+TURN = 5
+"""Steps in a row with or without telemetry: longer than the stream waits before it sends a batch."""
 PER_STEP = 2000
 """Spans that a made-up step has."""
 
@@ -100,49 +103,59 @@ def run(
 
 
 def measure_price(config: Config, folder: Path, steps: int) -> Price:
-    """Two runs in turns; the first five steps do not count."""
+    """One run whose ranks record and stream spans for `TURN` steps of every `2 x TURN`, drawn which.
+
+    Both kinds of steps run in the same processes: two runs side by side differ by some percent for reasons of
+    their own, such as which core a rank's threads are on. The first turns do not count.
+    """
+    turns = -(-steps // TURN)
     data = prepare_text(folder)
-    with contextlib.ExitStack() as stack:
-        sides: dict[str, Iterator[Event]] = {}
-        for name, spans in ((ON, True), (OFF, False)):
-            side = _side(config, folder / name, spans, steps + 5)
-            events = Controller(_plan(side, data), ProcessLauncher(side), RunOptions()).run()
-            stack.callback(events.close)  # type: ignore[attr-defined]
-            sides[name] = events
-        for events in sides.values():
-            next(events)  # started
+    side = _side(config, folder, 2 * TURN * (turns + 1))
+    launcher = _KeepingLauncher(side)
+    events = Controller(_plan(side, data), launcher, RunOptions()).run()
+    with contextlib.closing(events):  # type: ignore[type-var]
+        next(events)  # started
         seconds: dict[str, list[float]] = {ON: [], OFF: []}
-        spans_per_step = 0.0
         draw = random.Random(config.train.seed)
-        for turn in range(steps + 5):
+        for turn in range(turns + 1):
             for name in draw.sample([ON, OFF], 2):
-                begin = time.perf_counter()
-                event = next(sides[name])
-                passed = time.perf_counter() - begin
-                while not isinstance(event, StepDone):
-                    event = next(sides[name])
-                if turn >= 5:
-                    seconds[name].append(passed)
+                launcher.group.call_all("record_spans", name == ON)
+                for _ in range(TURN):
+                    begin = time.perf_counter()
+                    event = next(events)
+                    passed = time.perf_counter() - begin
+                    while not isinstance(event, StepDone):
+                        event = next(events)
+                    if turn:
+                        seconds[name].append(passed)
     from braid.dashboards.trace_folder import TraceFolder
 
-    traces = TraceFolder(folder / ON / config.name / "trace")
+    traces = TraceFolder(folder / config.name / "trace")
     traces.refresh()
-    if traces.steps:
-        spans_per_step = len(traces.spans(traces.steps[-1]))
     return Price(
         case=config.name,
-        steps=steps,
+        steps=turns * TURN,
         on=Spread.of(seconds[ON]),
         off=Spread.of(seconds[OFF]),
         ratio=Spread.of_ratios(seconds[ON], seconds[OFF]),
-        spans_per_step=spans_per_step,
+        spans_per_step=len(traces.spans(traces.steps[-1])) if traces.steps else 0.0,
     )
 
 
-def _side(config: Config, runs: Path, spans: bool, steps: int) -> Config:
+class _KeepingLauncher(ProcessLauncher):
+    """Keeps the ranks it has started, to speak to them between steps."""
+
+    group: WorkerGroup
+
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        self.group = super().start(ranks, avoid)
+        return self.group
+
+
+def _side(config: Config, runs: Path, steps: int) -> Config:
     content = config.model_dump(mode="json")
     content["runs"] = str(runs)
-    content["telemetry"]["spans"] = spans
+    content["telemetry"]["spans"] = True
     content["train"] |= {"steps": steps, "validate_every": 0}
     content["data"]["validation_fraction"] = 0.0
     if config.overlap.needs_profile:

@@ -119,7 +119,8 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
             process.wait(60)
     changes = [line["ranks"] for line in incidents if line["kind"] == "resized"]
     assert [before for before, _ in changes] == [2, *(after for _, after in changes[:-1])]
-    assert changes[0] == [2, 4]
+    assert changes[0] in ([2, 4], [2, 3]), "both at once, unless the second node took its time"
+    assert max(after for _, after in changes) == 4
     assert changes[-2:] == [[1, 2], [2, 1]]
     assert incidents[-1]["text"].startswith("a node is leaving")
     assert incidents[-1]["steps_lost"] == 0

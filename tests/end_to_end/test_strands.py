@@ -94,10 +94,10 @@ class Runs:
         return self._runs[key]
 
     def _plan(self, overrides: Mapping[str, Mapping[str, Any]], fused: int) -> Path:
-        """A plan for links on which communication is worth hiding."""
+        """A plan for links on which communication is worth hiding, and of runs also worth putting off for."""
         config = small_config(self._path / "plans", **overrides)
         ranks = config.layout().ranks
-        spec: ClusterSpec = cluster(gpus=ranks, intra=2e8)
+        spec: ClusterSpec = cluster(gpus=ranks, intra=4e8 if fused else 2e8)
         job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
         plan = plan_of(evaluate(replace(fixed_setting(job), fused=fused), spec), spec)
         file = self._path / f"plan-{len(self._runs)}.yaml"
