@@ -107,12 +107,15 @@ def with_early_receives(
     moved = []
     for stage in stages:
         instructions: list[Instruction] = []
+        block: int | None = None  # the place of the last one
         for instruction in stage:
-            place = len(instructions)
-            if isinstance(instruction, Receive):
-                blocks = [n for n, one in enumerate(instructions) if isinstance(one, Block | Pair)]
-                place = blocks[-1] if blocks else place
-            instructions.insert(place, instruction)
+            if isinstance(instruction, Receive) and block is not None:
+                instructions.insert(block, instruction)
+                block += 1
+                continue
+            if isinstance(instruction, Block | Pair):
+                block = len(instructions)
+            instructions.append(instruction)
         moved.append(tuple(instructions))
     return tuple(moved)
 
