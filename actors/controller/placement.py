@@ -23,6 +23,8 @@ from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, start_stage
 
 _EXIT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""Between two looks at the places of ranks that are being started."""
 
 
 class RayLauncher:
@@ -135,7 +137,11 @@ class ActorGroup(WatchedGroup):
         self._pulses: dict[int, Any] = {}
         """Calls under way, and unanswered questions, by rank."""
         self._actors = [self._start(rank) for rank in range(ranks)]
-        self._find_nodes()
+        try:
+            self._find_nodes()
+        except NoRoomError:
+            self.shutdown()
+            raise
 
     def _start(self, rank: int) -> Any:
         place = PlacementGroupSchedulingStrategy(
@@ -150,6 +156,19 @@ class ActorGroup(WatchedGroup):
         return start_stage(rank, options)
 
     def _find_nodes(self) -> None:
+        """Where all ranks run, once they do; `NoRoomError` if a place is lost before its rank has started.
+
+        A node may be gone, with its ranks, before Ray takes it to be: a rank that is started there meanwhile
+        waits for another place, which may never come.
+        """
+        ranks = {actor.node.remote(): rank for rank, actor in enumerate(self._actors)}
+        waiting = list(ranks)
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS)
+            if waiting and not self._group.wait(self._timeout_s):
+                homeless = [ranks[call] for call in waiting]
+                self._gone.update(homeless)  # they will never answer
+                raise NoRoomError(_no_place(homeless))
         self._nodes: list[dict[str, Any]] = self.call_all("node")
         self.addresses = [str(node["address"]) for node in self._nodes]
 
@@ -209,11 +228,7 @@ class ActorGroup(WatchedGroup):
     def _restart(self, ranks: Sequence[int]) -> None:
         # Ray finds another node for the places of a lost one; until then the group is not ready.
         if not self._group.wait(self._timeout_s):
-            names = ", ".join(map(str, ranks))
-            raise NoRoomError(
-                f"there is no room to start rank {names} again: its node is gone and no other one is free; "
-                f"add a node"
-            )
+            raise NoRoomError(_no_place(ranks))
         for rank in ranks:
             self._actors[rank] = self._start(rank)
         self._find_nodes()
@@ -227,3 +242,8 @@ class ActorGroup(WatchedGroup):
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
+
+
+def _no_place(ranks: Sequence[int]) -> str:
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"there is no room to start {names}: its node is gone and no other one is free; add a node"

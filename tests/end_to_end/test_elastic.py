@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from braid.actors.config import load_config
+from braid.actors.controller.group import NoRoomError, WorkerError
 from braid.actors.controller.records import read_lines
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
 
@@ -138,3 +140,41 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     assert [line["samples"] for line in metrics] == [line["samples"] for line in theirs]
     assert [line["loss"] for line in metrics] == [line["loss"] for line in theirs]  # bit for bit
     print(json.dumps(read_lines(run / "incidents.jsonl"), indent=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_place_that_is_lost_while_its_rank_starts(
+    tmp_path: Path, nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is started where Ray still sees a node that is gone: an error soon, no endless wait."""
+    workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    import ray
+    from ray.util.placement_group import PlacementGroup
+
+    from braid.actors.controller.placement import RayLauncher
+
+    ray.init(address=nodes.address, log_to_driver=False)
+    try:
+        cluster = {"launcher": "ray", "placement_timeout_s": 3.0, "cpus_per_rank": 1.0}
+        launcher = RayLauncher(load_config(write_config(tmp_path, cluster=cluster), []))
+        group = launcher.start(2)
+        lost = workers.pop()
+        rank = group.node_ids.index(lost.node_id)
+        nodes.remove_node(lost, allow_graceful=False)
+        with pytest.raises(WorkerError, match="its actor died"):
+            [group.call(rank, "process_id") for _ in range(1000)]  # it lives a little longer than its node
+        assert group.interrupt() == [rank]
+        while any(node["Alive"] and node["NodeID"] == lost.node_id for node in ray.nodes()):
+            time.sleep(0.1)
+        wait, answers = PlacementGroup.wait, iter([True])  # what Ray says before it knows
+        monkeypatch.setattr(
+            PlacementGroup, "wait", lambda self, seconds: next(answers, None) or wait(self, seconds)
+        )
+        with pytest.raises(NoRoomError, match=f"no room to start rank {rank}: its node is gone"):
+            group.replace([rank])
+        group.shutdown()
+        while launcher.capacity(None) != (1, False):
+            time.sleep(0.1)
+    finally:
+        ray.shutdown()
