@@ -43,7 +43,7 @@ class SpanStream:
         sink: Sink,
         *,
         capacity: int = CAPACITY,
-        interval_s: float = 0.2,
+        interval_s: float = 0.5,
         budget: float = 0.01,
     ) -> None:
         """``budget``: the share of time that streaming may take before steps are left out."""
