@@ -352,7 +352,8 @@ def wait_in_a_circle(at: Place) -> None:
     assume(receive == next(i for i in channel if i.stage == receive.stage))
     at.list = [i for i in at.list if i not in (receive, wait)]
     activation = replace(block, direction=Direction.FORWARD, chunk=block.chunk + 1)
-    place = at.number(0, at.about(Send, activation))
+    later = (n for n, i in enumerate(at.list) if i in channel and i.stage == receive.stage)
+    place = at.number(0, min(at.about(Send, activation), *later, len(at.list)))
     at.list[place:place] = [receive, wait]
 
 
