@@ -22,8 +22,8 @@ setup: $(VENV)/.ready  ## make the environment
 demo: setup  ## train a small Llama on real text on this machine, two ranks, about three minutes
 	$(BIN)/braid train jobs/recipes/demo.yaml --overwrite
 
-test: setup  ## run all tests, four files at a time: many only wait for processes to start
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
+test: setup  ## run all tests, two files at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
 
 check: setup  ## formatting, lint, types, import rules
 	$(BIN)/ruff format --check .
