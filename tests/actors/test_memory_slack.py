@@ -1,5 +1,7 @@
 """``overlap.memory_slack``: schedules that are found for speed keep within a bound of activations."""
 
+import functools
+
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
@@ -30,6 +32,7 @@ def profile_of(config: Config) -> Profile:
     return analytic_profile(cluster(gpus=2, intra=2e9), config.layout(), parts, 4)
 
 
+@functools.cache
 def activations(schedule: str, slack: float | None) -> int:
     """What the schedule that is found holds at most."""
     config = configured(schedule, slack)
