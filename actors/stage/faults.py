@@ -21,16 +21,23 @@ FOLDER = "faults"
 
 
 def fire(folder: Path, name: str) -> bool:
-    """Mark a fault as fired, with the time; False if it was before."""
+    """Mark a fault as fired, at the mark's time of change; False if it was before.
+
+    The mark is empty: it has to come on a full disk as well.
+    """
     folder.mkdir(exist_ok=True)
+    now = time.time_ns()
     try:
-        with (folder / name).open("x", encoding="utf-8") as mark:
-            mark.write(repr(time.time()))
-            mark.flush()
-            os.fsync(mark.fileno())
+        (folder / name).touch(exist_ok=False)
     except FileExistsError:
         return False
+    os.utime(folder / name, ns=(now, now))  # the kernel's own is some milliseconds old
     return True
+
+
+def fired_at(folder: Path, name: str) -> float:
+    """When a fault has fired, seconds since 1970."""
+    return (folder / name).stat().st_mtime
 
 
 def call(folder: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from braid.actors.controller.manifest import MANIFEST, CheckpointStore
 from braid.actors.controller.processes import Place
 from braid.actors.controller.records import StepRecord, read_lines, read_metrics
 from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.faults import FOLDER, call, fire
+from braid.actors.stage.faults import FOLDER, call, fire, fired_at
 from braid.actors.stage.messages import Fault
 from braid.jobs.benchmarks.hosts import Hosts, two_hosts
 from braid.jobs.drill.census import Census, census
@@ -217,7 +217,7 @@ class Drill:
         if one.kind in NODE_CHANGES:
             assert self._nodes is not None
             return change_nodes(one, self._nodes, command)
-        outcome = Outcome(one, float(mark.read_text(encoding="utf-8") or time.time()))
+        outcome = Outcome(one, fired_at(mark.parent, one.name))
         after = command.step()
         self._act(one)
         if one.kind in HARMLESS or one.kind == "sigterm":

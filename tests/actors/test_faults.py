@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.faults import FOLDER, Saboteur, call, fire
+from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at
 from braid.actors.stage.messages import Fault
 from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
 from braid.scheduling.schedule_parser import parse
@@ -81,7 +81,7 @@ def test_it_comes_once_at_its_place(
         # The step is repeated, by the same process and by one that replaces it.
         assert positions(saboteur, 5, count, killed) == []
         assert positions(Saboteur([one], 1, tmp_path, instructions), 5, count, killed) == []
-        assert abs(float((tmp_path / FOLDER / one.name).read_text()) - time.time()) < 60
+        assert abs(fired_at(tmp_path / FOLDER, one.name) - time.time()) < 60
     assert killed == [signal.SIGKILL] * 30
     assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.stage.faults import FOLDER, fire, fired_at
 from braid.actors.stage.messages import RunPlan
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
@@ -95,3 +97,17 @@ def _fill(path: Path) -> None:
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
+
+
+def test_a_fault_leaves_its_mark_on_a_full_disk(small_disk: Path) -> None:
+    """A drill's next fault may come while the disk is still full."""
+    folder = small_disk / FOLDER
+    assert fire(folder, "000")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as filler:
+        while True:
+            filler.write(bytes(1 << 16))
+            filler.flush()
+    before = time.time()
+    assert fire(folder, "001")
+    assert not fire(folder, "001")
+    assert before - 1e-3 <= fired_at(folder, "001") <= time.time()
