@@ -41,6 +41,14 @@ class Mesh:
         return self.layout.rank_at({**self.position, "pp": stage})
 
 
+def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
+    """Make the group of all ranks; after a failure it may be called again, with another store."""
+    # Groups are named by a count. torch resets it when they are destroyed, but not where making the first one
+    # failed: this rank and a new one would look for each other under different names, in every attempt.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
 def build_mesh(
     layout: ParallelLayout,
     rank: int,

@@ -30,7 +30,7 @@ from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter
 from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.layers import load_layer
-from braid.actors.stage.mesh import build_mesh
+from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Held, Rendezvous, RunPlan, Samples, StepResult
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import Connections, bind_gloo
@@ -116,13 +116,8 @@ class Worker:
         backend: str = self._config.cluster.backend
         if backend == "auto":
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"generation-{rendezvous.generation}", self._store),
-            rank=self.rank,
-            world_size=self._config.layout().ranks,
-            timeout=timeout,
-        )
+        store = dist.PrefixStore(f"generation-{rendezvous.generation}", self._store)
+        make_world(backend, store, self.rank, self._config.layout().ranks, timeout)
 
     def _join_others(self, config: Config, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Groups for what travels beside training."""
