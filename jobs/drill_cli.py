@@ -147,6 +147,9 @@ def _show_verdict(console: Console, report: "Report") -> None:
         if same:
             verdict = "[green]identical, bit for bit[/green]"
         console.print(f"{what}: {verdict}", highlight=False)
+    lost = f"{report.most_lost}; a checkpoint every {report.interval}"
+    color = "green" if report.most_lost <= report.interval else "yellow"
+    console.print(f"steps lost by one fault, at most: [{color}]{lost}[/{color}]", highlight=False)
     for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
         console.print(
             f"{when}: {held.processes} processes, {held.threads} threads, {held.files} files ({held.sockets} "

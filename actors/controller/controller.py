@@ -17,8 +17,9 @@ from typing import Any
 from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
+from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
-from braid.actors.controller.mirror import Mirror, newest_good
+from braid.actors.controller.mirror import Mirror
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
     Event,
@@ -57,7 +58,7 @@ class _Places:
     """Where a run keeps what it leaves behind."""
 
     directory: RunDirectory
-    store: CheckpointStore
+    homes: Homes
     saver: Saver
     collector: Collector
 
@@ -93,7 +94,6 @@ class Controller:
         self._failure: Failure | None = None
         """What the present generation was formed for."""
         self._drained = False
-        self._mirror: Mirror | None = None
         self._spiked: set[int] = set()
         """Steps that were repeated because of their loss."""
 
@@ -104,20 +104,20 @@ class Controller:
     def run(self) -> Iterator[Event]:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
         keeping = self._config.checkpoint
-        self._mirror = mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
+        mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             self._generation = directory.last_generation
-            store = CheckpointStore(directory.path / "checkpoints")
-            saver = Saver(store, directory, keeping, mirror)
-            begins = not self._options.resume or (self._options.again and not store.steps())
-            found = None if begins else self._find_checkpoint(store)
+            homes = Homes(CheckpointStore(directory.path / "checkpoints"), mirror, directory.mark)
+            saver = Saver(homes, directory, keeping)
+            begins = not self._options.resume or (self._options.again and not homes.steps())
+            found = None if begins else self._find_checkpoint(homes)
             self._step_now = found.manifest.step if found is not None else 0
             self._failure = directory.unfinished() if self._options.resume else None
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
                 with self._launcher.collector(directory.path / "trace", budget) as collector:
-                    yield from self._generations(_Places(directory, store, saver, collector), found)
+                    yield from self._generations(_Places(directory, homes, saver, collector), found)
             finally:
                 saver.close()
         finally:
@@ -141,7 +141,7 @@ class Controller:
                 return
             yield from self._change(change, places)
             avoid = change.avoid
-            found = self._find_checkpoint(places.store) if places.store.steps() else None
+            found = self._find_checkpoint(places.homes) if places.homes.steps() else None
 
     def _with_ranks(
         self, group: WorkerGroup, places: _Places, found: "_Found | None"
@@ -237,8 +237,8 @@ class Controller:
             self._resizing.membership.cost_s = now - changed.time
             directory.incident(**changed.facts(now, first_step, self._generation))
 
-    def _find_checkpoint(self, store: CheckpointStore) -> "_Found":
-        path, manifest, notes = newest_good(store, self._mirror)
+    def _find_checkpoint(self, homes: Homes) -> "_Found":
+        path, manifest, notes = homes.newest_good()
         shape = asdict(self._plan.shape)
         if manifest.shape != shape:
             odd = next(key for key in shape if manifest.shape.get(key) != shape[key])
@@ -255,7 +255,7 @@ class Controller:
         self._rendezvous(group)
         facts = group.call(0, "data_facts")
         with _timed(self._failure or self._changed, "restore"):
-            done, notes = self._restore(group, places.store, found, facts)
+            done, notes = self._restore(group, places.homes, found, facts)
         saver.last_step = done or None
         plan, layout = self._plan, self._config.layout()
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
@@ -301,11 +301,11 @@ class Controller:
             if saver.last_step != step:
                 raise CheckpointError(
                     f"step {step} is done, but its checkpoint does not fit on the disk of "
-                    f"{places.store.directory}; free some space and go on with --resume from the newest "
-                    f"checkpoint there"
+                    f"{places.homes.store.directory}; free some space and go on with --resume from the "
+                    f"newest checkpoint there"
                 )
         if change is None:
-            yield self._finish(directory, records, step)
+            yield from self._finish(directory, records, step)
         return change
 
     def _look_around(
@@ -335,16 +335,17 @@ class Controller:
             yield from saver.finish(group)
         return change
 
-    def _finish(self, directory: RunDirectory, records: list[StepRecord], step: int) -> Finished:
+    def _finish(self, directory: RunDirectory, records: list[StepRecord], step: int) -> Iterator[Event]:
         validation = next(
             (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
             None,
         )
         complete = step == self._config.train.steps
         report = build_report(records, self._config, validation, complete=complete, serial=self._plan.serial)
-        directory.write_report(report)
+        if trouble := directory.write_report(report):
+            yield Incident(kind="failed", text=trouble, step=step)
         directory.note("finished", step, self._generation, "complete" if complete else "stopped early")
-        return Finished(complete=complete, report=report)
+        yield Finished(complete=complete, report=report)
 
     def _rendezvous(self, group: WorkerGroup) -> None:
         if self._failure is not None:
@@ -375,7 +376,7 @@ class Controller:
         group.expect(max(self._config.failure.stall_s, _STALL_STEPS * slowest))
 
     def _restore(
-        self, group: WorkerGroup, store: CheckpointStore, found: "_Found | None", facts: dict[str, Any]
+        self, group: WorkerGroup, homes: Homes, found: "_Found | None", facts: dict[str, Any]
     ) -> tuple[int, tuple[str, ...]]:
         """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
 
@@ -388,13 +389,13 @@ class Controller:
         if failure is not None and copies:
             common = newest_common(group.call_all("copies_held"), self._config.layout(), failure.step)
             # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
-            saved = max((step for step in store.steps() if step <= failure.step), default=0)
+            saved = max((step for step in homes.steps() if step <= failure.step), default=0)
             if common is not None and common[0] >= saved:
                 group.call_all("restore_copies", *common)
                 failure.source = "copies in memory"
                 return common[0], notes
-        if failure is not None and store.steps():
-            found = self._find_checkpoint(store)
+        if failure is not None and homes.steps():
+            found = self._find_checkpoint(homes)
             failure.source = f"checkpoint step-{found.manifest.step}"
         done = 0
         if found is not None:

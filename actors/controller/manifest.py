@@ -34,6 +34,8 @@ class Manifest:
     data: dict[str, Any]
     shape: dict[str, Any]
     files: dict[str, tuple[int, str]]
+    run: str = ""
+    """Mark of the run that wrote it (`RunDirectory.mark`); empty if that has none."""
 
 
 class CheckpointStore:
@@ -58,6 +60,7 @@ class CheckpointStore:
         layout: dict[str, Any],
         data: dict[str, Any],
         shape: dict[str, Any],
+        run: str = "",
     ) -> Path:
         """Checksum what was written, make it durable, and give it its name."""
         files = {
@@ -65,7 +68,9 @@ class CheckpointStore:
             for path in sorted(written.rglob("*"))
             if path.is_file()
         }
-        manifest = Manifest(version=VERSION, step=step, layout=layout, data=data, shape=shape, files=files)
+        manifest = Manifest(
+            version=VERSION, step=step, layout=layout, data=data, shape=shape, files=files, run=run
+        )
         for name in files:
             _sync(written / name)
         write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
@@ -74,11 +79,7 @@ class CheckpointStore:
 
     def adopt(self, folder: Path) -> Manifest:
         """Give a checkpoint that came from elsewhere its name; `CheckpointError` if it is damaged."""
-        manifest = verify(folder)
-        if folder.name.split(".")[0] != f"step-{manifest.step}":
-            raise CheckpointError(
-                f"checkpoint {folder}: {MANIFEST} says step {manifest.step}; it was renamed"
-            )
+        manifest = verify_named(folder)
         for name in (*manifest.files, MANIFEST):
             _sync(folder / name)
         _sync(folder)
@@ -125,24 +126,14 @@ class CheckpointStore:
         matches = [STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def newest_verified(self) -> tuple[Path, Manifest, list[str]]:
-        """The newest checkpoint that matches its manifest, and what is wrong with those newer than it."""
-        complaints: list[str] = []
-        self._undo_replacements()
-        for step in reversed(self.steps()):
-            path = self.directory / f"step-{step}"
-            try:
-                manifest = verify(path)
-                if manifest.step == step:
-                    return path, manifest, complaints
-                complaints.append(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
-            except CheckpointError as error:
-                complaints.append(str(error))
-        if complaints:
-            raise CheckpointError("; ".join(complaints) + "; no older checkpoint is left to fall back to")
-        raise CheckpointError(f"there is no checkpoint in {self.directory}; start without --resume")
+    def run_of(self, step: int) -> str | None:
+        """The mark of the run that wrote a checkpoint; None if that cannot be read."""
+        try:
+            return _read_manifest(self.directory / f"step-{step}").run
+        except CheckpointError:
+            return None
 
-    def _undo_replacements(self) -> None:
+    def undo_replacements(self) -> None:
         """A crash between the two renames of `publish` leaves an older save of the step without its name."""
         for aside in self.directory.glob("step-*.replaced-*"):
             final = self.directory / aside.name.split(".")[0]
@@ -190,6 +181,14 @@ def verify(path: Path) -> Manifest:
     except OSError as error:
         what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
         raise CheckpointError(what) from None
+    return manifest
+
+
+def verify_named(path: Path) -> Manifest:
+    """`verify`, for a checkpoint whose folder, published or not, has the name of its step."""
+    manifest = verify(path)
+    if path.name.split(".")[0] != f"step-{manifest.step}":
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
     return manifest
 
 

@@ -1,7 +1,7 @@
 """A second home for checkpoints at any fsspec URL: object stores, other file systems.
 
 Object stores cannot rename, so there the manifest is the last file to be written: a folder without one is no
-checkpoint. A mirror is read only when the run's own directory has no good checkpoint.
+checkpoint. A mirror that is a directory can also be written to by the ranks themselves, and read in place.
 """
 
 import difflib
@@ -14,10 +14,10 @@ from braid.actors.config import ConfigError
 from braid.actors.controller.manifest import (
     MANIFEST,
     STEP_NAME,
-    CheckpointError,
     CheckpointStore,
     Manifest,
     to_be_removed,
+    verify_named,
 )
 
 
@@ -44,11 +44,15 @@ class Mirror:
         self.url = url
         try:
             import fsspec
+            from fsspec.implementations.local import LocalFileSystem
 
             self._files, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
             raise MirrorError(f"checkpoint.mirror={url!r}: {error}") from None
         self._root = str(root).rstrip("/")
+        local = isinstance(self._files, LocalFileSystem)
+        self.store = CheckpointStore(Path(self._root)) if local else None
+        """The mirror as a directory, if it is one: another disk, or a shared file system."""
 
     def put(self, checkpoint: Path) -> None:
         """Copy a published checkpoint, its manifest last."""
@@ -90,11 +94,16 @@ class Mirror:
                 f"checkpoint.mirror={self.url!r}: {folder} cannot be removed: {error}"
             ) from None
 
-    def fetch(self, step: int, into: Path) -> Path:
-        """Copy a checkpoint back, into an empty folder; nothing of it is to be believed before `verify`."""
+    def fetch(self, step: int, into: Path, run: str = "") -> Path:
+        """Copy a checkpoint back, into an empty folder; nothing of it is to be believed before `verify`.
+
+        run: of which it has to be; any, where that is not known.
+        """
         source = f"{self._root}/step-{step}"
         try:
             manifest: dict[str, Any] = json.loads(self._files.cat_file(f"{source}/{MANIFEST}"))
+            if run and manifest.get("run") != run:
+                raise self._of_another_run(step)
             for name in [*manifest["files"], MANIFEST]:
                 place = (into / name).resolve()
                 if not place.is_relative_to(into.resolve()):
@@ -111,37 +120,23 @@ class Mirror:
             ) from None
         return into
 
-    def fetch_newest(self, store: CheckpointStore) -> str:
-        """Bring the newest good copy into a run's own directory; returns what to tell of it.
+    def bring(self, step: int, store: CheckpointStore, run: str = "") -> tuple[Path, Manifest]:
+        """A good copy on this machine's file systems: in place, or brought into a run's own directory.
 
-        `CheckpointError` if there is none.
+        `CheckpointError` or `MirrorError` if it is damaged, of another run, or cannot be had.
         """
-        complaints = []
-        for step in reversed(self.steps()):
-            folder = store.begin(step, 0)
-            try:
-                manifest = store.adopt(self.fetch(step, folder))
-            except (CheckpointError, MirrorError) as error:
-                complaints.append(str(error))
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                return "; ".join([*complaints, f"step {manifest.step} was fetched from {self.url}"])
-        raise CheckpointError("; ".join([*complaints, f"there is no good checkpoint in {self.url}"]))
-
-
-def newest_good(store: CheckpointStore, mirror: Mirror | None) -> tuple[Path, Manifest, list[str]]:
-    """The newest good checkpoint of a run, from its mirror if need be, and what there is to tell of it.
-
-    `CheckpointError` if there is none.
-    """
-    try:
-        path, manifest, complaints = store.newest_verified()
-    except CheckpointError as error:
-        if mirror is None:
-            raise
+        if self.store is not None:
+            path = self.store.directory / f"step-{step}"
+            manifest = verify_named(path)
+            if run and manifest.run != run:
+                raise self._of_another_run(step)
+            return path, manifest
+        folder = store.begin(step, 0)
         try:
-            told = f"{error}; {mirror.fetch_newest(store)}"
-        except (CheckpointError, MirrorError) as trouble:
-            raise CheckpointError(f"{error}; {trouble}") from None
-        return *store.newest_verified()[:2], [told]
-    return path, manifest, [f"{complaint}; falling back to step {manifest.step}" for complaint in complaints]
+            manifest = store.adopt(self.fetch(step, folder, run))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return store.directory / f"step-{step}", manifest
+
+    def _of_another_run(self, step: int) -> MirrorError:
+        return MirrorError(f"checkpoint.mirror={self.url!r}: step {step} is of another run")

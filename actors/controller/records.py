@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,6 +108,9 @@ _WAITING_LINES = 100_000
 """Lines of a file that wait for room on the disk; older ones are lost."""
 
 
+_MARK = "run-mark"
+
+
 class RunDirectory:
     """``runs/NAME``, locked for as long as this object is open."""
 
@@ -124,6 +128,8 @@ class RunDirectory:
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
+        self.mark = self._read_mark() if resume else secrets.token_hex(8)
+        """Tells this run's checkpoints from others'; empty for one that goes on where its mark is lost."""
         self._waiting: dict[str, list[str]] = {}
         """Lines that the disk had no room for, by file."""
         if self._replaces and not overwrite:
@@ -150,6 +156,11 @@ class RunDirectory:
         lock.flush()
         return lock
 
+    def _read_mark(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / _MARK).read_text(encoding="utf-8")
+        return ""
+
     def _empty(self) -> None:
         for path in self.path.iterdir():
             if path.name != ".lock":
@@ -167,6 +178,7 @@ class RunDirectory:
         if self._replaces:
             self._empty()
             self._replaces = False
+        self._write(_MARK, self.mark)
         self._write("config.yaml", config.to_yaml())
         self._write("schedule.txt", schedule)
         self._write("cluster.json", json.dumps(cluster, indent=1))
@@ -205,8 +217,7 @@ class RunDirectory:
 
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
-        (self.path / "trace").mkdir(exist_ok=True)
-        write_durably(self.path / "trace" / "measured.json", chrome_trace(spans))
+        self._write("trace/measured.json", chrome_trace(spans))
 
     @property
     def metrics(self) -> Path:
@@ -255,9 +266,11 @@ class RunDirectory:
             self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
             del waiting[:-_WAITING_LINES]
 
-    def write_report(self, report: dict[str, Any]) -> None:
-        """Write ``report.json``."""
-        write_durably(self.path / "report.json", json.dumps(report, indent=1))
+    def write_report(self, report: dict[str, Any]) -> str:
+        """Write ``report.json``; returns why it could not be written, or nothing."""
+        self.trouble = ""
+        self._write("report.json", json.dumps(report, indent=1))
+        return self.trouble
 
     def close(self) -> None:
         """Let go of the lock, and of the directory if the run never started."""

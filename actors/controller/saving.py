@@ -2,7 +2,8 @@
 
 A save has two halves. The ranks copy their state to host memory, which is all that training waits for, and
 write it; then files are checksummed, published by one rename, read back and checked, old ones removed, and
-the new one copied to the mirror. One save is under way at a time: the next one waits for it.
+the new one copied to the mirror. Where there is no room in the run's directory, the same state is written to
+the mirror, if that is another disk. One save is under way at a time: the next one waits for it.
 """
 
 import shutil
@@ -15,8 +16,9 @@ from typing import Any
 
 from braid.actors.config import CheckpointConfig
 from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, disk_is_full, verify
-from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 
 
@@ -26,10 +28,11 @@ class _Save:
 
     step: int
     generation: int
+    facts: Mapping[str, Any]
+    home: CheckpointStore
     folder: Path
     begun: float
-    stalled_s: float
-    facts: Mapping[str, Any]
+    stalled_s: float = 0.0
     published: "Future[tuple[Path, str]] | None" = field(default=None)
 
 
@@ -38,12 +41,11 @@ class Saver:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        homes: Homes,
         directory: RunDirectory,
         keeping: CheckpointConfig,
-        mirror: Mirror | None,
     ) -> None:
-        self._store, self._directory, self._keeping, self._mirror = store, directory, keeping, mirror
+        self._homes, self._directory, self._keeping = homes, directory, keeping
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._save: _Save | None = None
         self.last_step: int | None = None
@@ -59,18 +61,23 @@ class Saver:
         """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
         begun = time.perf_counter()
         yield from self.finish(group)  # the one before
-        folder = self._store.begin(step, generation)
-        save = self._save = _Save(step, generation, folder, begun, 0.0, facts)
+        home = self._homes.store
+        save = self._save = _Save(step, generation, facts, home, home.begin(step, generation), begun)
+        yield from self._write(group, save)
+        save.stalled_s = time.perf_counter() - begun
+
+    def _write(self, group: WorkerGroup, save: _Save) -> Iterator[Saved | Incident]:
+        """Let the ranks write into the save's folder."""
         try:
             if self._keeping.asynchronous:
-                group.call_all("begin_save", str(folder), step)
+                again = save.home is not self._homes.store
+                group.call_all("begin_save", str(save.folder), save.step, again)
             else:
-                group.call_all("save", str(folder), step)
+                group.call_all("save", str(save.folder), save.step)
                 self._publish(save)
                 yield from self.finish(group)
         except WorkerError as error:
-            yield self._given_up(error)
-        save.stalled_s = time.perf_counter() - begun
+            yield from self._failed(group, error)
 
     def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[Saved | Incident]:
         """See how the save under way gets on; a step passes between two looks."""
@@ -91,7 +98,7 @@ class Saver:
                     self._directory.note("telemetry", save.step, save.generation, trouble)
                     yield Incident(kind="failed", text=trouble, step=save.step)
         except (OSError, WorkerError) as error:
-            yield self._given_up(error)
+            yield from self._failed(group, error)
 
     def finish(self, group: WorkerGroup) -> Iterator[Saved | Incident]:
         """Wait until nothing is under way."""
@@ -121,13 +128,14 @@ class Saver:
 
     def _publish_now(self, save: _Save) -> tuple[Path, str]:
         """Returns the checkpoint, and what is wrong with its copy in the mirror, if anything is."""
-        path = self._store.publish(save.folder, step=save.step, **save.facts)
+        home, keeping, mirror = save.home, self._keeping, self._homes.mirror
+        path = home.publish(save.folder, step=save.step, run=self._homes.run, **save.facts)
         verify(path)  # old ones go only after a good successor
-        self._store.collect(self._keeping.keep, self._keeping.keep_every, save.step)
-        if self._mirror is not None:
+        home.collect(keeping.keep, keeping.keep_every, save.step)
+        if mirror is not None and home is self._homes.store:
             try:
-                self._mirror.put(path)
-                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, save.step)
+                mirror.put(path)
+                mirror.collect(keeping.keep, keeping.keep_every, save.step)
             except MirrorError as error:
                 return path, str(error)
         return path, ""
@@ -138,22 +146,30 @@ class Saver:
         if not self._keeping.asynchronous:  # told before `begin` is over
             save.stalled_s = seconds
         text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
+        if save.home is not self._homes.store:
+            text += f"; in {save.home.directory}, as the run's own disk is full"
         self._directory.note(
             "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
         )
         return Saved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
 
-    def _given_up(self, error: Exception) -> Incident:
-        """A full disk is survived; anything else is not ours to judge."""
+    def _failed(self, group: WorkerGroup, error: Exception) -> Iterator[Saved | Incident]:
+        """A full disk is survived, and the mirror may have room; anything else is not ours to judge."""
         save, self._save = self._save, None
         assert save is not None
-        full = disk_is_full(self._store.directory, error)
+        full = disk_is_full(save.home.directory, error)
         shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
         if not full:
             raise error
+        spare = self._homes.spare
+        if spare is not None and save.home is not spare:
+            self._save = save
+            save.home, save.folder, save.published = spare, spare.begin(save.step, save.generation), None
+            yield from self._write(group, save)
+            return
         text = f"the checkpoint of step {save.step} does not fit on the disk; training goes on"
         self._directory.note("telemetry", save.step, save.generation, text)
-        return Incident(kind="failed", text=text, step=save.step)
+        yield Incident(kind="failed", text=text, step=save.step)
 
 
 def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:

@@ -318,15 +318,20 @@ class Worker:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
         self._copies.restore(self._optimizer, step, sources)
 
-    def begin_save(self, directory: str, step: int) -> None:
-        """Begin to write this rank's shards; training may go on as soon as this returns."""
+    def begin_save(self, directory: str, step: int, again: bool = False) -> None:
+        """Begin to write this rank's shards; training may go on as soon as this returns.
+
+        again: to another place, the state of the save that was begun last.
+        """
         assert self._save_group is not None
         if self._saving is not None:  # one that failed on another rank, and was given up
             self._saving.finished(wait=True)
-        reused = self._saved.flat if self._saved is not None else None
-        state = self._saved = take(self._optimizer, step, reused)
-        if self._saboteur is not None:
-            self._saboteur.during_save(step, Path(directory))
+        if not again:
+            self._saved = take(self._optimizer, step, self._saved.flat if self._saved is not None else None)
+            if self._saboteur is not None:
+                self._saboteur.during_save(step, Path(directory))
+        state = self._saved
+        assert state is not None
         self._saving = BackgroundSave(
             Path(directory), state, self._model.parameters, self._optimizer, self._mesh, self._save_group
         )

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from braid.actors.config import CheckpointConfig, Config, parse_config
 from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointStore
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
@@ -137,9 +138,9 @@ class _Legs:
 
     def __init__(self, group: WorkerGroup, directory: RunDirectory, facts: dict[str, Any]) -> None:
         self._group, self._facts = group, facts
-        self._store = CheckpointStore(directory.path / "checkpoints")
+        self._homes = Homes(CheckpointStore(directory.path / "checkpoints"), None, directory.mark)
         self._savers = {
-            kind: Saver(self._store, directory, CheckpointConfig(keep=1, asynchronous=background), None)
+            kind: Saver(self._homes, directory, CheckpointConfig(keep=1, asynchronous=background))
             for kind, background in ((SYNCHRONOUS, False), (ASYNCHRONOUS, True))
         }
         self._step = 0
@@ -147,7 +148,7 @@ class _Legs:
     @property
     def checkpoint_bytes(self) -> int:
         """Of the newest checkpoint."""
-        path, _, _ = self._store.newest_verified()
+        path, _, _ = self._homes.newest_good()
         return sum(file.stat().st_size for file in path.iterdir())
 
     def leg(self, kind: str, steps: int) -> Leg:

@@ -35,6 +35,8 @@ class Report:
     """Of the losses, relative to those of the undisturbed run."""
     allowed_difference: float
     """As large as it may be; 0: losses and parameters have to be identical, bit for bit."""
+    interval: int
+    """Steps from one checkpoint to the next."""
     seconds: float
     emulated_hosts: bool
     emulated_nodes: bool
@@ -49,9 +51,14 @@ class Report:
         close = 0 < self.allowed_difference >= self.largest_difference
         return self.identical_samples and (exact or close)
 
+    @property
+    def most_lost(self) -> int:
+        """Steps that one fault cost, at most."""
+        return max((outcome.steps_lost for outcome in self.outcomes), default=0)
+
     def as_json(self) -> dict[str, Any]:
         """One object."""
-        return {**asdict(self), "passed": self.passed}
+        return {**asdict(self), "most_lost": self.most_lost, "passed": self.passed}
 
 
 def describe(outcome: Outcome) -> str:

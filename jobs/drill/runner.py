@@ -94,6 +94,8 @@ class Drill:
             if (fault := one.in_rank(one.nodes or config.layout().ranks)) is not None
         )
         self._folder = config.runs / f"{config.name}-drill-{seed}"
+        self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
+        """A second home of checkpoints, on another disk: faults damage the first one, or fill it."""
         self._command = Command(self._folder)
         self._outcomes: list[Outcome] = []
 
@@ -104,9 +106,11 @@ class Drill:
             if self._needs_hosts:
                 self._hosts = stack.enter_context(two_hosts())
                 self._hosts.shape(1000)
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
+            for folder in (self._folder, self._mirror):
+                if folder.exists():
+                    shutil.rmtree(folder)
             self._folder.mkdir(parents=True)
+            stack.callback(shutil.rmtree, self._mirror, ignore_errors=True)
             if any(one.kind == "disk-full" for one in self._planned):
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
@@ -152,6 +156,7 @@ class Drill:
         base = self._base
         content = base.model_dump(mode="json", exclude_unset=True)
         checkpoint = {"every": 5, "copies_every": 1, **content.get("checkpoint", {})}
+        checkpoint["mirror"] = (self._mirror / name).as_uri()
         failure = {**content.get("failure", {}), "max_restarts": 10 * len(self._planned) + 10}
         train = {**content.get("train", {}), "steps": max(base.train.steps, steps_of(self._planned))}
         cluster = {"group_timeout_s": 15.0, **content.get("cluster", {})}
@@ -266,7 +271,14 @@ class Drill:
     def _damage(self, one: Planned) -> None:
         """Half a file, or one wrong byte, in the newest checkpoint."""
         store = CheckpointStore(self._command.broken / "checkpoints")
-        self._command.wait("a second checkpoint", lambda: len(store.steps()) > 1)
+        events = self._command.broken / "events.jsonl"
+
+        def two_saved() -> bool:
+            steps = store.steps()
+            saved = {line["step"] for line in read_lines(events) if line["kind"] == "saved"}
+            return len(steps) > 1 and steps[-1] in saved
+
+        self._command.wait("a second checkpoint", two_saved)
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
         path = files[int(one.place * len(files))]
@@ -336,6 +348,7 @@ class Drill:
             largest_difference=max(
                 (abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(whole, broken, strict=False)), default=0.0
             ),
+            interval=self._config("broken").checkpoint.every,
             seconds=seconds,
             emulated_hosts=self._hosts is not None,
             emulated_nodes=bool(self._counts),

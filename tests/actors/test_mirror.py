@@ -8,8 +8,11 @@ from typing import Any
 
 import fsspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from braid.actors.config import ConfigError
+from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
 from braid.actors.controller.mirror import Mirror, MirrorError
 
@@ -28,11 +31,11 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def publish(store: CheckpointStore, step: int, content: bytes | None = None) -> Path:
+def publish(store: CheckpointStore, step: int, content: bytes | None = None, run: str = "") -> Path:
     folder = store.begin(step, 1)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_bytes(content if content is not None else os.urandom(1000))
-    return store.publish(folder, step=step, **FACTS)
+    return store.publish(folder, step=step, run=run, **FACTS)
 
 
 def fetched(mirror: Mirror, step: int, into: Path) -> Path:
@@ -102,7 +105,11 @@ def test_half_a_copy_is_no_checkpoint(
     assert mirror.steps() == [5, 9, 12]
 
 
-def test_the_newest_good_one_is_fetched(url: str, store: CheckpointStore, tmp_path: Path) -> None:
+def brought(url: str, step: int) -> str:
+    return f"step {step} is {'read' if url.startswith('file:') else 'fetched'} from {url}"
+
+
+def test_the_newest_good_one_is_found(url: str, store: CheckpointStore, tmp_path: Path) -> None:
     mirror = Mirror(url)
     paths = {step: publish(store, step) for step in (5, 10, 15)}
     for path in paths.values():
@@ -112,25 +119,98 @@ def test_the_newest_good_one_is_fetched(url: str, store: CheckpointStore, tmp_pa
     files.makedirs(f"{root}/step-20")
     files.pipe_file(f"{root}/step-20/{MANIFEST}", b"not JSON")
     empty = CheckpointStore(tmp_path / "another")
-    told = mirror.fetch_newest(empty)
-    assert "step 20 cannot be copied" in told
+    empty.directory.mkdir()
+    path, manifest, [told] = Homes(empty, mirror, "").newest_good()
+    assert "step-20" in told or "step 20 cannot be copied" in told
     assert "checksum of file __0_0.distcp" in told
-    assert told.endswith(f"step 10 was fetched from {url}")
-    path, manifest, _ = empty.newest_verified()
+    assert told.endswith(brought(url, 10))
     assert (manifest.step, contents(path)) == (10, contents(paths[10]))
-    assert sorted(path.name for path in empty.directory.iterdir()) == ["latest", "step-10"]
+    here = sorted(path.name for path in empty.directory.iterdir())
+    assert here == ([] if url.startswith("file:") else ["latest", "step-10"])
 
 
-def test_nothing_good_to_fetch(url: str, store: CheckpointStore, tmp_path: Path) -> None:
+@given(
+    here=st.dictionaries(st.integers(1, 6), st.booleans()),
+    there=st.dictionaries(st.integers(1, 6), st.booleans()),
+)
+def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
+    tmp_path_factory: pytest.TempPathFactory, here: dict[int, bool], there: dict[int, bool]
+) -> None:
+    """Steps, and whether each is good: whatever is damaged where."""
+    folder = tmp_path_factory.mktemp("homes")
+    store, other = CheckpointStore(folder / "own"), CheckpointStore(folder / "other")
+    url = f"file://{folder}/mirror"
     mirror = Mirror(url)
-    with pytest.raises(CheckpointError, match="there is no good checkpoint in"):
-        mirror.fetch_newest(store)
+    for step in there:
+        mirror.put(publish(other, step))
+    for step in here:
+        publish(store, step)
+    for places, root in ((here, store.directory), (there, folder / "mirror")):
+        for step, good in places.items():
+            if not good:
+                (root / f"step-{step}" / ".metadata").write_bytes(b"damaged")
+    homes = Homes(store, mirror, "")
+    assert homes.steps() == sorted({*here, *there})
+    good = [step for step in homes.steps() if here.get(step) or there.get(step)]
+    if not good:
+        with pytest.raises(
+            CheckpointError, match="start without --resume" if not (here or there) else "left"
+        ):
+            homes.newest_good()
+        return
+    path, manifest, notes = homes.newest_good()
+    expected = store.directory if here.get(good[-1]) else folder / "mirror"
+    assert (path, manifest.step) == (expected / f"step-{good[-1]}", good[-1])
+    newer = sum(step > good[-1] for places in (here, there) for step in places)
+    assert " ".join(notes).count("has 7 bytes instead of 1000") >= newer
+
+
+def test_copies_of_another_run_are_left_alone(url: str, store: CheckpointStore) -> None:
+    """A run that replaces another of its name has the same mirror."""
+    mirror = Mirror(url)
+    old, mine = CheckpointStore(store.directory / "old"), CheckpointStore(store.directory / "mine")
+    mirror.put(publish(old, 90, run="old"))
+    mirror.put(publish(old, 5, run="old"))
+    mine.directory.mkdir(parents=True)
+    homes = Homes(mine, mirror, "mine")
+    assert homes.steps() == []
+    with pytest.raises(CheckpointError, match="step 90 is of another run"):
+        homes.newest_good()
+    assert not list(mine.directory.iterdir())
+    path = publish(mine, 5, run="mine")
+    mirror.put(path)
+    assert homes.newest_good()[0] == path
+    (path / ".metadata").write_bytes(b"damaged")
+    assert homes.newest_good()[2][0].endswith(brought(url, 5))
+
+
+def test_a_mirror_that_does_not_answer_does_not_matter_where_the_own_one_is_good(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(f"memory://{uuid.uuid4()}")
+    path = publish(store, 5)
+
+    def silent(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(mirror._files, "glob", silent)
+    found, _, notes = Homes(store, mirror, "").newest_good()
+    assert found == path
+    assert "cannot be read: no answer" in notes[0]
+
+
+def test_nothing_good_to_bring(url: str, store: CheckpointStore, tmp_path: Path) -> None:
+    mirror = Mirror(url)
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint in .* or {url}"):
+        Homes(store, mirror, "").newest_good()
     files, root = fsspec.core.url_to_fs(url)
     mirror.put(publish(store, 5))
     files.pipe_file(f"{root}/step-5/.metadata", b"other")
+    empty = CheckpointStore(tmp_path / "another")
+    empty.directory.mkdir()
     with pytest.raises(CheckpointError, match=r"\.metadata has 5 bytes"):
-        mirror.fetch_newest(CheckpointStore(tmp_path / "another"))
-    assert not list((tmp_path / "another").iterdir())
+        Homes(empty, mirror, "").newest_good()
+    assert not list(empty.directory.iterdir())
 
 
 def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointStore, tmp_path: Path) -> None:
@@ -141,9 +221,10 @@ def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointS
     files.makedirs(f"{root}/step-50")
     for name, content in contents(path).items():
         files.pipe_file(f"{root}/step-50/{name}", content)
-    told = mirror.fetch_newest(CheckpointStore(tmp_path / "another"))
+    _, manifest, [told] = Homes(CheckpointStore(tmp_path / "another"), mirror, "").newest_good()
     assert "says step 5; it was renamed" in told
-    assert "step 5 was fetched" in told
+    assert told.endswith(brought(url, 5))
+    assert manifest.step == 5
 
 
 @pytest.mark.parametrize("name", ["../escaped", "a/../../escaped", "/tmp/../{outside}/escaped"])

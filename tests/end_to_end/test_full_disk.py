@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
 from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage.faults import FOLDER, fire, fired_at
 from braid.actors.stage.messages import RunPlan
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
@@ -55,6 +55,41 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) 
     assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
     lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
+def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
+    small_disk: Path, tmp_path: Path, asynchronous: bool
+) -> None:
+    """All of them, of the steps they were due at; a run goes on from there."""
+    data = prepare_text(tmp_path, 5, files=4)
+    mirror = tmp_path / "mirror"
+    config = small_config(
+        small_disk / "runs",
+        train={"steps": 12},
+        parallel={"tp": 2},
+        checkpoint={"every": 5, "mirror": mirror.as_uri(), "asynchronous": asynchronous, "keep": 3},
+    )
+    shape = config.check(BYTES_VOCABULARY)
+    schedule = build_schedule(config, shape).to_text()
+    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+    def run(options: RunOptions) -> list[Event]:
+        return list(Controller(plan, KeptRanks(config), options).run())
+
+    events = run(RunOptions())
+    assert [event.step for event in events if isinstance(event, Saved)] == [5, 10, 12]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].complete
+    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
+    assert sorted(path.name for path in mirror.glob("step-*")) == ["step-10", "step-12", "step-5"]
+    for name in ("step-10", "step-12"):
+        assert verify(mirror / name).run == (config.run_directory / "run-mark").read_text()
+    (mirror / "step-12" / MANIFEST).unlink()
+    again = run(RunOptions(resume=True))
+    expected = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
+    steps = {event.record.step: event.record.loss for event in again if isinstance(event, StepDone)}
+    assert steps == {step: expected[step] for step in (11, 12)}
 
 
 def test_spans_and_records_that_do_not_fit_are_told(small_disk: Path, tmp_path: Path) -> None:
