@@ -42,10 +42,11 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "pp2": {"pp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
 }
+OURS = ("braid", "braid_eager", "braid_v")
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid"),
-    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", "braid", "braid_v"),
-    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", "braid", "braid_v"),
+    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
+    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
 }
 PEERS: Mapping[str, tuple[str, ...]] = {
     "tp2": ("torch_tp",),

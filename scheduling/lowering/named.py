@@ -9,6 +9,7 @@ from braid.scheduling.lowering.pipelines import (
     BlockOrder,
     bidirectional,
     eager_one_forward_one_backward,
+    eager_paired_w,
     folded_w,
     interleaved,
     one_forward_one_backward,
@@ -70,6 +71,9 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     ),
     "braid": PipelineKind(
         generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
+    ),
+    "braid_eager": PipelineKind(
+        generator=eager_paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
     ),
     "braid_v": PipelineKind(
         generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True

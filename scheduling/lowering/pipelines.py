@@ -120,6 +120,16 @@ def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return _paired(_folded_visits(layout, micro_batches), layout.pp)
 
 
+def eager_paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """`paired_w` where a journey waits a slot before every hop to another stage.
+
+    A message then has a whole visit to arrive in; in `paired_w` the next visit waits for it. A micro-batch's
+    backward pass begins 2p-1 journeys after its forward pass instead of p: stage i of p holds at most
+    2(2p-1) blocks, each of half a stage's layers. To `paired_w` what eager 1F1B is to 1F1B.
+    """
+    return _paired(_folded_visits(layout, micro_batches, 2), 2 * layout.pp - 1)
+
+
 def _whole_visits(micro_batches: int) -> list[_Visit]:
     """One stage that need not fold: the forward pass of the whole model beside the backward pass before."""
     return [
@@ -152,17 +162,21 @@ def bidirectional(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return _paired([sorted(stage, key=lambda visit: visit.slot) for stage in visits], p)
 
 
-def _folded_visits(layout: ParallelLayout, micro_batches: int) -> list[list[_Visit]]:
+def _folded_visits(layout: ParallelLayout, micro_batches: int, hop: int = 1) -> list[list[_Visit]]:
+    """Visits by stage. ``hop``: slots from a visit to that of the next stage; the fold itself takes one."""
     assert layout.folded, "the W-shaped pipeline needs the chunks i and 2p-1-i on stage i"
     p = layout.pp
+    behind = hop * (p - 1) + 1  # journeys from a forward pass to its backward pass
     visits: list[list[_Visit]] = [[] for _ in range(p)]
-    for journey in range(micro_batches + p):
+    for journey in range(micro_batches + behind):
         for stage in range(p):
             down, up = stage, 2 * p - 1 - stage
-            for hop, forward_chunk, backward_chunk in ((stage, down, up), (2 * p - 1 - stage, up, down)):
-                backward = backward_block(journey - p, backward_chunk) if journey >= p else None
+            before_up = hop * (2 * (p - 1) - stage) + 1
+            for slot, forward_chunk, backward_chunk in ((hop * stage, down, up), (before_up, up, down)):
+                back = journey - behind
+                backward = backward_block(back, backward_chunk) if back >= 0 else None
                 forward = forward_block(journey, forward_chunk) if journey < micro_batches else None
-                visits[stage].append(_Visit(2 * journey + hop, forward, backward))
+                visits[stage].append(_Visit(2 * journey + slot, forward, backward))
     return [sorted(stage, key=lambda visit: visit.slot) for stage in visits]
 
 

@@ -39,7 +39,7 @@ SPLITS = (2, 4, 8)
 LONG = 40
 """Operators beyond which orders are searched for by beam."""
 
-OVERLAPPING = ("braid", "braid_v")
+OVERLAPPING = ("braid", "braid_eager", "braid_v")
 """Our own schedules also reduce gradients early and overlap blocks that run alone with themselves."""
 
 

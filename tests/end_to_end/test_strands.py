@@ -36,6 +36,7 @@ CASES = [
     *(("llama", name, {"pp": 2}, "fp64") for name in TWO_STRANDS),
     ("llama", "braid", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid_v", {"tp": 2, "pp": 2}, "fp64"),
+    ("gpt", "braid_eager", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid", {"dp": 2, "tp": 2}, "fp64"),
     ("gpt", "braid", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),

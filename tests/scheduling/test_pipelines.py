@@ -23,6 +23,7 @@ from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.pipelines import (
     bidirectional,
     eager_one_forward_one_backward,
+    eager_paired_w,
     folded_w,
     interleaved,
     one_forward_one_backward,
@@ -236,6 +237,36 @@ def test_bubble_of_the_paired_w_is_that_of_1f1b(name: str, p: int, forward: int,
             assert slots == 2 * (p - 1) * (forward + backward) - 2 * forward * (m - 1)
 
 
+@STAGES
+@DURATIONS
+def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backward: int) -> None:
+    """(p-1)(f+b) once there are micro-batches for all journeys that are under way, 2p-1."""
+    for m in range(2 * p - 1, 2 * p + 4):
+        slots = idle(unit_timeline(named_schedule("braid_eager", p, m), forward, backward))
+        assert slots == (p - 1) * (forward + backward)
+
+
+@pytest.mark.parametrize("p", range(2, 6))
+@pytest.mark.parametrize(("name", "visits"), [("braid", 0), ("braid_eager", 1)])
+def test_how_long_a_message_of_the_w_may_take(name: str, visits: int, p: int) -> None:
+    """From the pair that ends with it to the one that begins with it: nothing, or a pair's time (mean)."""
+    m, pair = 12 * p, 3
+    steady = range(4 * p, m - 4 * p)
+    layout, schedule = layout_for(name, p), named_schedule(name, p, m)
+    stages = unit_timeline(schedule, 1, 2).stages
+    when = {block.whole: timed for stage in stages for timed in stage for block in blocks_in(timed.block)}
+    waits = []
+    for block, timed in when.items():
+        after = successor(block, layout)
+        if after is None or layout.stage_of(after.chunk) == layout.stage_of(block.chunk):
+            continue
+        if block.direction is Direction.FORWARD and block.micro_batch in steady:
+            waits.append(when[after].start - timed.end)
+    assert len(waits) == len(steady) * 2 * (p - 1)
+    assert sum(waits) == len(waits) * visits * pair
+    assert min(waits) >= visits * (pair - 1)
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @DURATIONS
 def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int, forward: int, backward: int) -> None:
@@ -298,6 +329,14 @@ def test_the_w_pipeline_holds_at_most_2p_half_stages(name: str, p: int, m: int) 
     """As much as the first stage of 1F1B, where blocks are twice as large; there on every stage."""
     schedule = named_schedule(name, p, m)
     assert [in_flight(schedule, i) for i in range(p)] == [min(2 * p, m + 1 + i, 2 * m) for i in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_the_eager_w_holds_what_is_under_way(p: int, m: int) -> None:
+    """2p-1 journeys from a forward pass to its backward pass, two half-stages each."""
+    schedule = named_schedule("braid_eager", p, m)
+    most = [min(2 * (2 * p - 1), m + 1 + 2 * i, 2 * m) for i in range(p)]
+    assert [in_flight(schedule, i) for i in range(p)] == most
 
 
 @STAGES
@@ -424,6 +463,7 @@ def test_generators_want_their_layout() -> None:
         eager_one_forward_one_backward: Placement.LINEAR,
         folded_w: Placement.FOLDED,
         paired_w: Placement.FOLDED,
+        eager_paired_w: Placement.FOLDED,
         dual_pipe_v: Placement.FOLDED,
         zero_bubble_v: Placement.FOLDED,
         interleaved: Placement.INTERLEAVED,
