@@ -161,12 +161,22 @@ class CheckpointConfig(Section):
 
     every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     asynchronous: bool = True  # written in the background while training goes on
+    lose_at_most: Positive | None = None  # steps beyond the newest checkpoint; then training waits for a save
     keep: Positive = 2  # newest ones
     keep_every: Annotated[int, Field(ge=0)] = 0  # steps; checkpoints at their multiples are kept for ever
-    mirror: str | None = None  # an fsspec URL, such as s3://bucket/run: every checkpoint is copied there
+    mirror: str | None = None  # an fsspec URL, such as s3://bucket/run: a second home of all checkpoints
     copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
     copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
     copies_wait: bool = False  # a step ends when its copy has arrived, not during the next one
+
+    @model_validator(mode="after")
+    def _bound_can_be_kept(self) -> "CheckpointConfig":
+        if self.lose_at_most is not None and not 0 < self.every <= self.lose_at_most:
+            raise ValueError(
+                f"lose_at_most={self.lose_at_most} needs a checkpoint at least as often; set every to 1 to "
+                f"{self.lose_at_most} (it is {self.every})"
+            )
+        return self
 
 
 class FailureConfig(Section):

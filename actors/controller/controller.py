@@ -289,9 +289,7 @@ class Controller:
             self._recovered(directory, done)
             self._expect(group, records)
             yield from watch.look(step, self._generation, event.ranks)
-            yield from saver.look(group)
-            if saver.due(step):
-                yield from saver.begin(group, step, self._generation, described)
+            yield from saver.step_done(group, step, self._generation, described)
             if step < last:
                 change = yield from self._look_around(group, places, watch, records, last, described)
         yield from saver.finish(group)

@@ -15,7 +15,7 @@ _PULSE_SECONDS = 0.5
 """Between two questions to a rank that is at work."""
 _CAUSE_SECONDS = 0.3
 """For so long a rank's error is not believed to be the first one: another rank may have died."""
-_INTERRUPT_SECONDS = 3.0
+_INTERRUPT_SECONDS = 5.0
 """A rank that has not dropped its work by then is killed."""
 _STEADY = frozenset({"train_step", "validate"})
 """Calls during which ranks count what they do."""

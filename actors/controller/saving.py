@@ -51,9 +51,21 @@ class Saver:
         self.last_step: int | None = None
         """Of the newest checkpoint of this run; set when a run goes on from one."""
 
-    def due(self, step: int) -> bool:
-        """Whether the configuration wants a checkpoint after so many steps."""
-        return bool(self._keeping.every) and step % self._keeping.every == 0
+    def step_done(
+        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
+    ) -> Iterator[Saved | Incident]:
+        """What there is to do between two steps: look after the save under way, begin one that is due.
+
+        Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
+        """
+        yield from self.look(group)
+        if self._keeping.every and step % self._keeping.every == 0:
+            yield from self.begin(group, step, generation, facts)
+        most = self._keeping.lose_at_most
+        if most is not None and self._save is not None:
+            durable = max((one for one in self._homes.steps() if one <= step), default=0)
+            if step + 1 - durable > most:
+                yield from self.finish(group)
 
     def begin(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]

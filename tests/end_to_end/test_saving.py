@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert list(late) == list(exact) == [4, 7]
     for step, ours in late.items():
         assert not [name for name in ours if not torch.equal(ours[name], exact[step][name])]
+
+
+@pytest.mark.parametrize(("bound", "beside"), [(2, 0), (3, 1)])
+def test_training_waits_rather_than_risk_more_steps(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, bound: int, beside: int
+) -> None:
+    """Saves that never end by themselves: so many steps are done beside each of them."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setenv(LOG, str(tmp_path))
+    keeping = {"every": 2, "lose_at_most": bound}
+    events: list[Event] = []
+    opener = threading.Timer(3.0, gate.touch)
+    opener.start()
+    try:
+        events += controller_of(tmp_path / "runs", data, slow_launcher, checkpoint=keeping).run()
+    finally:
+        opener.cancel()
+    told = order(events)
+    durable = done = 0
+    for kind, step in told:
+        durable, done = (step, done) if kind == "saved" else (durable, step)
+        assert done - durable <= bound
+    assert told.index(("saved", 2)) == told.index(("step", 2)) + 1 + beside
 
 
 def test_a_save_waits_for_the_one_before_it(
