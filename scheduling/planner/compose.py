@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from braid.scheduling.analytic import analytic_profile, axis_placements
 from braid.scheduling.cluster import ClusterSpec
@@ -195,8 +195,7 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[PairingDec
 
     ``ORDER`` takes the better of the list schedule and the segments between barriers.
     """
-    segments = pair(problem)
-    late, found = _issue_order(problem, segments)
+    segments, late, found = _searched(problem)
     in_turns = issue_ns(problem, turns_order(problem))
     prices = {
         PairMethod.ORDER: found.ns,
@@ -224,6 +223,16 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[PairingDec
         runner_up_ns=round(others[runner_up]),
     )
     return decision, note
+
+
+@lru_cache(maxsize=1024)
+def _searched(problem: PairProblem) -> tuple[Pairing, tuple[str, ...], IssueOrder]:
+    """Segments between barriers, the weight gradients that are put off without them, and the order then.
+
+    Kept: layouts and schedules of a search often have layers in common.
+    """
+    segments = pair(problem)
+    return segments, *_issue_order(problem, segments)
 
 
 def _issue_order(problem: PairProblem, segments: Pairing) -> tuple[tuple[str, ...], IssueOrder]:
@@ -267,7 +276,11 @@ def segment_steps(pairing: Pairing) -> tuple[str, ...]:
 def _alone(bench: Bench, part: Part) -> tuple[str, ...]:
     """The order in which a backward pass overlaps best with itself: weight gradients beside collectives."""
     empty = Graph(operators=())
-    problem = pair_problem(part.name, empty, part.name, part.backward, bench.profile)
+    return _order_alone(pair_problem(part.name, empty, part.name, part.backward, bench.profile))
+
+
+@lru_cache(maxsize=1024)
+def _order_alone(problem: PairProblem) -> tuple[str, ...]:
     found = list_schedule(problem) if len(problem.backward) <= LONG else beam_order(problem)
     return tuple(problem.backward.names[op] for op in found.operators)
 

@@ -74,9 +74,9 @@ class StrandGraph:
         return tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PairProblem:
-    """A forward and a backward pass to run together.
+    """A forward and a backward pass to run together. Problems of the same content are equal.
 
     ``slowdown[i, j]`` is how much longer operator i takes while j runs, those of the forward pass first;
     operators of one stream never run together.
@@ -91,6 +91,16 @@ class PairProblem:
     def __post_init__(self) -> None:
         count = len(self.forward) + len(self.backward)
         assert self.slowdown.shape == (count, count)
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        return self.forward, self.backward, self.slowdown.tobytes(), self.barrier_ns
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PairProblem) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
 
     @property
     def serial_ns(self) -> float:
