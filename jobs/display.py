@@ -212,8 +212,11 @@ def overlap_line(overlap: dict[str, Any]) -> str:
             facts.append(f"{name.replace('_', ' ')} {seconds * 1e3:.1f} ms")
     if overlap["alpha"] is not None:
         facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
-    if overlap["recovered"] is not None:
-        facts.append(f"{overlap['recovered']:.0%} of it recovered")
+    if (recovered := overlap["recovered"]) is not None and recovered < 0:
+        longer = -recovered * (1 - 1 / overlap["limit_speedup"])
+        facts.append(f"none of it won: steps are {longer:.0%} longer than the profile's without overlap")
+    elif recovered is not None:
+        facts.append(f"{recovered:.0%} of it recovered")
     return ", ".join(facts)
 
 
