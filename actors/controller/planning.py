@@ -58,11 +58,10 @@ def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Ben
     """
     whole = model_graphs(config, shape)
     tried = []
-    slack = config.overlap.memory_slack
-    limit = float("inf") if slack is None else _serial_activations(config, shape, profile) * (1 + slack)
-    longest = (
-        (FUSED if slack is None else FUSED_IN_BOUNDS) if config.overlap.schedule in OVERLAPPING else (0,)
-    )
+    limit = _activation_limit(config, shape, profile)
+    longest: tuple[int, ...] = (0,)
+    if config.overlap.schedule in OVERLAPPING:
+        longest = FUSED if limit == float("inf") else FUSED_IN_BOUNDS
     for fused, split in product(longest, _splits(config, shape)):
         members = with_split_layers(whole, split)
         costs = with_chunks(profile, members["layer"])
@@ -74,9 +73,14 @@ def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Ben
     return bench, choices
 
 
-def _serial_activations(config: Config, shape: ModelShape, profile: Profile) -> int:
+def _activation_limit(config: Config, shape: ModelShape, profile: Profile) -> float:
+    """Bytes of activations that ``overlap.memory_slack`` allows: so much more than megatron's."""
+    slack = config.overlap.memory_slack
+    if slack is None:
+        return float("inf")
     overlap = config.overlap.model_copy(update={"schedule": "megatron", "memory_slack": None})
-    return _activations(run(*decide_run(config.model_copy(update={"overlap": overlap}), shape, profile)))
+    serial = run(*decide_run(config.model_copy(update={"overlap": overlap}), shape, profile))
+    return _activations(serial) * (1 + slack)
 
 
 def _activations(simulation: Simulation) -> int:
@@ -99,10 +103,12 @@ class Candidate:
 def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[Candidate]:
     """All schedules that the runtime executes and the layout allows, the fastest first.
 
+    Those that keep ``overlap.memory_slack`` come before the rest, which is in the order of what it needs.
     `ValueError` for a cost that the profile does not have.
     """
     serial_step(config, shape, profile)  # a profile of something else fails here, not as no schedule at all
-    candidates = []
+    limit = _activation_limit(config, shape, profile)
+    candidates: list[tuple[float, Candidate]] = []
     for name in EXECUTABLE:
         alone = config.with_schedule(name)
         if config.parallel.pp == 1 and (
@@ -114,20 +120,20 @@ def rank_schedules(config: Config, shape: ModelShape, profile: Profile) -> list[
         try:
             alone.check(shape.vocabulary)
             bench, choices = decide_run(alone, shape, profile)
-            numbers = run(bench, choices).numbers(config.train.micro_batch)
+            simulation = run(bench, choices)
+            numbers = simulation.numbers(config.train.micro_batch)
         except ValueError:
             continue  # this layout or number of micro-batches has no such schedule
-        candidates.append(
-            Candidate(
-                schedule=name,
-                seconds=numbers.step_seconds,
-                hidden_fraction=numbers.hidden_fraction,
-                bubble_fraction=numbers.bubble_fraction,
-                peak_bytes=numbers.peak_bytes,
-                fused=bench.setting.fused,
-            )
+        candidate = Candidate(
+            schedule=name,
+            seconds=numbers.step_seconds,
+            hidden_fraction=numbers.hidden_fraction,
+            bubble_fraction=numbers.bubble_fraction,
+            peak_bytes=numbers.peak_bytes,
+            fused=bench.setting.fused,
         )
-    return sorted(candidates, key=lambda one: one.seconds)
+        candidates.append((max(0.0, _activations(simulation) - limit), candidate))
+    return [one for _, one in sorted(candidates, key=lambda found: (found[0], found[1].seconds))]
 
 
 def predict(config: Config, shape: ModelShape, profile: Profile, schedule: Schedule) -> Simulation:

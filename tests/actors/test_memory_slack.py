@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.actors.controller.planning import build_schedule, model_graphs, rank_schedules
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import rank_memory
@@ -60,3 +60,34 @@ def test_what_cannot_be_kept_is_approached() -> None:
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"overlap.memory_slack"):
         configured("braid", -0.1)
+
+
+def chosen(slack: float | None) -> tuple[str, float]:
+    """What `auto` takes on two stages with a slow link, and its activations over megatron's."""
+    config = parse_config(
+        {
+            "model": {"hidden": 128, "layers": 4, "heads": 4, "sequence": 64},
+            "train": {"global_batch": 8, "micro_batch": 1},
+            "parallel": {"pp": 2},
+            "overlap": {"schedule": "auto", "memory_slack": slack},
+        }
+    )
+    shape = config.model.shape(VOCABULARY)
+    parts = model_graphs(config, shape)
+    profile = analytic_profile(cluster(nodes=2, gpus=1, inter=2e8), config.layout(), parts, 4)
+    best = rank_schedules(config, shape, profile)[0].schedule
+    held = {}
+    for name in (best, "megatron"):
+        alone = config.with_schedule(name)
+        made = build_schedule(alone, shape, profile)
+        fused = scheduled_parts(parts, alone.layout(), shape.layers, fused=made.fused)
+        ranks = [rank_memory(made, alone.layout(), shape, fused, "fp32", stage) for stage in range(2)]
+        held[name] = max(rank.activation_bytes + rank.working_bytes for rank in ranks)
+    return best, held[best] / held["megatron"] - 1
+
+
+def test_the_schedule_that_is_chosen_keeps_the_bound() -> None:
+    name, more = chosen(None)
+    assert name in ("eager", "braid_eager"), "a message has to travel while something else runs"
+    assert more > 0.1
+    assert chosen(0.1)[1] <= 0.1
