@@ -256,7 +256,7 @@ class Controller:
         facts = group.call(0, "data_facts")
         with _timed(self._failure or self._changed, "restore"):
             done, notes = self._restore(group, places.homes, found, facts)
-        saver.last_step = done or None
+        saver.resumed(done)
         plan, layout = self._plan, self._config.layout()
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
         records = directory.rewind(done + 1)
@@ -275,6 +275,7 @@ class Controller:
         stepper = Stepper(plan, group, self._generation, facts, self._spiked)
         described = manifest_facts(layout, self._data_cursor(facts), plan.shape)
         step = self._step_now = done
+        yield from saver.step_done(group, step, self._generation, described)
         change: Change | None = None
         while step < last and not self._stop.is_set() and change is None:
             event, told = stepper.run(step, last, records, directory)
@@ -293,7 +294,7 @@ class Controller:
             if step < last:
                 change = yield from self._look_around(group, places, watch, records, last, described)
         yield from saver.finish(group)
-        if saver.last_step != step and step > done:
+        if saver.last_step != step and step:
             yield from saver.begin(group, step, self._generation, described)
             yield from saver.finish(group)
             if saver.last_step != step:
@@ -303,6 +304,7 @@ class Controller:
                     f"newest checkpoint there"
                 )
         if change is None:
+            self._recovered(directory, done)  # from a failure after the last step, too
             yield from self._finish(directory, records, step)
         return change
 

@@ -49,7 +49,9 @@ class Saver:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._save: _Save | None = None
         self.last_step: int | None = None
-        """Of the newest checkpoint of this run; set when a run goes on from one."""
+        """Of the newest checkpoint of this run."""
+        self._asked = 0
+        """The step that a checkpoint was last asked of; there may have been no room for it."""
 
     def step_done(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
@@ -59,13 +61,24 @@ class Saver:
         Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
         """
         yield from self.look(group)
-        if self._keeping.every and step % self._keeping.every == 0:
+        if self.due(step):
             yield from self.begin(group, step, generation, facts)
         most = self._keeping.lose_at_most
-        if most is not None and self._save is not None:
-            durable = max((one for one in self._homes.steps() if one <= step), default=0)
-            if step + 1 - durable > most:
-                yield from self.finish(group)
+        if most is not None and self._save is not None and step + 1 - (self.last_step or 0) > most:
+            yield from self.finish(group)
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is wanted of a state: at every so many steps, and where one was lost.
+
+        That is so after a failure that copies in memory made up for: it also ended the save under way.
+        """
+        every = self._keeping.every
+        return bool(every) and step > self._asked and (step % every == 0 or step - self._asked > every)
+
+    def resumed(self, done: int) -> None:
+        """The run goes on from the state after ``done`` steps, which may have been in memory alone."""
+        self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
+        self._asked = self.last_step or 0
 
     def begin(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
@@ -73,6 +86,7 @@ class Saver:
         """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
         begun = time.perf_counter()
         yield from self.finish(group)  # the one before
+        self._asked = step
         home = self._homes.store
         save = self._save = _Save(step, generation, facts, home, home.begin(step, generation), begun)
         yield from self._write(group, save)

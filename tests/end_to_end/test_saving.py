@@ -1,5 +1,6 @@
 """Checkpoints while training goes on: the same bits, one at a time, and a disk that is full for a while."""
 
+import json
 import os
 import subprocess
 import threading
@@ -17,7 +18,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage import checkpoint
 from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.messages import Fault, RunPlan
 from braid.actors.stage.worker import Worker
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
@@ -147,6 +148,33 @@ def test_training_waits_rather_than_risk_more_steps(
         durable, done = (step, done) if kind == "saved" else (durable, step)
         assert done - durable <= bound
     assert told.index(("saved", 2)) == told.index(("step", 2)) + 1 + beside
+
+
+@pytest.mark.parametrize("hit", [3, 6])
+def test_a_checkpoint_that_a_failure_has_cost_is_made_up_for(tmp_path: Path, data: Path, hit: int) -> None:
+    """A rank dies as it writes one; copies in memory save the steps, and the checkpoint is still wanted."""
+    sections: dict[str, Any] = {
+        "parallel": {"tp": 2},
+        "train": {"steps": 6, "validation_samples": 2},
+        "checkpoint": {"every": 3, "copies_every": 1},
+        "cluster": {"launcher": "processes"},
+    }
+    config = small_config(tmp_path, **sections)
+    shape = config.check(BYTES_VOCABULARY)
+    schedule = build_schedule(config, shape).to_text()
+    fault = Fault(name="kill-save", kind="kill", rank=1, step=hit - 1, phase="save")
+    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data), faults=(fault,))
+    events = list(Controller(plan, ProcessLauncher(config), RunOptions()).run())
+    assert (config.run_directory / "faults" / fault.name).exists(), "it fired"
+    lines = (config.run_directory / "incidents.jsonl").read_text().splitlines()
+    assert [json.loads(line)["restored_from"] for line in lines] == ["copies in memory"]
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == [1, 2, 3, 4, 5, 6], "none was lost"
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert len(saved) == 2
+    assert 3 <= saved[0] < 6 == saved[1]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].complete
 
 
 def test_a_save_waits_for_the_one_before_it(
