@@ -5,6 +5,11 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Tests never time, and the machine may be busy.
+settings.register_profile("braid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("braid")
 
 # Drawn once for all processes that share the work, which must collect the same tests.
 SEED = os.environ.setdefault("BRAID_TEST_SEED", str(random.SystemRandom().randrange(2**31)))

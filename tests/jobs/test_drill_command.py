@@ -53,6 +53,7 @@ def test_what_is_asked(same: bool, samples: bool, allowed: float, difference: fl
         identical_samples=samples,
         allowed_difference=allowed,
         largest_difference=difference,
+        interval=5,
         seconds=1.0,
         emulated_hosts=False,
         emulated_nodes=True,
