@@ -151,15 +151,19 @@ class WatchedGroup(ABC):
             for rank, progress in beats:
                 vigil.beat(rank, progress, now)
                 self._awake.add(rank)
-            for rank, outcome in outcomes:
+            errors = []
+            for rank, outcome in outcomes:  # all of them: an answer comes once
                 waiting.discard(rank)
                 self._answered(rank, outcome)
                 if isinstance(outcome, WorkerError):
-                    error = self._cause(outcome, waiting)
-                    error.unwell_seconds = now - vigil.last_heard(error.rank)
-                    raise error
-                vigil.done(rank, now)
-                results[rank] = outcome[0]
+                    errors.append(outcome)
+                else:
+                    vigil.done(rank, now)
+                    results[rank] = outcome[0]
+            if errors:
+                error = self._cause(errors, waiting)
+                error.unwell_seconds = now - vigil.last_heard(error.rank)
+                raise error
             if (trouble := vigil.verdict(time.monotonic())) is not None:
                 if trouble.silent:
                     self._gone.add(trouble.rank)
@@ -173,18 +177,22 @@ class WatchedGroup(ABC):
         if isinstance(outcome, WorkerError) and outcome.died:
             self._gone.add(rank)
 
-    def _cause(self, error: WorkerError, waiting: Collection[int]) -> WorkerError:
-        """The death of another rank, if that is what a rank complains of; else its own error."""
+    def _cause(self, errors: list[WorkerError], waiting: Collection[int]) -> WorkerError:
+        """The death of a rank, if that is what others complain of; else a user's error, or the first one."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         left = set(waiting)
-        while not (error.died or error.user_error) and left and (rest := deadline - time.monotonic()) > 0:
+        while True:
+            for error in errors:
+                if error.died or error.user_error:
+                    return error
+            if not left or (rest := deadline - time.monotonic()) <= 0:
+                return errors[0]
             outcomes, _ = self._poll(left, rest)
             for rank, outcome in outcomes:
                 left.discard(rank)
                 self._answered(rank, outcome)
-                if isinstance(outcome, WorkerError) and outcome.died:
-                    return outcome
-        return error
+                if isinstance(outcome, WorkerError):
+                    errors.append(outcome)
 
     @abstractmethod
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:

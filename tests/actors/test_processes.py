@@ -1,7 +1,11 @@
 """Calls to ranks that are processes: an answer belongs to its call, also after one that was given up."""
 
+import os
+import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +27,12 @@ class Rank:
         while not Path(gate).exists():
             time.sleep(0.01)
         return "late"
+
+    def both_fail(self, first: int) -> None:
+        """One rank's process ends, the other one raises."""
+        if self._rank == first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("connection reset by peer")
 
     def echo(self, word: str) -> str:
         """The word, with the rank."""
@@ -50,5 +60,31 @@ def test_an_answer_that_nobody_waits_for_is_no_others(tmp_path: Path) -> None:
         gate.touch()
         assert group.call(1, "echo", "third") == "third 1"
         assert group.interrupt() == [], "nobody is busy"
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("pause", [0.0, 0.5], ids=["one after the other", "at once"])
+def test_answers_that_come_together_all_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, pause: float
+) -> None:
+    """The death is what is told, and who survived it is kept."""
+    group = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    poll = group._poll
+
+    def late(waiting: Collection[int], timeout_s: float) -> Any:
+        time.sleep(pause)  # until all have answered
+        return poll(waiting, timeout_s)
+
+    try:
+        assert group.call_all("echo", "first") == ["first 0", "first 1"]
+        monkeypatch.setattr(group, "_poll", late)
+        with pytest.raises(WorkerError, match=f"rank {first}: its process ended") as caught:
+            group.call_all("both_fail", first)
+        assert caught.value.died
+        assert group.interrupt() == [first]
+        group.replace([first])
+        assert group.call_all("echo", "second") == ["second 0", "second 1"]
     finally:
         group.shutdown()
