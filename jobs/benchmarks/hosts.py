@@ -21,9 +21,11 @@ from pathlib import Path
 from braid.actors.controller.processes import enter_namespace
 
 RAY_PORT, JOB_PORT = 6379, 8265
-PACKET_BYTES = 250_000
-"""Largest packet on the link, below the bucket of `Hosts.shape`. A network card cuts what a host sends by
-itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be few."""
+PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
+"""Largest packets on the link: what passes in so many seconds, within bounds. A network card cuts what a host
+sends by itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be
+few. But the link's bucket has to hold one, and whatever it holds passes at once: at 40 Mbit/s, 256 KB were
+half a message that took no time."""
 _START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
@@ -89,8 +91,10 @@ class Hosts:
     def shape(self, mbit: float) -> None:
         """Limit the link to a rate, both ways; may be called again while it is in use."""
         verb = "change" if self._shaped else "add"
+        packet = int(min(PACKET_BYTES, max(_LEAST_PACKET_BYTES, mbit * 1e6 / 8 * _PACKET_SECONDS)))
         for host, device in zip(self.hosts, self._devices, strict=True):
-            rate = ["rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms"]
+            _set_packets(host.namespace, device, packet)
+            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + 12_000}b", "latency", "400ms"]
             _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
         self._shaped = True
 
@@ -129,7 +133,7 @@ def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
                 _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
                 _run("ip", "-n", host.namespace, "link", "set", device, "up")
                 _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
-                _allow_large_packets(host.namespace, device)
+                _set_packets(host.namespace, device, PACKET_BYTES)
             link = Hosts(hosts, devices)
             if mbit is not None:
                 link.shape(mbit)
@@ -146,8 +150,8 @@ def _shares() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     return (tuple(cpus[:half]), tuple(cpus[-half:])) if half else (None, None)
 
 
-def _allow_large_packets(namespace: str, device: str) -> None:
-    """Let a device take packets of `PACKET_BYTES` (IPv4's "BIG TCP", Linux 6.3); older kernels keep to 64 KB.
+def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
+    """Set a device's largest packets (IPv4's "BIG TCP", Linux 6.3); older kernels keep to 64 KB.
 
     A message of rtnetlink, as the `ip` of Debian 12 has no word for it.
     """
@@ -155,7 +159,7 @@ def _allow_large_packets(namespace: str, device: str) -> None:
     def ask() -> None:
         enter_namespace(namespace)  # of this thread, which ends here
         attributes = b"".join(
-            struct.pack("=HHI", 8, kind, PACKET_BYTES)
+            struct.pack("=HHI", 8, kind, most_bytes)
             for kind in (_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE)
         )
         body = struct.pack("=BxHiII", socket.AF_UNSPEC, 0, socket.if_nametoindex(device), 0, 0) + attributes
