@@ -17,8 +17,8 @@ _CAUSE_SECONDS = 0.3
 """For so long a rank's error is not believed to be the first one: another rank may have died."""
 _INTERRUPT_SECONDS = 5.0
 """A rank that has not dropped its work by then is killed."""
-_STEADY = frozenset({"train_step", "validate"})
-"""Calls during which ranks count what they do."""
+_STEADY = frozenset({"train_step", "validate", "save", "save_finished"})
+"""Calls during which ranks count what they do, or tell that they work by themselves."""
 
 
 class WorkerError(RuntimeError):

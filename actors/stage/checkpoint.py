@@ -7,6 +7,7 @@ any other layout can read its own slices. Directories are made, checked and publ
 
 import contextlib
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from braid.actors.stage.guarded_reader import GuardedReader
-from braid.actors.stage.host_state import HostState, split
+from braid.actors.stage.host_state import HostState, split, take
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
@@ -30,32 +31,76 @@ from braid.actors.stage.parameters import ParameterSlice, StageParameter
 State = dict[str, Tensor]
 
 
-def save_shards(directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh) -> None:
-    """Write this rank's share of parameters and optimizer moments; every rank of the run calls this."""
-    _write(directory, _global_state(parameters, optimizer.named_tensors(), mesh), None)
+class SaveProgress:
+    """How a save gets on, to tell a rank that writes, however slowly, from one that waits for others."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._at_work = False
+
+    def read(self) -> int | None:
+        """Parts done so far; None while this rank works by itself. For another thread."""
+        return None if self._at_work else self._done
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Something that needs no other rank."""
+        self._at_work = True
+        try:
+            yield
+        finally:
+            self._done += 1
+            self._at_work = False
 
 
-def _write(directory: Path, state: State, group: dist.ProcessGroup | None) -> None:
+class _Writer(dcp.FileSystemWriter):
+    """Tells when this rank writes."""
+
+    def __init__(self, directory: Path, progress: SaveProgress) -> None:
+        super().__init__(directory, sync_files=True)
+        self._progress = progress
+
+    def write_data(self, *arguments: Any, **named: Any) -> Any:
+        """This rank's files."""
+        with self._progress.part():
+            return super().write_data(*arguments, **named)
+
+    def finish(self, *arguments: Any, **named: Any) -> None:
+        """The table of contents."""
+        with self._progress.part():
+            super().finish(*arguments, **named)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Tells when this rank plans."""
+
+    def __init__(self, progress: SaveProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def create_local_plan(self) -> Any:
+        """What this rank has."""
+        with self._progress.part():
+            return super().create_local_plan()
+
+    def create_global_plan(self, *arguments: Any) -> Any:
+        """Who writes what, on the first rank."""
+        with self._progress.part():
+            return super().create_global_plan(*arguments)
+
+
+def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progress: SaveProgress) -> None:
     with _quietly():
-        writer = dcp.FileSystemWriter(directory, sync_files=True)
-        dcp.save(state, storage_writer=writer, process_group=group)
+        writer = _Writer(directory, progress)
+        dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
 
 
-class BackgroundSave:
-    """A save that a thread writes from a state on the host, while training goes on; every rank begins one."""
+class _BackgroundSave:
+    """A save that a thread writes while training goes on; every rank begins one."""
 
-    def __init__(
-        self,
-        directory: Path,
-        state: HostState,
-        parameters: list[StageParameter],
-        optimizer: Optimizer,
-        mesh: Mesh,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """``group``: of all ranks, for this alone."""
+    def __init__(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
+        self.progress = SaveProgress()
         self._error: Exception | None = None
-        shards = _global_state(parameters, split(state, optimizer), mesh)
         self._thread = threading.Thread(
             target=self._run, args=(directory, shards, group), name="save", daemon=True
         )
@@ -63,8 +108,11 @@ class BackgroundSave:
 
     def _run(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
         try:
-            _write(directory, shards, group)
+            _write(directory, shards, group, self.progress)
         except Exception as error:
+            # Without what holds on to the frames above, and with them to the group and its threads.
+            error.add_note(traceback.format_exc())
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             self._error = error
 
     def finished(self, *, wait: bool) -> bool:
@@ -77,6 +125,65 @@ class BackgroundSave:
         """Raise what went wrong."""
         if self._error is not None:
             raise self._error
+
+
+class Saves:
+    """The saves of one rank, at most one at a time; every rank of the run makes the same calls."""
+
+    def __init__(
+        self,
+        parameters: list[StageParameter],
+        optimizer: Optimizer,
+        mesh: Mesh,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """``group``: of all ranks, for background saves alone; None if there are none."""
+        self._parameters, self._optimizer, self._mesh, self._group = parameters, optimizer, mesh, group
+        self._under_way: _BackgroundSave | None = None
+        self._state: HostState | None = None
+        """Of the background save that was begun last; the next one takes its memory."""
+        self.awaited: SaveProgress | None = None
+        """Of the save that a call waits for at present."""
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's share of parameters and optimizer moments."""
+        with self._waiting(SaveProgress()) as progress:
+            shards = _global_state(self._parameters, self._optimizer.named_tensors(), self._mesh)
+            _write(directory, shards, None, progress)
+
+    def take(self, step: int) -> None:
+        """Copy the state after ``step`` steps to the host, for `begin`."""
+        if self._under_way is not None:  # one that failed on another rank, and was given up
+            self._under_way.finished(wait=True)
+        self._state = take(self._optimizer, step, self._state.flat if self._state is not None else None)
+
+    def begin(self, directory: Path) -> None:
+        """Begin to write what was taken; training may go on as soon as this returns."""
+        assert self._group is not None
+        assert self._state is not None
+        if self._under_way is not None:
+            self._under_way.finished(wait=True)
+        shards = _global_state(self._parameters, split(self._state, self._optimizer), self._mesh)
+        self._under_way = _BackgroundSave(directory, shards, self._group)
+
+    def finished(self, *, wait: bool) -> bool:
+        """Whether the save that was begun is written; raises what went wrong with it."""
+        if self._under_way is None:  # said so before, when other ranks were not done
+            return True
+        with self._waiting(self._under_way.progress):
+            if not self._under_way.finished(wait=wait):
+                return False
+        over, self._under_way = self._under_way, None
+        over.check()
+        return True
+
+    @contextlib.contextmanager
+    def _waiting(self, progress: SaveProgress) -> Iterator[SaveProgress]:
+        self.awaited = progress
+        try:
+            yield progress
+        finally:
+            self.awaited = None
 
 
 def load_checkpoint(

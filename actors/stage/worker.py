@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from braid.actors.config import Config
 from braid.actors.stage.blocks import MicroBatch
-from braid.actors.stage.checkpoint import BackgroundSave, load_checkpoint, save_shards
+from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.data import TokenShards, sample_ids, samples_digest
 from braid.actors.stage.exchange import load_initial
@@ -28,7 +28,6 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.faults import Saboteur
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter
-from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Held, Rendezvous, RunPlan, Samples, StepResult
@@ -61,12 +60,12 @@ class Worker:
         self._connections: Connections | None = None
         self._streams: Streams | None = None
         self._copies = Copies()
-        self._saving: BackgroundSave | None = None
-        self._saved: HostState | None = None
-        """Whose memory the next save takes."""
+        self._saves: Saves | None = None
 
     def pulse(self) -> int | None:
         """How much was done so far; called from another thread, as is `interrupt`."""
+        if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
+            return awaited.read()
         return self._streams.marks if self._streams is not None else None
 
     def interrupt(self) -> None:
@@ -125,7 +124,8 @@ class Worker:
         if keeping.copies_every:
             limit = keeping.copies_mb << 20 if keeping.copies_mb is not None else None
             self._copies.join(self._optimizer, self._layout, rendezvous.copies_shift, limit, timeout)
-        self._save_group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
+        group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
+        self._saves = Saves(self._model.parameters, self._optimizer, self._mesh, group)
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
@@ -323,34 +323,24 @@ class Worker:
 
         again: to another place, the state of the save that was begun last.
         """
-        assert self._save_group is not None
-        if self._saving is not None:  # one that failed on another rank, and was given up
-            self._saving.finished(wait=True)
+        assert self._saves is not None
         if not again:
-            self._saved = take(self._optimizer, step, self._saved.flat if self._saved is not None else None)
+            self._saves.take(step)
             if self._saboteur is not None:
                 self._saboteur.during_save(step, Path(directory))
-        state = self._saved
-        assert state is not None
-        self._saving = BackgroundSave(
-            Path(directory), state, self._model.parameters, self._optimizer, self._mesh, self._save_group
-        )
+        self._saves.begin(Path(directory))
 
     def save_finished(self, wait: bool) -> bool:
         """Whether the save that was begun is written; raises what went wrong with it."""
-        if self._saving is None:  # said so before, when other ranks were not done
-            return True
-        if not self._saving.finished(wait=wait):
-            return False
-        saving, self._saving = self._saving, None
-        saving.check()
-        return True
+        assert self._saves is not None
+        return self._saves.finished(wait=wait)
 
     def save(self, directory: str, step: int) -> None:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""
+        assert self._saves is not None
         if self._saboteur is not None:
             self._saboteur.during_save(step, Path(directory))
-        save_shards(Path(directory), self._model.parameters, self._optimizer, self._mesh)
+        self._saves.save(Path(directory))
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
@@ -378,7 +368,7 @@ class Worker:
         if self._streams is not None:
             self._streams.close()
             self._streams = None
-        self._saving = self._saved = None
+        self._saves = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = self._connections = None

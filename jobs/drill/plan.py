@@ -32,6 +32,7 @@ KINDS = {
     "kill-host": "all ranks of a host are killed",
     "cut-short": "the link between hosts is cut for less than the time-outs",
     "cut-long": "the link between hosts is cut until that is noticed",
+    "cut-save": "the same while a checkpoint is written",
     "slow-link": "the link between hosts has a tenth of its rate for a while",
     "node-joins": "a node joins the Ray cluster",
     "node-lost": "a node of the Ray cluster is lost: its raylet and its workers are killed",
@@ -39,7 +40,7 @@ KINDS = {
 }
 """Faults by name."""
 
-NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "slow-link"})
+NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"})
 """Faults of the two emulated hosts."""
 NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
 NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1}
@@ -48,6 +49,8 @@ HARMLESS = frozenset({"nan", "disk-full", "cut-short", "slow-link"})
 """Faults that fail no rank."""
 _GAP = 6
 """Steps between two faults, at least."""
+_LAST = {"disk-full": 3, "cut-save": 2}
+"""Faults that last for more than one gap: until a checkpoint has failed, until one is written."""
 _FIRST = 4
 
 
@@ -108,7 +111,7 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
         one = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
         planned.append(one)
         there = one.nodes_after
-        step += _GAP * (3 if kind == "disk-full" else 1)  # which lasts for a while
+        step += _GAP * _LAST.get(kind, 1)
     return planned
 
 

@@ -213,6 +213,8 @@ class Drill:
             due += command.step() - before.step
         if own is None or own.step is None:
             command.wait(f"step {due}", lambda: command.step() >= due)
+        if one.kind == "cut-save":
+            command.wait("a checkpoint to be written", self._saving)
         if own is not None:
             if own.step is None:
                 call(mark.parent, one.name)
@@ -253,7 +255,7 @@ class Drill:
                 self._fill_disk()
             case "kill-host":
                 self._kill_host(one)
-            case "cut-short" | "cut-long":
+            case "cut-short" | "cut-long" | "cut-save":
                 self._cut(one)
             case "slow-link":
                 assert self._hosts is not None
@@ -330,6 +332,11 @@ class Drill:
                 time.sleep(_SHORT_CUT_S)
             else:
                 self._command.wait("the cut link to be noticed", lambda: restarts() > known)
+
+    def _saving(self) -> bool:
+        """Whether ranks write a checkpoint at present."""
+        folders = (self._command.broken / "checkpoints").glob("step-*.tmp-*")
+        return any(not (folder / ".metadata").exists() for folder in folders)
 
     # -- what came of it -------------------------------------------------------------------------------------
 

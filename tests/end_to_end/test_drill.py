@@ -58,7 +58,7 @@ def test_ranks_and_controller(tmp_path: Path) -> None:
 @pytest.mark.timeout(450)
 def test_hosts_links_and_disks(tmp_path: Path) -> None:
     require_hosts()
-    report = drill(tmp_path, "kill-host,cut-short,cut-long,slow-link,disk-full", "--seed", "4")
+    report = drill(tmp_path, "kill-host,cut-short,cut-long,cut-save,slow-link,disk-full", "--seed", "4")
     check(report, {"cut-short", "slow-link", "disk-full"})
     assert report["emulated_hosts"]
 
