@@ -1,0 +1,107 @@
+"""Transfers on the host: a thread issues them in order, others wait for them, failures reach who waits."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from braid.actors.stage.streams import HostStreams, Transfer
+from braid.kernels.collectives.primitives import Launch
+from braid.scheduling.operators import Stream
+
+
+class Made:
+    """A transfer that ends when it may, and knows when it was issued."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+        self.may_begin, self.may_end = threading.Event(), threading.Event()
+        self.fails = ""
+
+    def issue(self) -> "Made":
+        assert self.may_begin.wait(10)
+        self.log.append(self.name)
+        if self.fails == "issue":
+            raise RuntimeError(f"{self.name}: connection reset")
+        return self
+
+    def wait(self) -> None:
+        assert self.may_end.wait(10)
+        if self.fails == "wait":
+            raise RuntimeError(f"{self.name}: connection reset")
+
+    def launch(self) -> Launch:
+        return Launch(torch.zeros(1), self.issue)
+
+
+@pytest.fixture
+def streams() -> Iterator[HostStreams]:
+    made = HostStreams()
+    yield made
+    made.close()
+
+
+def start(streams: HostStreams, made: Made, *, awaited_next: bool = False, lane: str = "") -> Transfer:
+    return streams.start(Stream.INTRA, made.launch(), awaited_next=awaited_next, lane=lane)
+
+
+def test_the_caller_goes_on_while_a_transfer_is_issued(streams: HostStreams) -> None:
+    log: list[str] = []
+    one, two = Made(log, "one"), Made(log, "two")
+    first, second = start(streams, one), start(streams, two, lane="send down")
+    assert log == [], "neither is issued yet, and here we are"
+    two.may_begin.set()
+    time.sleep(0.05)
+    assert log == [], "the order of issue is that of the calls, over all lanes"
+    one.may_begin.set()
+    two.may_end.set()
+    streams.wait(second)
+    assert log == ["one", "two"]
+    assert second.begin <= second.end
+    assert first.end is None, "a lane waits for no other"
+    one.may_end.set()
+    streams.wait(first)
+    assert first.begin <= second.begin
+    assert first.end >= second.end
+
+
+def test_what_is_awaited_at_once_is_issued_by_the_caller_behind_the_others(streams: HostStreams) -> None:
+    log: list[str] = []
+    one, two = Made(log, "one"), Made(log, "two")
+    start(streams, one)
+    threading.Timer(0.05, one.may_begin.set).start()
+    two.may_begin.set()
+    last = start(streams, two, awaited_next=True)
+    assert log == ["one", "two"]
+    two.may_end.set()
+    streams.wait(last)
+    assert last.begin <= last.end
+    one.may_end.set()
+
+
+@pytest.mark.parametrize("where", ["issue", "wait"])
+def test_a_failure_reaches_who_waits_and_the_next_transfer_goes_on(streams: HostStreams, where: str) -> None:
+    log: list[str] = []
+    bad, good = Made(log, "bad"), Made(log, "good")
+    bad.fails = where
+    for made in (bad, good):
+        made.may_begin.set()
+        made.may_end.set()
+    first, second = start(streams, bad), start(streams, good)
+    with pytest.raises(RuntimeError, match="bad: connection reset"):
+        streams.wait(first)
+    streams.wait(second)
+    assert second.take() is not None
+    assert log == ["bad", "good"]
+
+
+def test_nothing_keeps_a_result_alive(streams: HostStreams) -> None:
+    made = Made([], "one")
+    made.may_begin.set()
+    made.may_end.set()
+    transfer = start(streams, made)
+    streams.wait(transfer)
+    assert transfer.take() is not None
+    assert (transfer.result, transfer.work, transfer.finish) == (None, None, None)
