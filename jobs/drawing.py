@@ -9,12 +9,13 @@ from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.scheduling.draw import cell_width, grid, summary
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.schedule import Direction, Pair, Schedule
+from braid.scheduling.schedule import Direction, Pair, Schedule, Twins
 from braid.scheduling.spec import ModelShape
 
 _FORWARD = ("grey93 on blue", "grey93 on dodger_blue2")
 _PAIR = "black on gold3"
 _BACKWARD = ("black on green3", "black on chartreuse3")
+_TWINS = {Direction.FORWARD: "grey93 on blue3", Direction.BACKWARD: "black on dark_sea_green4"}
 
 
 def show_schedule(console: Console, schedule: Schedule) -> None:
@@ -25,6 +26,9 @@ def show_schedule(console: Console, schedule: Schedule) -> None:
         for cell in cells:
             if cell.block is None:
                 line.append(cell.text, style="dim")
+                continue
+            if isinstance(cell.block, Twins):
+                line.append(cell.text, style=_TWINS[cell.block.direction])
                 continue
             if isinstance(cell.block, Pair):
                 line.append(cell.text, style=_PAIR)

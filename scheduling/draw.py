@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 from braid.scheduling.schedule import (
     Block,
+    Direction,
     Instruction,
     Pair,
     Receive,
     Schedule,
     Send,
+    Twins,
     WaitReceive,
     WaitSend,
 )
@@ -20,7 +22,7 @@ class Cell:
     """One character column group of a grid: a block, or nothing."""
 
     text: str
-    block: Block | Pair | None
+    block: Block | Pair | Twins | None
 
 
 def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
@@ -46,12 +48,23 @@ def _idle(slots: int, width: int) -> list[Cell]:
 def cell_width(schedule: Schedule) -> int:
     """Columns per slot that keep every label legible and apart."""
     widths = [
-        -(-len(str(i)) // 3) if isinstance(i, Pair) else len(str(i))
+        -(-len(str(i)) // _slots(i))
         for stage in schedule.stages
         for i in stage
-        if isinstance(i, Block | Pair)
+        if isinstance(i, Block | Pair | Twins)
     ]
     return 1 + max(widths, default=0)
+
+
+def _slots(instruction: Block | Pair | Twins) -> int:
+    """Slots that a label has at least."""
+    match instruction:
+        case Pair():
+            return 3
+        case Twins():
+            return 2 if instruction.direction is Direction.FORWARD else 4
+        case _:
+            return 1
 
 
 def draw(schedule: Schedule) -> str:
@@ -109,8 +122,8 @@ def _block_of(instruction: Instruction) -> Block | None:
     match instruction:
         case Block():
             return instruction
-        case Pair(forward):
-            return forward
+        case Pair(first) | Twins(first):
+            return first
         case Send(block) | Receive(block) | WaitSend(block) | WaitReceive(block):
             return block
         case _:

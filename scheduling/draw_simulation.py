@@ -28,6 +28,7 @@ class Bar:
     end: float
     label: str
     kind: str
+    """The letter of its pass; behind it ``^`` or ``_`` for the upper or the lower half of its row."""
 
 
 def pass_letter(block: Block) -> str:
@@ -42,10 +43,10 @@ def pipeline_bars(simulation: Simulation) -> list[Bar]:
     for rank in simulation.ranks:
         for run in rank.blocks:
             begin, end = run.start / total, (run.start + run.course.duration) / total
-            blocks = [block for block in (run.forward, run.backward) if block is not None]
-            for block in blocks:
-                kind = pass_letter(block) + ("|" if len(blocks) == 2 else "")
-                bars.append(Bar(rank.number, begin, end, str(block.micro_batch), kind))
+            for half, block in zip("^_" if len(run.blocks) == 2 else (" ",), run.blocks, strict=True):
+                bars.append(
+                    Bar(rank.number, begin, end, str(block.micro_batch), pass_letter(block) + half.strip())
+                )
     return bars
 
 
@@ -155,9 +156,9 @@ def _svg(bars: list[Bar], rows: list[str], title: str, note: str, width: int = 1
 
 def _rect(bar: Bar, span: int) -> str:
     x, wide = _LEFT + bar.begin * span, max(0.4, (bar.end - bar.begin) * span)
-    half = bar.kind.endswith("|")
+    half = bar.kind[1:]
     high = (_ROW - 6) / (2 if half else 1)
-    y = 32 + bar.row * _ROW + (high if half and bar.kind[0] != "F" else 0)
+    y = 32 + bar.row * _ROW + (high if half == "_" else 0)
     text = ""
     room = int(wide / 6.2)
     if room >= 2 or (room >= 1 and len(bar.label) == 1):

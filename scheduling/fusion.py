@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 
 from braid.scheduling.operators import Graph, Operator, Part, Value
-from braid.scheduling.schedule import Block, Instruction, Pair, Reduce, Step
+from braid.scheduling.schedule import Block, Instruction, Pair, Reduce, Step, Twins
 from braid.scheduling.spec import ParallelLayout
 
 _PLACED = re.compile(r"(\d+)\.([a-z]+)/(.+)")
@@ -203,6 +203,6 @@ def carrying(
             if before is not None and keys[0] == before[1]:
                 found.add(before[0])
             before = None if keys[1] is None else (position, keys[1])
-        elif isinstance(instruction, Block | Reduce | Step):
+        elif isinstance(instruction, Block | Twins | Reduce | Step):
             before = None
     return frozenset(found)

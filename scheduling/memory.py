@@ -18,6 +18,7 @@ from braid.scheduling.schedule import (
     Receive,
     Schedule,
     Send,
+    Twins,
     WaitSend,
 )
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -211,6 +212,9 @@ def _activations(
                 # Layer by layer one of them takes while the other gives.
                 most += extra
                 now += run(forward) + run(backward)
+            case Twins(first, second):
+                most += working  # what two passes hand on instead of one
+                now += run(first) + run(second)
         during.append(max(most, now))
     return during
 

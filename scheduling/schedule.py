@@ -6,6 +6,7 @@ Two levels. Per stage a list of instructions, each a token:
     B3.1            backward of it, input and weight gradients
     I3.1  W3.1      input gradients alone; weight gradients, which may come later
     [F5.0b|B1.1]    a paired block: a forward and a backward pass of different strands at the same time
+    [F0.0|F1.0b]    twins: the same pass of two micro-batches, on different strands, at the same time
     SEND(F3.2>1)    start to send what F3.2 needs to stage 1
     RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
     REDUCE(1)       start to reduce the gradients of chunk 1
@@ -30,6 +31,8 @@ The layers of a paired block are paired one by one, first forward layer with las
 the two has more (embedding, head, uneven layers) runs by its own program, the backward's before, the
 forward's after. With ``fused N`` up to N layers are one run, the ends of the model with them, and programs
 are of runs: ``embedding+2*layer|2*layer+head``, operators ``F:1.layer/qkv`` (`braid.scheduling.fusion`).
+``program RUN FF`` is that of a run's forward passes in twins (``BB``: backward), its operators written
+``1:NAME`` and ``2:NAME``; where there is none, the second pass goes behind the first.
 With ``split N`` the layers' all-gathers and the GEMMs that read them are in N chunks of tokens, which are
 operators of their own: ``qkv.1of4`` (`braid.scheduling.lowering.split`).
 
@@ -64,6 +67,17 @@ class Gradients(StrEnum):
     BOTH = "B"
     INPUT = "I"
     WEIGHT = "W"
+
+
+class Twin(StrEnum):
+    """Which of two micro-batches an operator of twins belongs to; the letter before its name."""
+
+    FIRST = "1"
+    SECOND = "2"
+
+
+Side = Direction | Twin
+"""Whose operator it is, in a program of two passes."""
 
 
 class Strand(StrEnum):
@@ -113,6 +127,31 @@ class Pair:
     def blocks(self) -> tuple[Block, Block]:
         """Both; the backward pass first, as it frees memory."""
         return self.backward, self.forward
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The same pass of two micro-batches over one chunk, on different strands, at the same time.
+
+    What a step begins and ends with, where a pass of the other direction is missing to pair with.
+    """
+
+    first: Block
+    """Of the micro-batch that comes first: its gradients are added up first."""
+    second: Block
+
+    def __str__(self) -> str:
+        return f"[{self.first}|{self.second}]"
+
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """Both, in the order of their micro-batches."""
+        return self.first, self.second
+
+    @property
+    def direction(self) -> Direction:
+        """Which pass."""
+        return self.first.direction
 
 
 @dataclass(frozen=True)
@@ -206,7 +245,18 @@ class Step:
 
 
 Instruction = (
-    Block | Pair | Send | Receive | Reduce | Gather | WaitSend | WaitReceive | WaitReduce | WaitGather | Step
+    Block
+    | Pair
+    | Twins
+    | Send
+    | Receive
+    | Reduce
+    | Gather
+    | WaitSend
+    | WaitReceive
+    | WaitReduce
+    | WaitGather
+    | Step
 )
 
 
@@ -215,7 +265,7 @@ def blocks_in(instruction: Instruction) -> tuple[Block, ...]:
     match instruction:
         case Block():
             return (instruction,)
-        case Pair():
+        case Pair() | Twins():
             return instruction.blocks
         case _:
             return ()
@@ -226,8 +276,8 @@ class Compute:
     """Run a compute operator of the part."""
 
     operator: str
-    side: Direction | None = None
-    """In a paired program: the strand's pass that the operator belongs to."""
+    side: Side | None = None
+    """In a program of two passes: the one that the operator belongs to."""
     late: bool = False
     """In a paired program: a weight gradient of the backward layer before this one in the same block."""
 
@@ -241,7 +291,7 @@ class Start:
 
     operator: str
     stream: Stream
-    side: Direction | None = None
+    side: Side | None = None
 
     def __str__(self) -> str:
         return f"start {_sided(self)} on {self.stream.value}"
@@ -252,7 +302,7 @@ class Wait:
     """Make the result of a started collective available."""
 
     operator: str
-    side: Direction | None = None
+    side: Side | None = None
 
     def __str__(self) -> str:
         return f"wait {_sided(self)}"
@@ -291,6 +341,7 @@ class Schedule:
     splits: Mapping[tuple[str, Gradients], Program] = field(default_factory=dict)
     """Programs of backward passes whose weight gradients come later: ``INPUT`` and ``WEIGHT``."""
     pairs: Mapping[PairKey, PairProgram] = field(default_factory=dict)
+    twins: Mapping[ProgramKey, PairProgram] = field(default_factory=dict)
     fused: int = 0
     """Most layers of a run (`braid.scheduling.fusion`); 0: programs are of single parts."""
     split: int = 1
@@ -330,6 +381,8 @@ class Schedule:
             lines += ["", f"program {part} {gradients.value}", *(f"  {action}" for action in program)]
         for (first, second), pair in self.pairs.items():
             lines += ["", f"program {first}|{second}", *(f"  {action}" for action in pair)]
+        for (part, direction), twin in self.twins.items():
+            lines += ["", f"program {part} {direction.value * 2}", *(f"  {action}" for action in twin)]
         return "\n".join(lines) + "\n"
 
 
@@ -344,7 +397,7 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
         else:
             lines.append(f"  {token}")
             behind = False
-        behind = behind or isinstance(instruction, Block | Pair)
+        behind = behind or isinstance(instruction, Block | Pair | Twins)
     return lines
 
 
@@ -352,14 +405,14 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
     """Whether an instruction continues the line; ``behind``: the line has its block already."""
     here, before = stage[position], stage[position - 1] if position else None
     match here:
-        case Receive() | WaitReceive() | Block() | Pair():
+        case Receive() | WaitReceive() | Block() | Pair() | Twins():
             return isinstance(before, Receive | WaitReceive | WaitSend) and not behind
-        case WaitSend() if isinstance(before, Block | Pair):
+        case WaitSend() if isinstance(before, Block | Pair | Twins):
             after = next((i for i in stage[position:] if not isinstance(i, WaitSend)), None)
             return isinstance(after, Send)
         case WaitSend():
             return isinstance(before, Receive | WaitReceive | WaitSend)
         case Send():
-            return isinstance(before, Block | Pair | WaitSend | Send)
+            return isinstance(before, Block | Pair | Twins | WaitSend | Send)
         case _:
             return type(before) is type(here)

@@ -24,9 +24,12 @@ from braid.scheduling.schedule import (
     Reduce,
     Schedule,
     Send,
+    Side,
     Start,
     Step,
     Strand,
+    Twin,
+    Twins,
     Wait,
     WaitGather,
     WaitReceive,
@@ -69,7 +72,9 @@ def parse_instruction(token: str) -> Instruction:
                 case "block":
                     return _block(groups)
                 case "pair":
-                    return Pair(_block(groups[:4]), _block(groups[4:]))
+                    first, second = _block(groups[:4]), _block(groups[4:])
+                    alike = first.direction is second.direction
+                    return Twins(first, second) if alike else Pair(first, second)
                 case "send":
                     return Send(_block(groups[:4]), int(groups[4]))
                 case "receive":
@@ -91,32 +96,38 @@ def parse_instruction(token: str) -> Instruction:
     raise ValueError(f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), ...)")
 
 
-def parse_action(line: str, *, paired: bool = False) -> PairAction:
-    """Parse one line of an operator program (``paired``: of two passes); `ValueError` for anything else."""
+Sides = type[Direction] | type[Twin]
+"""How the two passes of a program are told apart."""
+
+
+def parse_action(line: str, sides: Sides | None = None) -> PairAction:
+    """Parse one line of an operator program (``sides``: of two passes); `ValueError` for anything else."""
     match line.split():
-        case ["compute", name] if paired and name.startswith("P:") and len(name) > 2:
+        case ["compute", name] if sides is Direction and name.startswith("P:") and len(name) > 2:
             return Compute(name[2:], Direction.BACKWARD, late=True)
         case ["compute", name]:
-            return Compute(*_operator(name, paired))
+            return Compute(*_operator(name, sides))
         case ["start", name, "on", stream]:
             if stream not in set(Stream):
                 raise ValueError(f"{stream!r} is not a stream; use one of {', '.join(Stream)}")
-            operator, side = _operator(name, paired)
+            operator, side = _operator(name, sides)
             return Start(operator, Stream(stream), side)
         case ["wait", name]:
-            return Wait(*_operator(name, paired))
-        case ["barrier"] if paired:
+            return Wait(*_operator(name, sides))
+        case ["barrier"] if sides is Direction:
             return Barrier()
     raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
 
 
-def _operator(name: str, paired: bool) -> tuple[str, Direction | None]:
-    if not paired:
+def _operator(name: str, sides: Sides | None) -> tuple[str, Side | None]:
+    if sides is None:
         return name, None
     side, separator, operator = name.partition(":")
-    if not separator or not operator or side not in ("F", "B"):
-        raise ValueError(f"{name!r}: operators of a paired program are written F:NAME or B:NAME")
-    return operator, Direction(side)
+    if not separator or not operator or side not in set(sides):
+        letters = " or ".join(f"{letter.value}:NAME" for letter in sides)
+        what = "a paired program" if sides is Direction else "twins"
+        raise ValueError(f"{name!r}: operators of {what} are written {letters}")
+    return operator, sides(side)
 
 
 Line = tuple[int, str]
@@ -154,6 +165,7 @@ def parse(text: str) -> Schedule:
         programs=programs.passes,
         splits=programs.splits,
         pairs=programs.pairs,
+        twins=programs.twins,
         fused=fused,
         split=split,
     )
@@ -202,11 +214,12 @@ def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:
 
 @dataclass
 class _Programs:
-    """Programs as they are read: of passes, of split backward passes, of pairs."""
+    """Programs as they are read: of passes, of split backward passes, of pairs, of twins."""
 
     passes: dict[ProgramKey, Program] = field(default_factory=dict)
     splits: dict[tuple[str, Gradients], Program] = field(default_factory=dict)
     pairs: dict[PairKey, PairProgram] = field(default_factory=dict)
+    twins: dict[ProgramKey, PairProgram] = field(default_factory=dict)
 
     def add(self, head: list[str], actions: list[PairAction]) -> str | None:
         """Keep a program; what is wrong with its head, if anything."""
@@ -222,13 +235,18 @@ class _Programs:
                     return f"program {part} {letter} stands twice"
                 self.passes[part, Direction(letter)] = _plain(actions)
                 return None
+            case [part, ("FF" | "BB") as letters] if "|" not in part:
+                if (part, Direction(letters[0])) in self.twins:
+                    return f"program {part} {letters} stands twice"
+                self.twins[part, Direction(letters[0])] = tuple(actions)
+                return None
             case [part, ("I" | "W") as letter] if "|" not in part:
                 if (part, Gradients(letter)) in self.splits:
                     return f"program {part} {letter} stands twice"
                 self.splits[part, Gradients(letter)] = _plain(actions)
                 return None
         return (
-            f"expected 'program PART' and F, B, I or W, or 'program PART|PART', "
+            f"expected 'program PART' and F, B, I, W, FF or BB, or 'program PART|PART', "
             f"found {' '.join(['program', *head])!r}"
         )
 
@@ -242,13 +260,15 @@ def _parse_programs(lines: list[Line]) -> _Programs:
     heads = [n for n, (_, line) in enumerate(lines) if line.split()[0] == "program"]
     for begin, end in zip(heads, [*heads, len(lines)][1:], strict=True):
         number, head = lines[begin]
-        paired = "|" in head
+        sides: Sides | None = Direction if "|" in head else None
+        if head.split()[-1] in ("FF", "BB"):
+            sides = Twin
         actions: list[PairAction] = []
         for place, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":
                 raise _wrong(place, f"{line!r} after a program; stages come first")
             try:
-                actions.append(parse_action(line, paired=paired))
+                actions.append(parse_action(line, sides))
             except ValueError as error:
                 raise _wrong(place, str(error)) from None
         if cause := programs.add(head.split()[1:], actions):

@@ -82,6 +82,8 @@ class Simulation:
                 for executed in run.course.executed:
                     assert executed.place is not None
                     block = run.forward if executed.place.forward else run.backward
+                    if executed.place.second:
+                        block = run.second
                     if executed.place.before:
                         block = before
                     assert block is not None
@@ -199,7 +201,7 @@ def _rank_numbers(rank: RankRun) -> _RankNumbers:
         times.append(course_times + run.start)
         changes.append(course_changes)
         in_blocks += run.course.duration
-        paired = run.forward is not None and run.backward is not None
+        paired = len(run.blocks) == 2
         for executed in run.course.executed:
             if executed.task.bytes:
                 sent[executed.task.stream] += executed.task.bytes

@@ -15,6 +15,7 @@ from braid.scheduling.schedule import (
     Receive,
     Schedule,
     Send,
+    Twins,
     WaitReceive,
     WaitSend,
     blocks_in,
@@ -25,7 +26,7 @@ from braid.scheduling.schedule import (
 class TimedBlock:
     """A block or paired block with the slots it occupies on its stage."""
 
-    block: Block | Pair
+    block: Block | Pair | Twins
     start: int
     end: int
 
@@ -85,7 +86,7 @@ class _Run:
         """Run an instruction; False where it has to wait for another stage."""
         now = self._clocks[stage]
         match instruction:
-            case Block() | Pair():
+            case Block() | Pair() | Twins():
                 self._clocks[stage] = now + sum(map(self._duration, blocks_in(instruction)))
                 self.timed[stage].append(TimedBlock(instruction, now, self._clocks[stage]))
             case Send(block):

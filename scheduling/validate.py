@@ -25,6 +25,7 @@ from braid.scheduling.schedule import (
     Send,
     Step,
     Strand,
+    Twins,
     WaitGather,
     WaitReceive,
     WaitReduce,
@@ -129,13 +130,15 @@ class _StageCheck:
 
     def _next(self, instruction: Instruction) -> str | None:
         """What is wrong with an instruction after those before it; None: nothing, and it has happened."""
-        if not self._trains and isinstance(instruction, Reduce | WaitReduce | Step | Pair):
+        if not self._trains and isinstance(instruction, Reduce | WaitReduce | Step | Pair | Twins):
             return "the schedule has no backward passes, nothing to reduce and no step to take"
         match instruction:
             case Block():
                 return self._block(instruction)
             case Pair():
                 return self._pair(instruction)
+            case Twins():
+                return self._twins(instruction)
             case Receive(block, source):
                 return self._receive(block, source)
             case WaitReceive(block):
@@ -207,6 +210,26 @@ class _StageCheck:
                 f"that nothing fixes"
             )
         for block in pair.blocks:
+            if cause := self._block(block):
+                return f"{block}: {cause}"
+        return None
+
+    def _twins(self, twins: Twins) -> str | None:
+        first, second = twins.blocks
+        if first.chunk != second.chunk or first.gradients is not second.gradients:
+            return "twins are the same pass over the same chunk"
+        if first.micro_batch >= second.micro_batch:
+            return (
+                f"{first} does not come before {second}: gradients are added up in the order of micro-batches"
+            )
+        if first.gradients is not Gradients.BOTH:
+            return "twins compute all gradients at once"
+        if first.strand is second.strand:
+            return (
+                f"both are on strand {first.strand}: they would issue on the same groups in an order "
+                f"that nothing fixes"
+            )
+        for block in twins.blocks:
             if cause := self._block(block):
                 return f"{block}: {cause}"
         return None

@@ -16,6 +16,8 @@ from braid.scheduling.schedule import (
     Program,
     Schedule,
     Start,
+    Twin,
+    Twins,
     Wait,
 )
 
@@ -30,6 +32,9 @@ def program_fault(schedule: Schedule, parts: Mapping[str, Part]) -> str | None:
     for (first, second), pair in schedule.pairs.items():
         if cause := _pair_fault(pair, parts[first], parts[second]):
             return f", program {first}|{second}: {cause}"
+    for (name, direction), both in schedule.twins.items():
+        if cause := _twin_fault(both, parts[name], direction):
+            return f", program {name} {direction.value * 2}: {cause}"
     return None
 
 
@@ -56,6 +61,10 @@ def _missing(schedule: Schedule, parts: Mapping[str, Part]) -> Iterator[tuple[tu
     present |= {(name, gradients.value) for name, gradients in schedule.splits}
     pairs = {(f"{first}|{second}", "") for first, second in schedule.pairs}
     present |= pairs
+    twins = {(name, direction.value * 2) for name, direction in schedule.twins}
+    present |= twins
+    letters = {i.direction.value * 2 for i in instructions if isinstance(i, Twins)}
+    needed |= {key for key in twins if key[0] in parts and key[1] in letters}  # none has to be
     if any(isinstance(i, Pair) for i in instructions):
         runs = {key for key in pairs if schedule.fused and all(n in parts for n in key[0].split("|"))}
         needed |= runs or {("layer|layer", "")}
@@ -65,7 +74,9 @@ def _missing(schedule: Schedule, parts: Mapping[str, Part]) -> Iterator[tuple[tu
         used = all(name in parts for name in key[0].split("|"))
         yield (
             key,
-            "is used by no block" if used and key[1] in ("I", "W", "") else "is for no part of the model",
+            "is used by no block"
+            if used and key[1] in ("I", "W", "FF", "BB", "")
+            else "is for no part of the model",
         )
 
 
@@ -170,6 +181,26 @@ def _fault(program: Program, graph: Graph, given: tuple[str, ...]) -> str | None
     return state.left()
 
 
+def _twin_fault(program: PairProgram, part: Part, direction: Direction) -> str | None:
+    """Both micro-batches' operators, each of the second one's behind the same of the first one.
+
+    So gradients are added up in the order of micro-batches, as they are where passes run one after the other.
+    """
+    if direction is Direction.FORWARD:
+        sides = {side: _begin(part.forward, part.inputs) for side in Twin}
+    else:
+        sides = {side: _begin(part.backward, _given_backward(part)) for side in Twin}
+    for action in program:
+        if isinstance(action, Barrier) or not isinstance(action.side, Twin):
+            return f"'{action}': twins' operators are written 1:NAME and 2:NAME"
+        ahead = action.side is Twin.SECOND and action.operator not in sides[Twin.FIRST].done
+        if ahead and isinstance(action, Compute):
+            return f"'{action}': 1:{action.operator} has to come before"
+        if cause := sides[action.side].next(action):
+            return cause
+    return next((cause for side in sides.values() if (cause := side.left())), None)
+
+
 def _pair_fault(program: PairProgram, forward: Part, backward: Part) -> str | None:
     sides = {
         Direction.FORWARD: _begin(forward.forward, forward.inputs),
@@ -178,7 +209,7 @@ def _pair_fault(program: PairProgram, forward: Part, backward: Part) -> str | No
     for action in program:
         if isinstance(action, Barrier):
             continue
-        if action.side is None:
+        if not isinstance(action.side, Direction):
             return f"'{action}': a paired program names the pass, F:{action.operator} or B:{action.operator}"
         if isinstance(action, Compute) and action.late:
             cause = sides[Direction.BACKWARD].late(action)

@@ -29,6 +29,7 @@ from braid.scheduling.schedule import (
     Direction,
     PairProgram,
     Program,
+    Side,
     Start,
     Wait,
 )
@@ -77,9 +78,9 @@ class Binder:
         return actions[: len(inputs)], actions[len(inputs) :]
 
     def bind_side(
-        self, program: PairProgram, part: Part, instance: PartInstance, direction: Direction
+        self, program: PairProgram, part: Part, instance: PartInstance, direction: Direction, side: Side
     ) -> dict[int, BoundAction]:
-        """The actions of one pass in a paired program, by position.
+        """The actions of one pass (``side``) in a program of two, by position.
 
         Late weight gradients run when the next layer's program comes to their positions: of all that this
         layer does they are the last.
@@ -87,7 +88,7 @@ class Binder:
         own = [
             (position, action)
             for position, action in enumerate(program)
-            if not isinstance(action, Barrier) and action.side is direction
+            if not isinstance(action, Barrier) and action.side is side
         ]
         own.sort(key=lambda entry: isinstance(entry[1], Compute) and entry[1].late)
         return self._bind(program, own, part, instance, direction, True)

@@ -19,7 +19,10 @@ from braid.scheduling.schedule import (
     Gradients,
     Pair,
     PairKey,
+    PairProgram,
     Schedule,
+    Twin,
+    Twins,
 )
 
 
@@ -43,6 +46,8 @@ class _Held:
     weights: tuple[BoundAction, ...] = ()
     paired: Mapping[tuple[Direction, PairKey], Mapping[int, BoundAction]] = field(default_factory=dict)
     """By pass and paired program: actions by their positions in the program."""
+    twins: Mapping[Direction, Mapping[Twin, Mapping[int, BoundAction]]] = field(default_factory=dict)
+    """By pass, for the passes that go together: the same of each micro-batch."""
 
 
 @dataclass
@@ -102,12 +107,17 @@ class BlockRunner:
             second = schedule.splits[name, Gradients.WEIGHT]
             inputs, weights = binder.bind_split(first, second, part, instance)
         paired = {
-            (direction, key): binder.bind_side(program, part, instance, direction)
+            (direction, key): binder.bind_side(program, part, instance, direction, direction)
             for key, program in schedule.pairs.items()
             for direction, own in zip((Direction.FORWARD, Direction.BACKWARD), key, strict=True)
             if own == name
         }
-        return _Held(place, instance, bound, whole, inputs, weights, paired)
+        twins = {
+            direction: {side: binder.bind_side(program, part, instance, direction, side) for side in Twin}
+            for (own, direction), program in schedule.twins.items()
+            if own == name
+        }
+        return _Held(place, instance, bound, whole, inputs, weights, paired, twins)
 
     def names(self, block: Block) -> list[str]:
         """The parts or runs of a block in the order of its pass."""
@@ -175,6 +185,58 @@ class BlockRunner:
         if not keeps_late:
             self._finish()
         return x, dy
+
+    def run_twins(
+        self,
+        twins: Twins,
+        received: tuple[Tensor | None, Tensor | None],
+        batches: tuple[MicroBatch | None, MicroBatch | None],
+        loss_scale: float,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the same pass of two micro-batches; runs without a program for both, one after the other."""
+        held, direction = self._chunks[twins.first.chunk], twins.direction
+        passed = list(received)
+        for one in held if direction is Direction.FORWARD else held[::-1]:
+            program = self._schedule.twins.get((one.instance.name, direction))
+            if program is not None:
+                passed = self._side_by_side(twins, one, program, passed, batches, loss_scale)
+                continue
+            for n, block in enumerate(twins.blocks):
+                if direction is Direction.FORWARD:
+                    passed[n] = self._forward(block, one, passed[n], batches[n], loss_scale)
+                else:
+                    passed[n] = self._backward(block, one, passed[n])
+        return passed[0], passed[1]
+
+    def _side_by_side(
+        self,
+        twins: Twins,
+        held: _Held,
+        program: PairProgram,
+        received: Sequence[Tensor | None],
+        batches: tuple[MicroBatch | None, MicroBatch | None],
+        loss_scale: float,
+    ) -> list[Tensor | None]:
+        """One run's pass of both micro-batches, by the program for it."""
+        forward = twins.direction is Direction.FORWARD
+        values = [
+            self._open(block, held, x, batch, loss_scale) if forward else self._reopen(block, held, x)
+            for block, x, batch in zip(twins.blocks, received, batches, strict=True)
+        ]
+        places = dict(zip(Twin, zip(values, twins.blocks, strict=True), strict=True))
+        bound = held.twins[twins.direction]
+        for position, action in enumerate(program):
+            assert not isinstance(action, Barrier)
+            assert isinstance(action.side, Twin)
+            bound[action.side][position](*places[action.side])
+        results: list[Tensor | None] = []
+        for block, own in zip(twins.blocks, values, strict=True):
+            if forward:
+                results.append(self._result(block, held, own))
+            else:
+                results.append(own.pop("d.x", None))
+                self._slots.close(self._slot(block, held))
+        return results
 
     def _together(
         self,

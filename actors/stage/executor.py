@@ -30,6 +30,7 @@ from braid.scheduling.schedule import (
     Schedule,
     Send,
     Step,
+    Twins,
     WaitGather,
     WaitReceive,
     WaitReduce,
@@ -118,6 +119,8 @@ class Executor:
                     self._run_block(instruction, batches, loss_scale)
                 case Pair():
                     self._run_pair(instruction, batches, loss_scale, position in self._carrying)
+                case Twins():
+                    self._run_twins(instruction, batches, loss_scale)
                 case Send(block, stage):
                     self._send(block, stage)
                 case Receive(block, stage):
@@ -167,6 +170,16 @@ class Executor:
         results = self._blocks.run_pair(pair, received, batch, loss_scale, keeps_late=keeps_late)
         self._recorder.block(True, pair.forward, begin, self._streams.mark())
         for block, result in zip((pair.forward, pair.backward), results, strict=True):
+            self._hand_on(block, result)
+
+    def _run_twins(self, twins: Twins, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
+        first, second = twins.blocks
+        received = self._inputs.pop(first, None), self._inputs.pop(second, None)
+        both = batches[first.micro_batch], batches[second.micro_batch]
+        begin = self._streams.mark()
+        results = self._blocks.run_twins(twins, received, both, loss_scale)
+        self._recorder.block(True, first, begin, self._streams.mark())
+        for block, result in zip(twins.blocks, results, strict=True):
             self._hand_on(block, result)
 
     def _hand_on(self, block: Block, result: Tensor | None) -> None:

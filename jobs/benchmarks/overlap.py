@@ -44,7 +44,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
 }
 OURS = ("braid", "braid_eager", "braid_v")
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid"),
+    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_twins"),
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
 }

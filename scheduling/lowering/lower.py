@@ -13,6 +13,7 @@ from braid.scheduling.lowering.programs import (
     pair_program,
     serial_program,
     split_programs,
+    twin_program,
 )
 from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
@@ -30,6 +31,7 @@ from braid.scheduling.schedule import (
     Schedule,
     Send,
     Step,
+    Twins,
     WaitGather,
     WaitReceive,
     WaitReduce,
@@ -60,7 +62,7 @@ def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Ins
 
 
 def _stage_transfers(
-    blocks: tuple[Block | Pair, ...], stage: int, layout: ParallelLayout
+    blocks: tuple[Block | Pair | Twins, ...], stage: int, layout: ParallelLayout
 ) -> Iterator[Instruction]:
     sent: list[Block] = []
     for instruction in blocks:
@@ -113,7 +115,7 @@ def with_early_receives(
                 instructions.insert(block, instruction)
                 block += 1
                 continue
-            if isinstance(instruction, Block | Pair):
+            if isinstance(instruction, Block | Pair | Twins):
                 block = len(instructions)
             instructions.append(instruction)
         moved.append(tuple(instructions))
@@ -188,6 +190,8 @@ class Choices:
     """Order of a part's forward operators in blocks that run alone; serial where it is not given."""
     backward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Order of a part's backward operators in blocks that run alone; serial where it is not given."""
+    twin_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Order of the operators of two micro-batches, ``1:qkv``, by part and pass: ``PART FF``, ``PART BB``."""
     early_reduction: bool = False
     gathers: bool = False
     """Whether ranks hold only parts of the updated parameters and gather them (ZeRO)."""
@@ -271,7 +275,15 @@ def _with_programs(
             first, _, second = key.partition("|")
             ahead, behind = (_known(parts, name, "pairing") for name in (first, second))
             pairs[first, second] = pair_program(ahead.forward, behind.backward, decision)
-    return replace(schedule, programs=programs, splits=splits, pairs=pairs)
+    twins = {}
+    present = {i.direction for i in instructions if isinstance(i, Twins)}
+    for key, order in choices.twin_orders.items():
+        name, _, letters = key.partition(" ")
+        part, direction = _known(parts, name, "order"), Direction(letters[:1])
+        if direction in present:
+            graph = part.forward if direction is Direction.FORWARD else part.backward
+            twins[name, direction] = twin_program(graph, order)
+    return replace(schedule, programs=programs, splits=splits, pairs=pairs, twins=twins)
 
 
 def _known(parts: Mapping[str, Part], name: str, what: str) -> Part:

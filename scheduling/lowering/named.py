@@ -14,6 +14,7 @@ from braid.scheduling.lowering.pipelines import (
     interleaved,
     one_forward_one_backward,
     paired_w,
+    twin_ended,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -44,7 +45,8 @@ class PipelineKind:
 
     def placement_on(self, stages: int) -> Placement:
         """The placement for a number of stages: one stage alone has nothing to fold for pairs of strands."""
-        return Placement.LINEAR if stages == 1 and self.generator is paired_w else self.placement
+        alone = stages == 1 and self.generator in (paired_w, twin_ended)
+        return Placement.LINEAR if alone else self.placement
 
 
 SCHEDULES: Final[Mapping[str, PipelineKind]] = {
@@ -74,6 +76,9 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
     ),
     "braid_eager": PipelineKind(
         generator=eager_paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
+    ),
+    "braid_twins": PipelineKind(
+        generator=twin_ended, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
     ),
     "braid_v": PipelineKind(
         generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True

@@ -3,13 +3,13 @@
 A generator gives only blocks; `braid.scheduling.lowering.lower` adds communication and programs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from braid.scheduling.schedule import Block, Direction, Gradients, Pair, Strand, blocks_in
+from braid.scheduling.schedule import Block, Direction, Gradients, Pair, Strand, Twins, blocks_in
 from braid.scheduling.spec import ParallelLayout, Placement
 
-BlockOrder = tuple[tuple[Block | Pair, ...], ...]
+BlockOrder = tuple[tuple[Block | Pair | Twins, ...], ...]
 """Per stage, its blocks in order."""
 
 
@@ -120,6 +120,30 @@ def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return _paired(_folded_visits(layout, micro_batches), layout.pp)
 
 
+def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """`paired_w` on one stage without lonely ends: two micro-batches are always side by side.
+
+    F0|F1, then the backward pass of each micro-batch beside the forward pass of the next but one, and at last
+    two backward passes. So the ends hide their communication too; two micro-batches' activations are held
+    instead of one's. An odd number of micro-batches leaves the last two backward passes one after the other,
+    as they come out on one strand. With several stages, where a pass waits at the ends for its turn on the
+    others, or fewer than three micro-batches it is `paired_w`.
+    """
+    if layout.chunks > 1 or micro_batches < 3:
+        return paired_w(layout, micro_batches)
+    last = micro_batches - 1
+    order: list[Block | Pair | Twins] = [Twins(forward_block(0, 0), forward_block(1, 0))]
+    order += [Pair(forward_block(m + 2, 0), backward_block(m, 0)) for m in range(last - 1)]
+    ends = backward_block(last - 1, 0), backward_block(last, 0)
+    order += ends if micro_batches % 2 else [Twins(*ends)]
+
+    def placed(block: Block) -> Block:
+        # Alpha, beta, beta, alpha, and so on: neighbours differ in twins, and next neighbours in pairs.
+        return replace(block, strand=list(Strand)[(block.micro_batch + 1) // 2 % 2])
+
+    return (tuple(_each(instruction, placed) for instruction in order),)
+
+
 def eager_paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """`paired_w` where a journey waits a slot before every hop to another stage.
 
@@ -189,18 +213,24 @@ def _paired(visits: list[list[_Visit]], stages: int) -> BlockOrder:
     return on_strands([[i for visit in stage for i in instructions(visit)] for stage in visits], stages)
 
 
+def _each(instruction: Block | Pair | Twins, change: Callable[[Block], Block]) -> Block | Pair | Twins:
+    """The same kind of instruction with changed blocks."""
+    match instruction:
+        case Pair(first, second):
+            return Pair(change(first), change(second))
+        case Twins(first, second):
+            return Twins(change(first), change(second))
+        case _:
+            return change(instruction)
+
+
 def on_strands(orders: Sequence[Sequence[Block | Pair]], stages: int) -> BlockOrder:
     """The orders on two strands: micro-batches change them every ``stages``."""
 
     def placed(block: Block) -> Block:
         return replace(block, strand=list(Strand)[block.micro_batch // stages % 2])
 
-    return tuple(
-        tuple(
-            Pair(placed(i.forward), placed(i.backward)) if isinstance(i, Pair) else placed(i) for i in order
-        )
-        for order in orders
-    )
+    return tuple(tuple(_each(instruction, placed) for instruction in order) for order in orders)
 
 
 def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:

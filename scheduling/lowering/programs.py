@@ -14,7 +14,9 @@ from braid.scheduling.schedule import (
     PairAction,
     PairProgram,
     Program,
+    Side,
     Start,
+    Twin,
     Wait,
 )
 
@@ -70,9 +72,22 @@ def split_programs(part: Part) -> dict[tuple[str, Gradients], Program]:
     return programs
 
 
+def twin_program(graph: Graph, order: Sequence[str]) -> PairProgram:
+    """A pass of two micro-batches in an order of issue: ``1:qkv`` is the first one's operator."""
+    graphs: dict[Side | None, Graph] = dict.fromkeys(Twin, graph)
+    steps: list[Step] = []
+    for step in order:
+        side, separator, name = step.partition(":")
+        if not separator or side not in set(Twin):
+            raise ValueError(f"order of two micro-batches: {step!r} must be written 1:OPERATOR or 2:OPERATOR")
+        steps.append((Twin(side), name))
+    _check_names("order of two micro-batches", graphs, steps)
+    return tuple(_Issuer(graphs, {op.name for op in graph.operators}).run(steps))
+
+
 def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> PairProgram:
     """The paired program of a decision; `ValueError` for steps that name what the graphs do not have."""
-    graphs: dict[Direction | None, Graph] = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+    graphs: dict[Side | None, Graph] = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
     if decision.method is PairMethod.BARRIERS:
         return _segments_program(graphs, decision.steps)
     if decision.method is PairMethod.TURNS:
@@ -87,7 +102,7 @@ def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> 
     return tuple(_Issuer(graphs, lazy, late).run(steps))
 
 
-Step = tuple[Direction | None, str]
+Step = tuple[Side | None, str]
 """An operator to issue: the pass that it belongs to (None in programs of one pass) and its name."""
 
 
@@ -95,7 +110,7 @@ Step = tuple[Direction | None, str]
 class _Issuer:
     """Issues operators in order and puts waits before the first need."""
 
-    graphs: Mapping[Direction | None, Graph]
+    graphs: Mapping[Side | None, Graph]
     lazy: set[str]
     """Collectives that are not waited for at once."""
     late: set[str] = field(default_factory=set)
@@ -121,7 +136,7 @@ class _Issuer:
         self.wait_for_all()
         return self.actions
 
-    def issue(self, side: Direction | None, op: Operator) -> None:
+    def issue(self, side: Side | None, op: Operator) -> None:
         """One operator, after waiting for what it reads."""
         if side is Direction.BACKWARD and op.name in self.late:
             self.actions.append(Compute(op.name, side, late=True))
@@ -143,7 +158,7 @@ class _Issuer:
         for side, name in list(self._under_way):
             self._wait(side, name)
 
-    def _wait(self, side: Direction | None, name: str) -> None:
+    def _wait(self, side: Side | None, name: str) -> None:
         self._under_way.remove((side, name))
         chunk = chunk_of(name)
         if chunk is not None and chunk.number == chunk.ways:
@@ -154,7 +169,7 @@ class _Issuer:
         self.actions.append(Wait(name, side))
 
 
-def _segments_program(graphs: Mapping[Direction | None, Graph], segments: Sequence[str]) -> PairProgram:
+def _segments_program(graphs: Mapping[Side | None, Graph], segments: Sequence[str]) -> PairProgram:
     """Segment after segment: its collectives, then its compute, then waits; a barrier after paired ones."""
     issuer = _Issuer(graphs, {op.name for graph in graphs.values() for op in graph.operators})
     operators = {(side, op.name): op for side, graph in graphs.items() for op in graph.operators}
@@ -178,7 +193,7 @@ def _segments_program(graphs: Mapping[Direction | None, Graph], segments: Sequen
     return tuple(issuer.actions)
 
 
-def _taking_turns(graphs: Mapping[Direction | None, Graph]) -> list[Step]:
+def _taking_turns(graphs: Mapping[Side | None, Graph]) -> list[Step]:
     """One operator of the backward strand, one of the forward strand, and so on."""
     sides = [(side, graphs[side].operators) for side in (Direction.BACKWARD, Direction.FORWARD)]
     longest = max(len(operators) for _, operators in sides)
@@ -194,7 +209,7 @@ def _parse_step(step: str) -> Step:
     return Direction.FORWARD if side == "F" else Direction.BACKWARD, name
 
 
-def _check_names(what: str, graphs: Mapping[Direction | None, Graph], steps: Sequence[Step]) -> None:
+def _check_names(what: str, graphs: Mapping[Side | None, Graph], steps: Sequence[Step]) -> None:
     """Every operator once, and no others."""
     known = {(side, op.name) for side, graph in graphs.items() for op in graph.operators}
     seen: set[Step] = set()

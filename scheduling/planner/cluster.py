@@ -27,7 +27,7 @@ from braid.scheduling.validate import validate_memory
 SIMULATED = 8
 """Layouts that are decided and simulated in full."""
 
-OTHER_SCHEDULES = ("braid_eager", "braid_v", "interleaved", "zbv", "megatron")
+OTHER_SCHEDULES = ("braid_eager", "braid_twins", "braid_v", "interleaved", "zbv", "megatron")
 """What the best layout is also simulated with; ours has to be better, or it is not taken."""
 
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -11,6 +11,7 @@ from braid.scheduling.fusion import carrying, chunk_runs, fused_parts
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
+from braid.scheduling.lowering.pipelines import twin_ended
 from braid.scheduling.lowering.programs import PairingDecision
 from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.memory import DTYPE_BYTES
@@ -26,7 +27,7 @@ from braid.scheduling.planner.list_schedule import (
     turns_order,
 )
 from braid.scheduling.planner.pairing import Pairing, pair
-from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off
+from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off, twin_problem
 from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Block, Direction, Pair, Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
@@ -39,7 +40,7 @@ SPLITS = (2, 4, 8)
 LONG = 40
 """Operators beyond which orders are searched for by beam."""
 
-OVERLAPPING = ("braid", "braid_eager", "braid_v")
+OVERLAPPING = ("braid", "braid_eager", "braid_twins", "braid_v")
 """Our own schedules also reduce gradients early and overlap blocks that run alone with themselves."""
 
 
@@ -99,6 +100,8 @@ def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
     if setting.schedule in OVERLAPPING:
         orders = {name: _alone(bench, part) for name, part in bench.parts.items() if _has_layers(part)}
         choices = replace(choices, backward_orders=orders)
+    if kind.generator is twin_ended:
+        choices = replace(choices, twin_orders=_twin_orders(bench))
     note = None
     if kind.pairs is not None and setting.fused:
         pairings, note = _decide_runs(bench, kind)
@@ -107,6 +110,20 @@ def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
         decision, note = decide_pairing(layer_pair(bench), kind.pairs)
         choices = replace(choices, pairings={"layer|layer": decision})
     return choices, note
+
+
+def _twin_orders(bench: Bench) -> dict[str, tuple[str, ...]]:
+    """How two micro-batches go through a run side by side, in both passes."""
+    orders = {}
+    for name, part in bench.parts.items():
+        if _has_layers(part):
+            for direction, graph in (
+                (Direction.FORWARD, part.forward),
+                (Direction.BACKWARD, part.backward),
+            ):
+                problem = twin_problem(name, graph, bench.profile)
+                orders[f"{name} {direction.value * 2}"] = _order_alone(problem)
+    return orders
 
 
 def _has_layers(part: Part) -> bool:
@@ -281,7 +298,11 @@ def _alone(bench: Bench, part: Part) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _order_alone(problem: PairProblem) -> tuple[str, ...]:
-    found = list_schedule(problem) if len(problem.backward) <= LONG else beam_order(problem)
+    if len(problem.backward) <= LONG:
+        found = list_schedule(problem)
+    else:
+        found = beam_order(problem)
+        found = improved(problem, found.operators, found.ns)
     return tuple(problem.backward.names[op] for op in found.operators)
 
 

@@ -177,6 +177,27 @@ def pair_problem(
     )
 
 
+def twin_problem(part: str, graph: Graph, profile: Profile) -> PairProblem:
+    """The same pass of two micro-batches over a part, as the backward side of a problem without another.
+
+    What the second one computes stands behind the same of the first one, so that gradients are added up in
+    the order of micro-batches. Operators are named ``1:qkv`` and ``2:qkv``.
+    """
+    alone = pair_problem(part, Graph(operators=()), part, graph, profile)
+    one, count = alone.backward, len(alone.backward)
+    behind = tuple(
+        mask << count | (0 if stream else 1 << n)
+        for n, (mask, stream) in enumerate(zip(one.before, one.streams, strict=True))
+    )
+    both = StrandGraph(
+        names=(*(f"1:{name}" for name in one.names), *(f"2:{name}" for name in one.names)),
+        streams=one.streams * 2,
+        solo_ns=one.solo_ns * 2,
+        before=(*one.before, *behind),
+    )
+    return replace(alone, backward=both, slowdown=np.tile(alone.slowdown, (2, 2)))
+
+
 def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
     """Time in which three streams finish their loads when all start together.
 

@@ -28,8 +28,11 @@ from braid.scheduling.schedule import (
     Reduce,
     Schedule,
     Send,
+    Side,
     Start,
     Step,
+    Twin,
+    Twins,
     Wait,
     WaitGather,
     WaitReceive,
@@ -66,6 +69,8 @@ class Place:
     """Of the part within its chunk, in the order of the pass."""
     before: bool = False
     """Whether it belongs to the block before: a weight gradient that was put off."""
+    second: bool = False
+    """Whether it belongs to the second one of twins."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,13 @@ class Body:
 
 @dataclass(frozen=True)
 class RunBlock:
-    """Run a block or a paired block (its forward pass first; None where there is none)."""
+    """Run a block, a paired block or twins (None where there is no such pass)."""
 
     body: Body
     forward: Block | None
     backward: Block | None
+    second: Block | None = None
+    """Of twins, whose first one stands in its pass's place."""
 
 
 Command = RunBlock | BlockCommand | AwaitMessage
@@ -168,6 +175,33 @@ class Compiler:
                 commands += self._instruction(instruction)
         return commands
 
+    def _twins(self, twins: Twins) -> RunBlock:
+        """Run by run: both side by side where there is a program for it, else one after the other."""
+        first, second = twins.blocks
+        held = held_parts(self.job, first)
+        key = ("twins", twins.direction, tuple(part.name for part in held))
+        if key not in self._bodies:
+            self._bodies[key] = Body(tuple(self._twin_commands(held, twins.direction)))
+        forward = twins.direction is Direction.FORWARD
+        return RunBlock(self._bodies[key], first if forward else None, None if forward else first, second)
+
+    def _twin_commands(self, held: list[Part], direction: Direction) -> Iterator[BlockCommand]:
+        schedule, forward = self.job.schedule, direction is Direction.FORWARD
+        for position, part in enumerate(held):
+            places = Place(forward, position), Place(forward, position, second=True)
+            graph = part.forward if forward else part.backward
+            program = schedule.twins.get((part.name, direction))
+            if program is not None:
+                yield from self._program(
+                    program,
+                    {side: (place, part, graph) for side, place in zip(Twin, places, strict=True)},
+                )
+                continue
+            for place in places:
+                yield from self._program(
+                    schedule.programs[part.name, direction], {None: (place, part, graph)}
+                )
+
     def _instruction(self, instruction: Instruction) -> Iterator[Command]:
         match instruction:
             case Block():
@@ -194,6 +228,8 @@ class Compiler:
                     yield Await(("gather", chunk, number))
             case Step():
                 yield Run(self._update())
+            case Twins():
+                yield self._twins(instruction)
             case Receive():
                 pass  # a message arrives when it was sent: receives are asked for in time
 
@@ -239,7 +275,7 @@ class Compiler:
                     previous = None
                 last = key
                 front, back = (Place(True, i), forward[i]), (Place(False, j), backward[j])
-                sides: dict[Direction | None, tuple[Place, Part, Graph]] = {
+                sides: dict[Side | None, tuple[Place, Part, Graph]] = {
                     Direction.FORWARD: (*front, front[1].forward),
                     Direction.BACKWARD: (*back, back[1].backward),
                 }
@@ -275,7 +311,7 @@ class Compiler:
     def _program(
         self,
         program: Sequence[PairAction],
-        sides: Mapping[Direction | None, tuple[Place, Part, Graph]],
+        sides: Mapping[Side | None, tuple[Place, Part, Graph]],
         previous: tuple[Place, Part] | None = None,
     ) -> Iterator[BlockCommand]:
         for action in program:

@@ -88,6 +88,13 @@ class BlockRun:
     course: Course
     forward: Block | None
     backward: Block | None
+    second: Block | None = None
+    """Of twins, whose first one stands in its pass's place."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Those that there are."""
+        return tuple(block for block in (self.forward, self.backward, self.second) if block is not None)
 
 
 Courses = dict[tuple[object, ...], Course]
@@ -158,7 +165,7 @@ class RankRun:
         if course is None:
             course = self.courses[key] = self._first_course(command.body, under_way)
         begin = self.clock
-        self.blocks.append(BlockRun(begin, course, command.forward, command.backward))
+        self.blocks.append(BlockRun(begin, course, command.forward, command.backward, command.second))
         for queued, fate in zip(under_way, course.fates, strict=True):
             queued.left = fate.left
             if fate.start is not None:

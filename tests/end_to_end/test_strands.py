@@ -30,7 +30,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama of 8 layers": {"family": "llama", "layers": 8},
     "gpt, one table": {"family": "gpt", "kv_heads": 4, "tied_head": True},
 }
-TWO_STRANDS = [name for name in EXECUTABLE if name not in ("megatron", "folded", "intra_batch")]
+TWO_STRANDS = [
+    name for name in EXECUTABLE if name not in ("megatron", "folded", "intra_batch", "braid_twins")
+]
 CASES = [
     *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid")),
     *(("llama", name, {"pp": 2}, "fp64") for name in TWO_STRANDS),
@@ -39,6 +41,11 @@ CASES = [
     ("gpt", "braid_eager", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid", {"dp": 2, "tp": 2}, "fp64"),
     ("gpt", "braid", {"tp": 2}, "fp64"),
+    ("llama", "braid_twins", {"tp": 2}, "fp64"),
+    ("llama", "braid_twins", {"dp": 2, "tp": 2}, "fp64"),
+    ("gpt", "braid_twins", {"tp": 2}, "fp64"),
+    ("llama", "braid_twins", {"tp": 2}, "fp32"),
+    ("gpt", "fused twins", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid", {"tp": 2}, "fp32"),
     *(
@@ -79,9 +86,10 @@ class Runs:
         ``planned chunks``: ``intra_batch`` with a plan.
         """
         key = (model, schedule, tuple(parallel.items()), dtype)
-        fused = FUSED if schedule == "fused" else 0
+        fused = FUSED if schedule.startswith("fused") else 0
         plans = schedule == "planned chunks"
-        schedule = {"fused": "braid", "planned chunks": "intra_batch"}.get(schedule, schedule)
+        aliases = {"fused": "braid", "fused twins": "braid_twins", "planned chunks": "intra_batch"}
+        schedule = aliases.get(schedule, schedule)
         if key not in self._runs:
             overrides: dict[str, Mapping[str, Any]] = {
                 "model": MODELS[model],

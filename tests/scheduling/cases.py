@@ -19,6 +19,7 @@ from braid.scheduling.schedule import (
     Schedule,
     Send,
     Strand,
+    Twins,
     WaitReceive,
     WaitSend,
 )
@@ -122,6 +123,8 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
                 return block(old)
             case Pair(forward, backward):
                 return Pair(block(forward), block(backward))
+            case Twins(first, second):
+                return Twins(block(first), block(second))
             case Send() | Receive() | WaitSend() | WaitReceive():
                 return replace(old, block=block(old.block))
             case _:

@@ -227,7 +227,7 @@ def test_weight_gradients_may_be_left_to_the_next_layer(data: st.DataObject) -> 
     assert {a.operator for a in program if isinstance(a, Compute) and a.late} == late
     issued = [str(a).split()[1] for a in program if not isinstance(a, Wait)]
     assert issued == steps
-    assert tuple(parse_action(str(a), paired=True) for a in program) == program
+    assert tuple(parse_action(str(a), Direction) for a in program) == program
     schedule = named_schedule("braid", 2, 4, 2)
     changed = replace(schedule, pairs={("layer", "layer"): program})
     validate(changed, layout_for("braid", 2, 2), model_parts(tp=2))

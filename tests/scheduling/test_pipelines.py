@@ -28,6 +28,7 @@ from braid.scheduling.lowering.pipelines import (
     interleaved,
     one_forward_one_backward,
     paired_w,
+    twin_ended,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.schedule import COLUMNS, Block, Direction, Gradients, Pair, Schedule, Strand, blocks_in
@@ -464,6 +465,7 @@ def test_generators_want_their_layout() -> None:
         folded_w: Placement.FOLDED,
         paired_w: Placement.FOLDED,
         eager_paired_w: Placement.FOLDED,
+        twin_ended: Placement.FOLDED,
         dual_pipe_v: Placement.FOLDED,
         zero_bubble_v: Placement.FOLDED,
         interleaved: Placement.INTERLEAVED,

@@ -28,6 +28,8 @@ from braid.scheduling.schedule import (
     Start,
     Step,
     Strand,
+    Twin,
+    Twins,
     Wait,
     WaitGather,
     WaitReceive,
@@ -40,6 +42,7 @@ from tests.scheduling.cases import PAIRED, named_schedule, valid_schedules
 NUMBERS = st.integers(0, 10_000)
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
 BLOCKS = st.builds(Block, st.sampled_from(Direction), NUMBERS, NUMBERS, st.sampled_from(Strand))
+FORWARDS = st.builds(Block, st.just(Direction.FORWARD), NUMBERS, NUMBERS, st.sampled_from(Strand))
 BACKWARDS = st.builds(
     Block,
     st.just(Direction.BACKWARD),
@@ -51,7 +54,9 @@ BACKWARDS = st.builds(
 INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
     BLOCKS,
     BACKWARDS,
-    st.builds(Pair, BLOCKS, BACKWARDS),
+    st.builds(Pair, FORWARDS, BACKWARDS),
+    st.builds(Twins, FORWARDS, FORWARDS),
+    st.builds(Twins, BACKWARDS, BACKWARDS),
     st.builds(Gather, NUMBERS),
     st.builds(WaitGather, NUMBERS),
     st.builds(Send, BLOCKS, NUMBERS),
@@ -73,6 +78,11 @@ PAIR_ACTIONS: st.SearchStrategy[PairAction] = st.one_of(
     st.builds(Wait, WORDS, SIDES),
     st.builds(Barrier),
 )
+TWIN_ACTIONS: st.SearchStrategy[PairAction] = st.one_of(
+    st.builds(Compute, WORDS, st.sampled_from(Twin)),
+    st.builds(Start, WORDS, st.sampled_from(Stream), st.sampled_from(Twin)),
+    st.builds(Wait, WORDS, st.sampled_from(Twin)),
+)
 SCHEDULES = st.builds(
     Schedule,
     name=WORDS,
@@ -88,6 +98,11 @@ SCHEDULES = st.builds(
         max_size=3,
     ),
     pairs=st.dictionaries(st.tuples(WORDS, WORDS), st.lists(PAIR_ACTIONS, max_size=8).map(tuple), max_size=3),
+    twins=st.dictionaries(
+        st.tuples(WORDS, st.sampled_from(Direction)),
+        st.lists(TWIN_ACTIONS, max_size=8).map(tuple),
+        max_size=3,
+    ),
     fused=st.integers(0, 8),
     split=st.integers(1, 64),
 )
@@ -148,11 +163,18 @@ def test_every_action_round_trips(action: Action) -> None:
     assert parse_action(str(action)) == action
 
 
+@given(TWIN_ACTIONS)
+def test_every_action_of_twins_round_trips(action: PairAction) -> None:
+    assert parse_action(str(action), Twin) == action
+    with pytest.raises(ValueError, match="operators of a paired program are written F:NAME or B:NAME"):
+        parse_action(str(action), Direction)
+
+
 @given(PAIR_ACTIONS)
 def test_every_action_of_a_pair_round_trips(action: PairAction) -> None:
-    assert parse_action(str(action), paired=True) == action
+    assert parse_action(str(action), Direction) == action
     with pytest.raises(ValueError):
-        parse_action(f"{action} x", paired=True)
+        parse_action(f"{action} x", Direction)
 
 
 @given(valid_schedules(), st.data())
@@ -327,8 +349,8 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("stage 1", "stage", "line 15: expected 'stage 1', found 'stage'"),
         ("stage 1", "stage 1 STEP", "line 15: expected 'stage 1', found 'stage 1 STEP'"),
         ("program layer B", "program layer F", "line 24: program layer F stands twice"),
-        ("program layer B", "program layer X", "line 24: expected 'program PART' and F, B, I or W"),
-        ("program layer B", "program layer", "line 24: expected 'program PART' and F, B, I or W"),
+        ("program layer B", "program layer X", "line 24: expected 'program PART' and F, B, I, W, FF or BB"),
+        ("program layer B", "program layer", "line 24: expected 'program PART' and F, B, I, W, FF or BB"),
         ("program layer F", "program layer|layer", "line 20: 'norm': operators of a paired program are"),
         ("compute norm\n", "barrier\n", "line 20: 'barrier' is not an action"),
         ("program layer B", "stage 2", "line 24: 'stage 2' after a program; stages come first"),
@@ -348,7 +370,8 @@ def test_what_is_wrong_is_named_with_its_line(old: str, new: str, message: str) 
 def test_heads_that_are_no_pair(head: str) -> None:
     text = SMALL[: SMALL.index("program layer F")] + f"program {head}\n"
     assert refused(text).startswith(
-        "schedule, line 19: expected 'program PART' and F, B, I or W, or 'program PART|PART', found 'program"
+        "schedule, line 19: expected 'program PART' and F, B, I, W, FF or BB, or 'program PART|PART', "
+        "found 'program"
     )
 
 
