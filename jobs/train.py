@@ -26,8 +26,6 @@ from braid.actors.controller.profiling import Profiled, find_or_measure, known_p
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
 from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.messages import Fault, RunPlan, SerialStep
-from braid.dashboards.metrics import RaySink
-from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
 from braid.jobs.page import LivePage
@@ -262,6 +260,10 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
 def _ray_metrics(config: Config) -> Iterator[Callable[[Event], None]]:
     """Metrics through Ray's agents, which its own service discovery finds."""
     import ray.util.metrics
+
+    # here: a run of processes starts, and starts again, without loading a web server
+    from braid.dashboards.metrics import RaySink
+    from braid.dashboards.metrics_feed import MetricsFeed
 
     sink = RaySink(ray.util.metrics)
     feed: MetricsFeed | None = None

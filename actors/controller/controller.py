@@ -108,12 +108,12 @@ class Controller:
         directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
         try:
             self._generation = directory.last_generation
+            self._failure = directory.unfinished() if self._options.resume else None
             homes = Homes(CheckpointStore(directory.path / "checkpoints"), mirror, directory.mark)
             saver = Saver(homes, directory, keeping)
             begins = not self._options.resume or (self._options.again and not homes.steps())
             found = None if begins else self._find_checkpoint(homes)
             self._step_now = found.manifest.step if found is not None else 0
-            self._failure = directory.unfinished() if self._options.resume else None
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
                 with self._launcher.collector(directory.path / "trace", budget) as collector:

@@ -45,6 +45,8 @@ NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-
 NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
 NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1}
 """Faults of emulated Ray nodes, and what each does to their number."""
+DAMAGE = frozenset({"torn-checkpoint", "flipped-byte"})
+"""To the newest checkpoint, and the controller is killed."""
 HARMLESS = frozenset({"nan", "disk-full", "cut-short", "slow-link"})
 """Faults that fail no rank."""
 _GAP = 6

@@ -28,6 +28,7 @@ from braid.jobs.drill.command import PATIENCE_S, Command, DrillError
 from braid.jobs.drill.node_faults import change_nodes
 from braid.jobs.drill.nodes import STEPS, Nodes, allowed_difference, degrees_on, node_range, ray_nodes
 from braid.jobs.drill.plan import (
+    DAMAGE,
     HARMLESS,
     KINDS,
     NEED_HOSTS,
@@ -215,6 +216,8 @@ class Drill:
             command.wait(f"step {due}", lambda: command.step() >= due)
         if one.kind == "cut-save":
             command.wait("a checkpoint to be written", self._saving)
+        if one.kind in DAMAGE:
+            command.wait("a second checkpoint", self._two_saved)
         if own is not None:
             if own.step is None:
                 call(mark.parent, one.name)
@@ -248,7 +251,7 @@ class Drill:
                 self._again(signal.SIGKILL)
             case "sigterm":
                 self._again(signal.SIGTERM)
-            case "torn-checkpoint" | "flipped-byte":
+            case kind if kind in DAMAGE:
                 self._damage(one)
                 self._again(signal.SIGKILL)
             case "disk-full":
@@ -270,17 +273,19 @@ class Drill:
         self._command.wait_for_controller()
         self._start("broken", self._faults, resume=True)
 
+    @property
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(self._command.broken / "checkpoints")
+
+    def _two_saved(self) -> bool:
+        """Whether there is a checkpoint to go on from when the newest one is damaged."""
+        steps = self._store.steps()
+        lines = read_lines(self._command.broken / "events.jsonl")
+        return len(steps) > 1 and steps[-1] in {line["step"] for line in lines if line["kind"] == "saved"}
+
     def _damage(self, one: Planned) -> None:
         """Half a file, or one wrong byte, in the newest checkpoint."""
-        store = CheckpointStore(self._command.broken / "checkpoints")
-        events = self._command.broken / "events.jsonl"
-
-        def two_saved() -> bool:
-            steps = store.steps()
-            saved = {line["step"] for line in read_lines(events) if line["kind"] == "saved"}
-            return len(steps) > 1 and steps[-1] in saved
-
-        self._command.wait("a second checkpoint", two_saved)
+        store = self._store
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
         path = files[int(one.place * len(files))]

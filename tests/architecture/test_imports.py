@@ -135,7 +135,7 @@ def test_the_command_line_starts_without_torch_and_ray() -> None:
 def test_the_controller_starts_without_torch_and_ray() -> None:
     """It never touches a tensor; and a wrong configuration is refused before torch is loaded."""
     modules = "braid.actors.controller.controller, braid.actors.controller.processes, braid.jobs.train"
-    assert not loaded_after(f"import {modules}") & {"torch", "ray"}
+    assert not loaded_after(f"import {modules}") & {"torch", "ray", "aiohttp", "prometheus_client"}
 
 
 def test_layers_are_built_where_triton_is_not_installed() -> None:
