@@ -41,6 +41,8 @@ class Setting:
     """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
     fused: int = 0
     """Most layers that are scheduled as one (`braid.scheduling.fusion`); 0: layer by layer."""
+    hop: int = 0
+    """Slots for a message between stages, of those that the schedule has (``braid_eager``); 0: as usual."""
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -57,6 +59,9 @@ class Setting:
         if not 0 <= self.fused <= MOST_FUSED:
             raise ValueError(f"fused={self.fused} must be between 0 and {MOST_FUSED} layers")
         kind = SCHEDULES[self.schedule]
+        if self.hop and self.hop not in kind.hops:
+            hops = ", ".join(map(str, (0, *kind.hops)))
+            raise ValueError(f"hop={self.hop} must be one of {hops} with schedule={self.schedule!r}")
         placement = kind.placement_on(self.layout.pp)
         if self.layout.placement not in (placement, kind.placement):
             raise ValueError(

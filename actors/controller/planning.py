@@ -11,7 +11,7 @@ from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting, read_plan
-from braid.scheduling.planner.compose import OVERLAPPING, SPLITS, Bench, decide, run
+from braid.scheduling.planner.compose import OVERLAPPING, SPLITS, Bench, decide, run, with_hops
 from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
@@ -67,8 +67,9 @@ def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Ben
         costs = with_chunks(profile, members["layer"])
         bench = Bench(setting_of(config, shape, fused, split), members, costs)
         choices, _ = decide(bench)
-        simulation = run(bench, choices)
-        tried.append((max(0.0, _activations(simulation) - limit), simulation.step_ns, bench, choices))
+        for variant in with_hops(bench):
+            simulation = run(variant, choices)
+            tried.append((max(0.0, _activations(simulation) - limit), simulation.step_ns, variant, choices))
     _, _, bench, choices = min(tried, key=lambda one: one[:2])
     return bench, choices
 
@@ -179,14 +180,14 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
     micro_batches = config.workload().micro_batches(layout)
     file = config.overlap.schedule_file
     if file is None:
-        choices, fused, split = _choices(config, shape)
+        choices, fused, split, hop = _choices(config, shape)
         if choices is None and profile is not None:
             bench, choices = decide_run(config, shape, profile)
-            fused, split = bench.setting.fused, bench.setting.split
+            fused, split, hop = bench.setting.fused, bench.setting.split, bench.setting.hop
         parts = scheduled_parts(parts, layout, shape.layers, fused=fused, split=split)
         try:
             schedule = training_schedule(
-                config.overlap.schedule, layout, micro_batches, parts, choices, fused, split
+                config.overlap.schedule, layout, micro_batches, parts, choices, fused, split, hop
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -235,14 +236,14 @@ def _check_split(config: Config, shape: ModelShape, split: int, source: str) -> 
         )
 
 
-def _choices(config: Config, shape: ModelShape) -> tuple[Choices | None, int, int]:
-    """The decisions of ``overlap.plan``, which has to be for this schedule and layout; what it fuses, splits.
+def _choices(config: Config, shape: ModelShape) -> tuple[Choices | None, int, int, int]:
+    """The decisions of ``overlap.plan``, which has to be for this schedule and layout; its fused, split, hop.
 
     Without a plan there are no decisions, and as few chunks as can overlap.
     """
     file, layout = config.overlap.plan, config.layout()
     if file is None:
-        return None, 0, _splits(config, shape)[0]
+        return None, 0, _splits(config, shape)[0], 0
     plan = read_plan(file)
     setting = plan.setting
     if setting.schedule != config.overlap.schedule:
@@ -258,4 +259,4 @@ def _choices(config: Config, shape: ModelShape) -> tuple[Choices | None, int, in
             f"{config.train.recompute}: plan anew"
         )
     _check_split(config, shape, setting.split, f"overlap.plan={file}")
-    return replace(plan.choices, gathers=False), setting.fused, setting.split
+    return replace(plan.choices, gathers=False), setting.fused, setting.split, setting.hop

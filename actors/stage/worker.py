@@ -4,6 +4,7 @@ The controller calls, in this order: `open_store` on rank 0, `setup` on all, the
 `save`, `load` as it sees fit, and `close`.
 """
 
+import gc
 import math
 import os
 import resource
@@ -368,10 +369,12 @@ class Worker:
         if self._streams is not None:
             self._streams.close()
             self._streams = None
-        self._saves = None
+        saves, self._saves = self._saves is not None, None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = self._connections = None
+        if saves:
+            gc.collect()  # torch's checkpointing keeps the group of a save that failed in a cycle
 
     def hardware(self) -> str:
         """What this rank computes on, as profiles name it."""

@@ -212,15 +212,17 @@ def training_schedule(
     choices: Choices | None = None,
     fused: int = 0,
     split: int = 1,
+    hop: int = 0,
 ) -> Schedule:
     """Lower one of the named training schedules; `ValueError` for what does not exist or is missing.
 
     ``parts``: those of `scheduled_parts`, where layers are ``fused`` or ``split``.
+    ``hop``: see `PipelineKind.order`.
     """
     if name not in SCHEDULES:
         raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
     kind, choices = SCHEDULES[name], choices or Choices()
-    order = kind.generator(layout, micro_batches)
+    order = kind.order(layout, micro_batches, hop)
     stages = with_update(with_early_receives(with_transfers(order, layout)), layout)
     if choices.early_reduction:
         stages = with_early_reduction(stages)

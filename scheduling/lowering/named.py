@@ -35,13 +35,22 @@ class PairMethod(StrEnum):
 class PipelineKind:
     """A named schedule's pipeline: generator, placement of chunks, how paired blocks run."""
 
-    generator: Callable[[ParallelLayout, int], BlockOrder]
+    generator: Callable[..., BlockOrder]
+    """Of layout and number of micro-batches; where there are `hops`, of one of them, too."""
     placement: Placement
     pairs: PairMethod | None = None
     """How paired blocks run; None where there are none."""
     splits_collectives: bool = False
     executable: bool = False
     """Whether the runtime of this version executes it."""
+    hops: tuple[int, ...] = ()
+    """Slots that a message between stages may be given, the usual number first; none: there is no choice."""
+
+    def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
+        """The blocks of every stage; ``hop``: one of `hops`, 0 is the usual one."""
+        if not self.hops:
+            return self.generator(layout, micro_batches)
+        return self.generator(layout, micro_batches, hop or self.hops[0])
 
     def placement_on(self, stages: int) -> Placement:
         """The placement for a number of stages: one stage alone has nothing to fold for pairs of strands."""
@@ -75,7 +84,11 @@ SCHEDULES: Final[Mapping[str, PipelineKind]] = {
         generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
     ),
     "braid_eager": PipelineKind(
-        generator=eager_paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
+        generator=eager_paired_w,
+        placement=Placement.FOLDED,
+        pairs=PairMethod.ORDER,
+        executable=True,
+        hops=(2, 3, 4),
     ),
     "braid_twins": PipelineKind(
         generator=twin_ended, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True

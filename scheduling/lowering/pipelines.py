@@ -144,14 +144,14 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return (tuple(_each(instruction, placed) for instruction in order),)
 
 
-def eager_paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """`paired_w` where a journey waits a slot before every hop to another stage.
+def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> BlockOrder:
+    """`paired_w` where a hop to another stage takes ``hop`` slots instead of one.
 
-    A message then has a whole visit to arrive in; in `paired_w` the next visit waits for it. A micro-batch's
-    backward pass begins 2p-1 journeys after its forward pass instead of p: stage i of p holds at most
-    2(2p-1) blocks, each of half a stage's layers. To `paired_w` what eager 1F1B is to 1F1B.
+    A message then has hop - 1 visits to arrive in; in `paired_w` the next visit waits for it. A micro-batch's
+    backward pass begins hop (p-1) + 1 journeys after its forward pass instead of p: a stage of p holds twice
+    as many blocks at most, each of half a stage's layers. To `paired_w` what eager 1F1B is to 1F1B.
     """
-    return _paired(_folded_visits(layout, micro_batches, 2), 2 * layout.pp - 1)
+    return _paired(_folded_visits(layout, micro_batches, hop), hop * (layout.pp - 1) + 1)
 
 
 def _whole_visits(micro_batches: int) -> list[_Visit]:

@@ -86,6 +86,15 @@ def prepare(setting: Setting, cluster: ClusterSpec, profile: Profile | None = No
     return Bench(setting, parts, costs)
 
 
+def with_hops(bench: Bench) -> list[Bench]:
+    """The setting with every number of slots that its messages may be given, unless it says how many."""
+    setting = bench.setting
+    if setting.hop or setting.layout.pp == 1:
+        return [bench]
+    hops = SCHEDULES[setting.schedule].hops
+    return [replace(bench, setting=replace(setting, hop=hop)) for hop in hops] or [bench]
+
+
 def layer_pair(bench: Bench) -> PairProblem:
     """A layer's forward beside a layer's backward."""
     layer = bench.layer
@@ -170,7 +179,7 @@ def _meeting_runs(bench: Bench, kind: PipelineKind) -> dict[tuple[str, str], boo
 
     count: dict[tuple[str, str], int] = defaultdict(int)
     followed: dict[tuple[str, str], int] = defaultdict(int)
-    for stage in kind.generator(layout, setting.micro_batches):
+    for stage in kind.order(layout, setting.micro_batches, setting.hop):
         pairs = [block for block in stage if isinstance(block, Pair)]
         keys = [
             [(a, b) for a, b in zip(names(pair.forward), names(pair.backward), strict=False) if _pairs(a, b)]
@@ -317,6 +326,7 @@ def lower(bench: Bench, choices: Choices, *, check: bool = True) -> Schedule:
         choices,
         setting.fused,
         setting.split,
+        setting.hop,
     )
     if check:
         validate(schedule, setting.layout, bench.parts)
@@ -358,7 +368,7 @@ class Outcome:
 def evaluate(
     setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, *, check: bool = True
 ) -> Outcome:
-    """Decide and simulate a setting; ``intra_batch`` takes its best number of chunks.
+    """Decide and simulate a setting; ``intra_batch`` takes its best number of chunks, ``braid_eager`` hop.
 
     A search over many settings leaves the validation of schedules (``check``) to the one it takes.
     """
@@ -369,7 +379,9 @@ def evaluate(
             return min(tried, key=lambda outcome: outcome.numbers.step_seconds)
     bench = prepare(setting, cluster, profile)
     choices, note = decide(bench)
-    return _outcome(bench, choices, note, cluster, check=check)
+    tried = [_outcome(variant, choices, note, cluster, check=check) for variant in with_hops(bench)]
+    fitting = [outcome for outcome in tried if not outcome.missing_bytes]
+    return min(fitting or tried, key=lambda outcome: outcome.numbers.step_seconds)
 
 
 def replay(
@@ -392,4 +404,4 @@ def with_schedule(setting: Setting, schedule: str) -> Setting:
     placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
     late = setting.layout.late_layers if placement is Placement.FOLDED else 0
     layout = replace(setting.layout, placement=placement, late_layers=late)
-    return replace(setting, schedule=schedule, layout=layout, split=1)
+    return replace(setting, schedule=schedule, layout=layout, split=1, hop=0)

@@ -4,11 +4,12 @@ import functools
 
 import pytest
 
-from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.controller.planning import build_schedule, model_graphs, rank_schedules
+from braid.actors.config import Config, ConfigError, ParallelConfig, TrainConfig, parse_config
+from braid.actors.controller.planning import build_schedule, decide_run, model_graphs, rank_schedules
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import rank_memory
+from braid.scheduling.plan import Setting
 from braid.scheduling.profile import Profile
 from tests.scheduling.plans import cluster
 
@@ -84,6 +85,23 @@ def chosen(slack: float | None) -> tuple[str, float]:
         ranks = [rank_memory(made, alone.layout(), shape, fused, "fp32", stage) for stage in range(2)]
         held[name] = max(rank.activation_bytes + rank.working_bytes for rank in ranks)
     return best, held[best] / held["megatron"] - 1
+
+
+def test_messages_get_the_slots_that_the_link_needs() -> None:
+    """`braid_eager` looks further ahead over a slow link; where messages cost nothing it holds little."""
+
+    def setting(inter: float, slack: float | None = None) -> Setting:
+        config = configured("braid_eager", slack).model_copy(
+            update={"parallel": ParallelConfig(pp=2), "train": TrainConfig(global_batch=12, micro_batch=1)}
+        )
+        shape = config.model.shape(VOCABULARY)
+        parts = model_graphs(config, shape)
+        profile = analytic_profile(cluster(nodes=2, gpus=1, inter=inter), config.layout(), parts, 4)
+        return decide_run(config, shape, profile)[0].setting
+
+    slow = 5e8
+    assert setting(slow).hop > 2
+    assert setting(slow, 0.0).hop == 2, "further ahead is more memory"
 
 
 def test_the_schedule_that_is_chosen_keeps_the_bound() -> None:

@@ -92,6 +92,7 @@ def named_schedule(
     recompute: str = "none",
     early_reduction: bool = False,
     gathers: bool = False,
+    hop: int = 0,
 ) -> Schedule:
     """A generated schedule with the programs of the Llama model; GPT's are the same."""
     parts = model_parts(LLAMA, tp, recompute)
@@ -101,7 +102,7 @@ def named_schedule(
         early_reduction=early_reduction,
         gathers=gathers,
     )
-    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts, choices)
+    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts, choices, hop=hop)
 
 
 def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) -> Schedule:

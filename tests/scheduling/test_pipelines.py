@@ -238,22 +238,30 @@ def test_bubble_of_the_paired_w_is_that_of_1f1b(name: str, p: int, forward: int,
             assert slots == 2 * (p - 1) * (forward + backward) - 2 * forward * (m - 1)
 
 
+HOPS = pytest.mark.parametrize("hop", SCHEDULES["braid_eager"].hops)
+
+
 @STAGES
 @DURATIONS
-def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backward: int) -> None:
-    """(p-1)(f+b) once there are micro-batches for all journeys that are under way, 2p-1."""
-    for m in range(2 * p - 1, 2 * p + 4):
-        slots = idle(unit_timeline(named_schedule("braid_eager", p, m), forward, backward))
+@HOPS
+def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backward: int, hop: int) -> None:
+    """(p-1)(f+b) once there are micro-batches for all journeys that are under way."""
+    under_way = hop * (p - 1) + 1
+    for m in range(under_way, under_way + 5):
+        slots = idle(unit_timeline(named_schedule("braid_eager", p, m, hop=hop), forward, backward))
         assert slots == (p - 1) * (forward + backward)
 
 
 @pytest.mark.parametrize("p", range(2, 6))
-@pytest.mark.parametrize(("name", "visits"), [("braid", 0), ("braid_eager", 1)])
-def test_how_long_a_message_of_the_w_may_take(name: str, visits: int, p: int) -> None:
-    """From the pair that ends with it to the one that begins with it: nothing, or a pair's time (mean)."""
-    m, pair = 12 * p, 3
-    steady = range(4 * p, m - 4 * p)
-    layout, schedule = layout_for(name, p), named_schedule(name, p, m)
+@pytest.mark.parametrize(
+    ("name", "hop", "visits"),
+    [("braid", 0, 0), ("braid_eager", 0, 1), ("braid_eager", 3, 2), ("braid_eager", 4, 3)],
+)
+def test_how_long_a_message_of_the_w_may_take(name: str, hop: int, visits: int, p: int) -> None:
+    """From the pair that ends with it to the one that begins with it: nothing, or pairs' times (mean)."""
+    m, pair = 24 * p, 3
+    steady = range(8 * p, m - 8 * p)
+    layout, schedule = layout_for(name, p), named_schedule(name, p, m, hop=hop)
     stages = unit_timeline(schedule, 1, 2).stages
     when = {block.whole: timed for stage in stages for timed in stage for block in blocks_in(timed.block)}
     waits = []
@@ -333,10 +341,11 @@ def test_the_w_pipeline_holds_at_most_2p_half_stages(name: str, p: int, m: int) 
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_the_eager_w_holds_what_is_under_way(p: int, m: int) -> None:
-    """2p-1 journeys from a forward pass to its backward pass, two half-stages each."""
-    schedule = named_schedule("braid_eager", p, m)
-    most = [min(2 * (2 * p - 1), m + 1 + 2 * i, 2 * m) for i in range(p)]
+@HOPS
+def test_the_eager_w_holds_what_is_under_way(p: int, m: int, hop: int) -> None:
+    """hop (p-1) + 1 journeys from a forward pass to its backward pass, two half-stages each."""
+    schedule = named_schedule("braid_eager", p, m, hop=hop)
+    most = [min(2 * (hop * (p - 1) + 1), m + 1 + hop * i, 2 * m) for i in range(p)]
     assert [in_flight(schedule, i) for i in range(p)] == most
 
 
