@@ -204,15 +204,7 @@ class _StageCheck:
             return f"{pair.backward} is not a backward pass; the second of a paired block is"
         if pair.backward.gradients is Gradients.WEIGHT:
             return "weight gradients alone have nothing to be paired for"
-        if pair.forward.strand is pair.backward.strand:
-            return (
-                f"both are on strand {pair.forward.strand}: they would issue on the same groups in an order "
-                f"that nothing fixes"
-            )
-        for block in pair.blocks:
-            if cause := self._block(block):
-                return f"{block}: {cause}"
-        return None
+        return self._side_by_side(pair)
 
     def _twins(self, twins: Twins) -> str | None:
         first, second = twins.blocks
@@ -224,12 +216,16 @@ class _StageCheck:
             )
         if first.gradients is not Gradients.BOTH:
             return "twins compute all gradients at once"
+        return self._side_by_side(twins)
+
+    def _side_by_side(self, both: Pair | Twins) -> str | None:
+        first, second = both.blocks
         if first.strand is second.strand:
             return (
                 f"both are on strand {first.strand}: they would issue on the same groups in an order "
                 f"that nothing fixes"
             )
-        for block in twins.blocks:
+        for block in both.blocks:
             if cause := self._block(block):
                 return f"{block}: {cause}"
         return None

@@ -91,7 +91,7 @@ class Membership:
         """
         if self._seen is None or self._seen[0] != capacity:
             self._seen = capacity, now
-        if not leaving and now - self._seen[1] < self._elastic.settle_s:
+        if not leaving and not self._settled(now):
             return None
         best = best_degrees(config, capacity, self._runs, self._elastic)
         here = degrees_of(config)
@@ -116,13 +116,17 @@ class Membership:
         straggler: Straggler,
         address: str,
         capacity: int,
+        now: float,
         step_s: float,
         steps_left: int,
     ) -> Change | None:
         """The change that leaves a slow rank's node out, if that is faster.
 
-        All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks.
+        All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks. Where
+        nodes have just come or gone, what to do about that comes first: one change costs less than two.
         """
+        if not self._settled(now):
+            return None
         here = degrees_of(config)
         best = best_degrees(config, min(capacity - 1, here.ranks), self._runs, self._elastic)
         if best is None or best.ranks * straggler.times <= here.ranks * _WORTH:
@@ -131,6 +135,10 @@ class Membership:
             return None
         reason = f"rank {straggler.rank} on {address} takes {straggler.times:.2f} times as long as others"
         return Change(best, f"{reason}: on without it", avoid=(address,))
+
+    def _settled(self, now: float) -> bool:
+        """Whether the capacity has been the same for long enough."""
+        return self._seen is not None and now - self._seen[1] >= self._elastic.settle_s
 
 
 _WORTH = 1.1

@@ -45,7 +45,7 @@ class Resizing:
         change = self.membership.look(config, capacity, self.leaving, now, step_s(), steps_left)
         if change is None and slowest is not None:
             address = group.addresses[slowest.rank]
-            change = self.membership.without(config, slowest, address, capacity, step_s(), steps_left)
+            change = self.membership.without(config, slowest, address, capacity, now, step_s(), steps_left)
         return change
 
     def what_is_left(

@@ -137,7 +137,11 @@ def test_a_straggler_is_left_out_if_that_is_faster(
 ) -> None:
     members = Membership(ROOMY, fits)
     slow = Straggler(rank=1, stage=0, times=times)
-    change = members.without(config_of(dp=ranks), slow, "10.0.0.2", capacity, step_s, steps_left)
+    config = config_of(dp=ranks)
+    members.look(config, capacity, False, 100.0, step_s, steps_left)
+    just_now = members.without(config, slow, "10.0.0.2", capacity, 104.9, step_s, steps_left)
+    assert just_now is None, "nodes have come or gone: that is looked at first"
+    change = members.without(config, slow, "10.0.0.2", capacity, 105.0, step_s, steps_left)
     # dp must divide four micro-batches of the global batch; at least one rank fewer than there is room for.
     left = max((n for n in (1, 2, 4) if n <= min(capacity - 1, ranks)), default=0)
     if best := best_degrees(config_of(dp=ranks), min(capacity - 1, ranks), fits, ROOMY):
@@ -155,10 +159,12 @@ def test_a_straggler_is_left_out_if_that_is_faster(
 
 
 def test_where_all_ranks_are_needed_a_straggler_stays() -> None:
-    members = Membership(ElasticConfig(min_ranks=2, max_ranks=2), fits)
     slow = Straggler(rank=0, stage=0, times=50.0)
-    assert members.without(config_of(dp=2), slow, "10.0.0.1", 2, 10.0, 1000) is None
-    assert members.without(config_of(dp=2), slow, "10.0.0.1", 3, 10.0, 1000) is not None
+    for capacity, stays in ((2, True), (3, False)):
+        members = Membership(ElasticConfig(min_ranks=2, max_ranks=2, settle_s=0.0), fits)
+        members.look(config_of(dp=2), capacity, False, 0.0, 10.0, 1000)
+        change = members.without(config_of(dp=2), slow, "10.0.0.1", capacity, 0.0, 10.0, 1000)
+        assert (change is None) == stays
 
 
 def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:

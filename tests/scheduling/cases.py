@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+import pytest
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import built_in_parts, part_sizes
@@ -54,8 +55,13 @@ def layout_for(name: str, stages: int, tp: int = 1) -> ParallelLayout:
 
 UNPAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is None)
 PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is not None)
+PAIRED_W = ("wavelet", "dhelix", "braid")
 SPLIT = ("braid_v", "dualpipev", "zbv")
 """Schedules that put weight gradients off."""
+STAGES = pytest.mark.parametrize("p", range(1, 7))
+HOPS = pytest.mark.parametrize("hop", SCHEDULES["braid_eager"].hops)
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
+"""Stages and micro-batches."""
 
 
 def exists(name: str, stages: int, micro_batches: int) -> bool:
@@ -67,6 +73,11 @@ def exists(name: str, stages: int, micro_batches: int) -> bool:
             return micro_batches >= 2 * stages
         case _:
             return True
+
+
+def sizes_of(name: str, stages: int, up_to: int = 12) -> list[int]:
+    """Numbers of micro-batches that a schedule is defined for."""
+    return [m for m in range(1, up_to + 1) if exists(name, stages, m)]
 
 
 def in_turn(layer: Part, method: PairMethod) -> PairingDecision:

@@ -1,5 +1,6 @@
 """Twins: the same pass of two micro-batches side by side, what `braid_twins` begins and ends a step with."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
 from braid.scheduling.lowering.programs import twin_program
 from braid.scheduling.memory import rank_memory
-from braid.scheduling.operators import Pass
+from braid.scheduling.operators import Graph, Pass
 from braid.scheduling.planner.compose import decide, lower, prepare
 from braid.scheduling.planner.list_schedule import issue_ns
 from braid.scheduling.planner.strands import twin_problem
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import (
+    Action,
     Block,
     Compute,
     Direction,
@@ -53,7 +56,7 @@ def schedule_of(micro_batches: int) -> Schedule:
     layer = PARTS["layer"]
     names = {"FF": layer.forward.operators, "BB": layer.backward.operators}
     choices = Choices(
-        pairings={"layer|layer": in_turn(layer, "order")},  # type: ignore[arg-type]
+        pairings={"layer|layer": in_turn(layer, PairMethod.ORDER)},
         twin_orders={f"layer {key}": both([op.name for op in ops]) for key, ops in names.items()},
     )
     return training_schedule("braid_twins", LAYOUT, micro_batches, PARTS, choices)
@@ -119,19 +122,17 @@ def test_programs_that_would_not_do(direction: Direction) -> None:
     letters = direction.value * 2
     graph = PARTS["layer"].forward if direction is Direction.FORWARD else PARTS["layer"].backward
 
-    def with_program(changed: object) -> str:
-        return refused(replace(schedule, twins={**schedule.twins, key: changed}))  # type: ignore[dict-item]
+    def with_program(changed: Sequence[Action]) -> str:
+        return refused(replace(schedule, twins={**schedule.twins, key: tuple(changed)}))
 
     assert f"program layer {letters}: operators " in with_program(program[:-1])
     assert "are written 1:NAME and 2:NAME" in with_program(
         [replace(program[0], side=direction), *program[1:]]
     )
     last = max(n for n, a in enumerate(program) if isinstance(a, Compute) and a.side is Twin.SECOND)
-    first = next(
-        n
-        for n, a in enumerate(program)
-        if a.operator == program[last].operator and a.side is Twin.FIRST  # type: ignore[union-attr]
-    )
+    behind = program[last]
+    assert isinstance(behind, Compute)
+    first = program.index(replace(behind, side=Twin.FIRST))
     turned = [*program]
     turned[first], turned[last] = turned[last], turned[first]
     assert "has to come before" in with_program(turned) or "before it is there" in with_program(turned)
@@ -196,9 +197,9 @@ def held(fused: int) -> list[str]:
     return ["embedding+2*layer+head"] if fused else ["embedding", "layer", "layer", "head"]
 
 
-def alone_ns(profile: Profile, name: str, graph: object) -> float:
+def alone_ns(profile: Profile, name: str, graph: Graph) -> float:
     """A pass by itself."""
-    return sum(profile.operator_ns(name, op) for op in graph.operators)  # type: ignore[attr-defined]
+    return sum(profile.operator_ns(name, op) for op in graph.operators)
 
 
 def test_weight_gradients_keep_their_order() -> None:
