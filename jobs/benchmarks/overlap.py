@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from braid.actors.controller.planning import (
     model_graphs,
     predict,
     schedule_costs,
+    setting_of,
 )
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
@@ -32,8 +33,9 @@ from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.planner.compose import Bench, decide, exact_pairing, layer_pair
 from braid.scheduling.planner.compose import run as simulate_run
-from braid.scheduling.profile import Profile
+from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.spec import ModelShape
 
@@ -170,6 +172,7 @@ def run(
         rows=tuple(row_of(side, serial, tokens) for side in sides),
         seed=case.seed,
         load_before=load,
+        exact_seconds=bench.exact_seconds(profile),
         spans_price=None if bare is None else Spread.of_ratios(sides[len(names) - 1].seconds, bare.seconds),
     )
 
@@ -222,6 +225,19 @@ class _Bench:
 
     def _simulated(self, schedule: str, profile: Profile) -> Any:
         return simulate_run(*decide_run(self._case.config(schedule), self.shape, profile)).numbers(1)
+
+    def exact_seconds(self, profile: Profile) -> float | None:
+        """The simulated step of `braid` with the best order of a layer's two passes that exists."""
+        config = self._case.config("braid")
+        members = model_graphs(config, self.shape)
+        planned = Bench(setting_of(config, self.shape), members, with_chunks(profile, members["layer"]))
+        choices, _ = decide(planned)
+        try:
+            best, _ = exact_pairing(layer_pair(planned))
+        except ValueError:
+            return None
+        exact = replace(choices, pairings={"layer|layer": best})
+        return simulate_run(planned, exact).numbers(1).step_seconds
 
     @contextlib.contextmanager
     def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:

@@ -51,6 +51,9 @@ class OverlapResult:
     rows: tuple[OverlapRow, ...]
     seed: int
     load_before: tuple[float, float, float]
+    exact_seconds: float | None = None
+    """Simulated step of `braid` with layers paired in the best order there is for the measured profile, by
+    branch and bound; None where that takes too long. Runs of several layers may be faster."""
     spans_price: Spread | None = None
     """Step time with recorded spans over that without, round by round; None: not asked for."""
 
@@ -166,6 +169,11 @@ def show(console: Console, result: OverlapResult) -> None:
         f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
         highlight=False,
     )
+    if result.exact_seconds is not None:
+        console.print(
+            f"simulated, layers paired in the best order (exact search): {result.exact_seconds:.3f} s",
+            highlight=False,
+        )
     if (price := result.spans_price) is not None:
         console.print(
             f"recording spans: {price.median - 1:+.2%} of a step (95 % sure: {price.median_from - 1:+.2%} to "

@@ -20,6 +20,7 @@ from braid.scheduling.plan import PairingNote, Setting
 from braid.scheduling.planner.beam import beam_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
+    exact_order,
     improved,
     issue_ns,
     list_schedule,
@@ -262,9 +263,16 @@ def _searched(problem: PairProblem) -> tuple[Pairing, tuple[str, ...], IssueOrde
 
 
 def _issue_order(problem: PairProblem, segments: Pairing) -> tuple[tuple[str, ...], IssueOrder]:
-    """The best order of issue, and the weight gradients that it puts off to the next layer.
+    """The best order of issue that is found, and the weight gradients that it puts off to the next layer."""
+    start = pairing_order(problem, segments)
+    found = [(late, list_schedule(put_off(problem, late), [start])) for late in _late_sets(problem)]
+    return min(found, key=lambda one: round(one[1].ns))
 
-    Tried: none, each weight gradient that takes a twentieth of its pass or more, and all of these together.
+
+def _late_sets(problem: PairProblem) -> list[tuple[str, ...]]:
+    """What may be put off to the next layer: nothing, each long weight gradient, and all of these together.
+
+    Long: a twentieth of its pass or more.
     """
     graph = problem.backward
     movable = [
@@ -272,14 +280,20 @@ def _issue_order(problem: PairProblem, segments: Pairing) -> tuple[tuple[str, ..
         for name, ns in zip(graph.names, graph.solo_ns, strict=True)
         if name.endswith(".wgrad") and ns >= graph.total_ns / 20
     ]
-    start = pairing_order(problem, segments)
-    best: tuple[tuple[str, ...], IssueOrder] = ((), list_schedule(problem, [start]))
-    sets = [(name,) for name in movable] + ([tuple(movable)] if len(movable) > 1 else [])
-    for names in sets:
-        found = list_schedule(put_off(problem, names), [start])
-        if found.ns < best[1].ns * (1 - 1e-6):
-            best = names, found
-    return best
+    return [(), *((name,) for name in movable), *([tuple(movable)] if len(movable) > 1 else [])]
+
+
+def exact_pairing(problem: PairProblem) -> tuple[PairingDecision, float]:
+    """The best order there is for a layer's two passes, by branch and bound, and its ns; `decide` searches.
+
+    `ValueError` for layers that it would take too long for.
+    """
+    late, best = min(
+        ((late, exact_order(put_off(problem, late))) for late in _late_sets(problem)),
+        key=lambda one: one[1].ns,
+    )
+    steps = order_steps(problem, best.operators, late)
+    return PairingDecision(method=PairMethod.ORDER, steps=steps), best.ns
 
 
 def order_steps(problem: PairProblem, order: tuple[int, ...], late: tuple[str, ...] = ()) -> tuple[str, ...]:

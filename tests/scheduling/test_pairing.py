@@ -13,7 +13,16 @@ from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import PairingDecision
 from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import Bench, decide_pairing, layer_pair, order_steps, prepare
+from braid.scheduling.planner.compose import (
+    Bench,
+    decide,
+    decide_pairing,
+    exact_pairing,
+    layer_pair,
+    order_steps,
+    prepare,
+    run,
+)
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -37,6 +46,7 @@ from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.profile import operator_key
 from braid.scheduling.simulate import simulate
 from braid.scheduling.spec import ParallelLayout, Placement, Workload
+from tests.scheduling.plans import cluster, setting
 
 GRAPHS = 500
 FIXED_SEEDS = range(200)
@@ -214,6 +224,20 @@ def test_list_schedule_is_near_the_best_order() -> None:
     assert min(losses) >= -ROUNDING
     near = sum(loss <= NEAR for loss in losses)
     assert near >= 0.95 * len(losses), f"{near} of {len(losses)} within {NEAR:.0%}, worst {max(losses):.1%}"
+
+
+@pytest.mark.parametrize("rate", [1e9, 4e9, 2e10])
+def test_a_layer_is_paired_nearly_as_well_as_can_be(rate: float) -> None:
+    """The search against branch and bound on a whole layer, weight gradients put off in both."""
+    bench = prepare(setting("braid", tp=2), cluster(nodes=2, gpus=1, inter=rate))
+    problem = layer_pair(bench)
+    exact, best_ns = exact_pairing(problem)
+    found, note = decide_pairing(problem, PairMethod.ORDER)
+    assert best_ns <= note.ns * (1 + 1e-6)
+    assert note.ns <= best_ns * 1.03
+    choices, _ = decide(bench)
+    steps = [run(bench, replace(choices, pairings={"layer|layer": one})).step_ns for one in (exact, found)]
+    assert steps[0] <= steps[1] * 1.01, "what is best for a pair serves the step"
 
 
 @pytest.mark.parametrize("seed", [308023330, None], ids=["a start too soon", "fresh"])
