@@ -95,7 +95,11 @@ def split_place(name: str) -> tuple[int, str, str] | None:
 
 
 def fuse(members: Sequence[Part]) -> Part:
-    """One part made of several: each one's output is the next one's ``x``."""
+    """One part made of several: each one's output is the next one's ``x``.
+
+    A head does not run all of its backward pass at once (`Part.balanced`).
+    """
+    members = [part.balanced() for part in members]
     forward: list[Operator] = []
     backward: list[list[Operator]] = []
     values: dict[str, Value] = {}

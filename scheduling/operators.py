@@ -187,6 +187,23 @@ class Part:
                 order.append(op)
         return replace(self, forward=Graph(operators=tuple(order)), backward=Graph(operators=()))
 
+    def balanced(self) -> "Part":
+        """Of a part that runs at once, from the first transfer of its gradients on as a backward pass again.
+
+        In a paired block the forward pass with the head is the longer chain of compute and transfers, so that
+        the other pass waits for it. The largest values are gone by then.
+        """
+        operators = self.forward.operators
+        tail = next(
+            (n for n, op in enumerate(operators) if op.phase is not Pass.FORWARD and op.kind.communicates),
+            len(operators),
+        )
+        return replace(
+            self,
+            forward=Graph(operators=operators[:tail]),
+            backward=Graph(operators=(*operators[tail:], *self.backward.operators)),
+        )
+
     def saved(self) -> tuple[str, ...]:
         """What the forward pass leaves to the backward pass, in the order of writing.
 

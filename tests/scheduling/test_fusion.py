@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.fusion import carrying, chunk_runs, fuse, fused_parts, pair_up, run_name, runs_in_use
 from braid.scheduling.lowering.programs import serial_program
-from braid.scheduling.operators import Part
+from braid.scheduling.operators import Kind, Part, Pass
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Block, Direction, Instruction, Pair, Reduce, Send, Step, Strand
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -40,10 +40,11 @@ def test_runs_hold_every_part_once_and_in_order(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "fine"])
 def test_a_run_is_its_parts_one_after_the_other(shape: object, tp: int, recompute: str) -> None:
-    parts = model_parts(shape, tp, recompute)  # type: ignore[arg-type]
+    parts = {**model_parts(shape, tp, recompute)}  # type: ignore[arg-type]
     names = ("embedding", "layer", "layer", "layer", "head")
     run = fuse([parts[name] for name in names])
     assert run.name == run_name(names) == "embedding+3*layer+head"
+    parts["head"] = parts["head"].balanced()
     for mine, graphs in (
         (run.forward, [parts[name].forward for name in names]),
         (run.backward, [parts[name].backward for name in reversed(names)]),
@@ -61,6 +62,24 @@ def test_a_run_is_its_parts_one_after_the_other(shape: object, tp: int, recomput
     _assert_every_value_is_written_before_it_is_read(run)
     saved = sum(parts[name].saved_bytes(2) for name in names)
     assert run.saved_bytes(2) <= saved, "what two parts share is counted once"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_balanced_head_sends_its_gradients_in_its_backward_pass(tp: int) -> None:
+    """All that is large is gone by then; where nothing is sent all of it runs at once."""
+    parts = model_parts(LLAMA, tp)
+    for name in ("embedding", "layer"):
+        assert parts[name].balanced() == parts[name]
+    head = parts["head"]
+    balanced = head.balanced()
+    assert balanced.forward.operators + balanced.backward.operators == head.forward.operators
+    if tp == 1:
+        assert balanced == head
+        return
+    assert balanced.backward.operators[0].kind is Kind.REDUCE_SCATTER
+    assert all(op.phase is Pass.FORWARD for op in balanced.forward.operators if op.kind.communicates)
+    logits = head.forward.named("head").writes[0]
+    assert not {logits, f"d.{logits}"} & set(balanced.saved())
 
 
 def _assert_every_value_is_written_before_it_is_read(run: Part) -> None:
