@@ -99,9 +99,9 @@ def _same_channel(first: Block, second: Block, layout: ParallelLayout) -> bool:
 
 
 def with_early_receives(
-    stages: tuple[tuple[Instruction, ...], ...],
+    stages: tuple[tuple[Instruction, ...], ...], ahead: int = 1
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Start every receive one block before the block that needs it.
+    """Start every receive so many blocks before the block that needs it.
 
     gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
     its result is needed exposes the whole message, however long ago it was sent.
@@ -109,14 +109,14 @@ def with_early_receives(
     moved = []
     for stage in stages:
         instructions: list[Instruction] = []
-        block: int | None = None  # the place of the last one
+        blocks: list[int] = []  # the places of the last ones
         for instruction in stage:
-            if isinstance(instruction, Receive) and block is not None:
-                instructions.insert(block, instruction)
-                block += 1
+            if isinstance(instruction, Receive) and blocks:
+                instructions.insert(blocks[0], instruction)
+                blocks = [place + 1 for place in blocks]
                 continue
             if isinstance(instruction, Block | Pair | Twins):
-                block = len(instructions)
+                blocks = [*blocks, len(instructions)][-ahead:]
             instructions.append(instruction)
         moved.append(tuple(instructions))
     return tuple(moved)
@@ -223,7 +223,8 @@ def training_schedule(
         raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
     kind, choices = SCHEDULES[name], choices or Choices()
     order = kind.order(layout, micro_batches, hop)
-    stages = with_update(with_early_receives(with_transfers(order, layout)), layout)
+    in_time = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
+    stages = with_update(in_time, layout)
     if choices.early_reduction:
         stages = with_early_reduction(stages)
     if choices.gathers:

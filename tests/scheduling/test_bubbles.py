@@ -8,9 +8,19 @@ up), weight gradients the rest. Where a stage holds two chunks, a block is half 
 import pytest
 
 from braid.scheduling.lowering.lower import successor
-from braid.scheduling.schedule import Direction, blocks_in
+from braid.scheduling.schedule import Block, Direction, Pair, Receive, WaitReceive, blocks_in
 from braid.scheduling.timeline import Timeline, in_flight, unit_timeline
-from tests.scheduling.cases import HOPS, PAIRED_W, SIZES, STAGES, layout_for, named_schedule, sizes_of
+from braid.scheduling.validate import validate
+from tests.scheduling.cases import (
+    HOPS,
+    PAIRED_W,
+    SIZES,
+    STAGES,
+    layout_for,
+    model_parts,
+    named_schedule,
+    sizes_of,
+)
 
 DURATIONS = pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 4), (3, 5)])
 
@@ -76,6 +86,27 @@ def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backwa
     for m in range(under_way, under_way + 5):
         slots = idle(unit_timeline(named_schedule("braid_eager", p, m, hop=hop), forward, backward))
         assert slots == (p - 1) * (forward + backward)
+
+
+@HOPS
+@pytest.mark.parametrize("p", range(2, 6))
+def test_receives_are_started_when_their_message_may_come(p: int, hop: int) -> None:
+    """As many blocks ahead as the message has slots: it travels once both sides have asked for it."""
+    m = 4 * hop * p
+    schedule = named_schedule("braid_eager", p, m, hop=hop)
+    validate(schedule, layout_for("braid_eager", p), model_parts())
+    for stage in schedule.stages:
+        asked: dict[object, int] = {}
+        blocks = 0
+        for instruction in stage:
+            match instruction:
+                case Receive(block):
+                    asked[block] = blocks
+                case WaitReceive(block):
+                    assert blocks - asked.pop(block) == min(hop - 1, blocks)
+                case Block() | Pair():
+                    blocks += 1
+        assert not asked
 
 
 @pytest.mark.parametrize("p", range(2, 6))
