@@ -5,20 +5,19 @@ A run is a sequence of generations: the first one, and one after every failure o
 with process groups of its own. Who its ranks are and where their state comes from is decided at its begin.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest
+from braid.actors.controller.homes import Found, Homes
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore
 from braid.actors.controller.mirror import Mirror
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
@@ -30,7 +29,15 @@ from braid.actors.controller.records import (
     StepRecord,
     build_report,
 )
-from braid.actors.controller.recovery import Changed, Failure, in_words, newest_common, partner_shift
+from braid.actors.controller.recovery import (
+    Changed,
+    Failure,
+    in_words,
+    newest_common,
+    partner_shift,
+    timed,
+)
+from braid.actors.controller.rescue import rescue
 from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import WINDOW, Stepper
@@ -112,7 +119,7 @@ class Controller:
             homes = Homes(CheckpointStore(directory.path / "checkpoints"), mirror, directory.mark)
             saver = Saver(homes, directory, keeping)
             begins = not self._options.resume or (self._options.again and not homes.steps())
-            found = None if begins else self._find_checkpoint(homes)
+            found = None if begins else homes.newest_of(self._plan.shape)
             self._step_now = found.manifest.step if found is not None else 0
             budget = self._config.telemetry.trace_mb_per_rank << 20
             try:
@@ -123,7 +130,7 @@ class Controller:
         finally:
             directory.close()
 
-    def _generations(self, places: _Places, found: "_Found | None") -> Iterator[Event]:
+    def _generations(self, places: _Places, found: Found | None) -> Iterator[Event]:
         """One generation after the other, until the run is over."""
         avoid: tuple[str, ...] = ()
         while True:
@@ -141,29 +148,45 @@ class Controller:
                 return
             yield from self._change(change, places)
             avoid = change.avoid
-            found = self._find_checkpoint(places.homes) if places.homes.steps() else None
+            found = places.homes.newest_of(self._plan.shape) if places.homes.steps() else None
 
     def _with_ranks(
-        self, group: WorkerGroup, places: _Places, found: "_Found | None"
+        self, group: WorkerGroup, places: _Places, found: Found | None
     ) -> Generator[Event, None, Change | None]:
         """Generations on as many ranks, until the run is over or should go on with other ranks."""
         while True:
             try:
                 end = yield from self._generation_runs(group, places, found)
             except NoRoomError as error:
+                left = len(group.left())
+                yield from self._rescue(group, places)
                 group.shutdown()
-                return (yield from self._on_what_is_left(error, "a node is lost"))
+                return (yield from self._on_what_is_left(error, "a node is lost", left))
             if not isinstance(end, Failure):
                 return end
             yield from self._prepare_restart(group, end, places)
             found = None
 
-    def _on_what_is_left(self, error: NoRoomError, why: str) -> Generator[Event, None, Change]:
+    def _rescue(self, group: WorkerGroup, places: _Places) -> Iterator[Event]:
+        """What survivors hold of all ranks becomes a checkpoint: the layout is about to change."""
+        if self._resizing.membership is not None and self._config.checkpoint.copies_every:
+            rescued = rescue(
+                group,
+                self._config,
+                places.saver,
+                places.directory,
+                self._generation,
+                self._step_now,
+                self._described,
+            )
+            yield from rescued
+
+    def _on_what_is_left(self, error: NoRoomError, why: str, left: int = 0) -> Generator[Event, None, Change]:
         stopped, step = self._stop.is_set, self._step_now
-        return (yield from self._resizing.what_is_left(self._config, error, why, step, stopped))
+        return (yield from self._resizing.what_is_left(self._config, error, why, left, step, stopped))
 
     def _generation_runs(
-        self, group: WorkerGroup, places: _Places, found: "_Found | None"
+        self, group: WorkerGroup, places: _Places, found: Found | None
     ) -> Generator[Event, None, Failure | Change | None]:
         """Train to the end, or until a rank fails, or until the number of ranks should change."""
         try:
@@ -196,7 +219,7 @@ class Controller:
         text = f"{change.reason}; from {before.describe()} to {config.layout().describe()}"
         places.directory.note("resized", self._step_now, self._generation, text)
         yield Incident(kind="resized", text=text, step=self._step_now)
-        with _timed(self._changed, "plan"):
+        with timed(self._changed, "plan"):
             self._plan = self._replan(config, self._launcher)
         self._config = self._plan.config
         self._failure = None
@@ -210,7 +233,7 @@ class Controller:
         """
         self._restarts += 1
         self._in_row += 1
-        with _timed(failure, "interrupt"):
+        with timed(failure, "interrupt"):
             gone = group.interrupt()
         failure.gone = tuple(gone)
         yield from places.saver.abandon()
@@ -237,24 +260,13 @@ class Controller:
             self._resizing.membership.cost_s = now - changed.time
             directory.incident(**changed.facts(now, first_step, self._generation))
 
-    def _find_checkpoint(self, homes: Homes) -> "_Found":
-        path, manifest, notes = homes.newest_good()
-        shape = asdict(self._plan.shape)
-        if manifest.shape != shape:
-            odd = next(key for key in shape if manifest.shape.get(key) != shape[key])
-            raise CheckpointError(
-                f"checkpoint {path} is of a model with {odd}={manifest.shape.get(odd)}, "
-                f"the configuration says {odd}={shape[odd]}"
-            )
-        return _Found(str(path), manifest, tuple(notes))
-
     def _train(
-        self, group: WorkerGroup, places: _Places, found: "_Found | None"
+        self, group: WorkerGroup, places: _Places, found: Found | None
     ) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
         self._rendezvous(group)
         facts = group.call(0, "data_facts")
-        with _timed(self._failure or self._changed, "restore"):
+        with timed(self._failure or self._changed, "restore"):
             done, notes = self._restore(group, places.homes, found, facts)
         saver.resumed(done)
         plan, layout = self._plan, self._config.layout()
@@ -273,7 +285,7 @@ class Controller:
         directory.note("started", done, self._generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(places.collector, directory, layout)
         stepper = Stepper(plan, group, self._generation, facts, self._spiked)
-        described = manifest_facts(layout, self._data_cursor(facts), plan.shape)
+        described = self._described(facts)
         step = self._step_now = done
         yield from saver.step_done(group, step, self._generation, described)
         change: Change | None = None
@@ -349,9 +361,9 @@ class Controller:
 
     def _rendezvous(self, group: WorkerGroup) -> None:
         if self._failure is not None:
-            with _timed(self._failure, "replace"):
+            with timed(self._failure, "replace"):
                 group.replace(self._failure.gone)
-        with _timed(self._failure or self._changed, "rendezvous"):
+        with timed(self._failure or self._changed, "rendezvous"):
             self._meet(group)
 
     def _meet(self, group: WorkerGroup) -> None:
@@ -376,7 +388,7 @@ class Controller:
         group.expect(max(self._config.failure.stall_s, _STALL_STEPS * slowest))
 
     def _restore(
-        self, group: WorkerGroup, homes: Homes, found: "_Found | None", facts: dict[str, Any]
+        self, group: WorkerGroup, homes: Homes, found: Found | None, facts: dict[str, Any]
     ) -> tuple[int, tuple[str, ...]]:
         """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
 
@@ -395,12 +407,12 @@ class Controller:
                 failure.source = "copies in memory"
                 return common[0], notes
         if failure is not None and homes.steps():
-            found = self._find_checkpoint(homes)
+            found = homes.newest_of(self._plan.shape)
             failure.source = f"checkpoint step-{found.manifest.step}"
         done = 0
         if found is not None:
             notes = found.notes
-            self._check_cursor(found, facts)
+            found.check_data(self._data_cursor(facts))
             group.call_all("load", found.path, found.manifest.step)
             done = found.manifest.step
         elif self._config.model.initial is not None:
@@ -409,13 +421,9 @@ class Controller:
             group.call_all("keep_copy", done)
         return done, notes
 
-    def _check_cursor(self, found: "_Found", facts: dict[str, Any]) -> None:
-        here = self._data_cursor(facts)
-        if odd := [key for key in here if found.manifest.data.get(key) != here[key]]:
-            raise CheckpointError(
-                f"checkpoint {found.path} was trained with {odd[0]}={found.manifest.data.get(odd[0])!r}, "
-                f"this run has {here[odd[0]]!r}; the sample order would change"
-            )
+    def _described(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """What manifests of checkpoints say beside their files."""
+        return manifest_facts(self._config.layout(), self._data_cursor(facts), self._plan.shape)
 
     def _data_cursor(self, facts: dict[str, Any]) -> dict[str, Any]:
         """What fixes, together with the step, which samples come next (design section 10, rule 3)."""
@@ -429,21 +437,3 @@ class Controller:
 def _cluster(group: WorkerGroup) -> dict[str, Any]:
     """The contents of ``cluster.json``."""
     return {"controller": os.getpid(), **group.describe()}
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A good checkpoint, and what was wrong with newer ones."""
-
-    path: str
-    manifest: Manifest
-    notes: tuple[str, ...] = ()
-
-
-@contextlib.contextmanager
-def _timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
-    """Add the time of a block to those of a recovery or change, if there is one."""
-    begin = time.monotonic()
-    yield
-    if cause is not None:
-        cause.parts[part] = time.monotonic() - begin

@@ -58,6 +58,12 @@ class WorkerGroup(Protocol):
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call all ranks at once and wait for all results, in rank order; raises `WorkerError`."""
 
+    def call_some(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+        """Call some ranks at once and wait for all results, in their order; raises `WorkerError`."""
+
+    def left(self) -> list[int]:
+        """Ranks that are not gone."""
+
     def expect(self, stall_s: float) -> None:
         """From now on, ranks that do not get on for so long in a step have failed."""
 
@@ -103,8 +109,16 @@ class WatchedGroup(ABC):
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call all ranks and wait; the first failure ends the waiting."""
-        results = self._outcomes(range(self._ranks), method, arguments)
-        return [results[rank] for rank in range(self._ranks)]
+        return self.call_some(range(self._ranks), method, *arguments)
+
+    def call_some(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+        """Call some ranks and wait; the first failure ends the waiting."""
+        results = self._outcomes(ranks, method, arguments)
+        return [results[rank] for rank in ranks]
+
+    def left(self) -> list[int]:
+        """Ranks that are not gone."""
+        return [rank for rank in range(self._ranks) if rank not in self._gone]
 
     def expect(self, stall_s: float) -> None:
         """From now on, ranks that do not get on for so long in a step have failed."""

@@ -1,9 +1,29 @@
 """Where the checkpoints of a run are: in its own directory and, if it has one, in its mirror."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, verify_named
 from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.scheduling.spec import ModelShape
+
+
+@dataclass(frozen=True)
+class Found:
+    """A good checkpoint, and what was wrong with newer ones."""
+
+    path: str
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+
+    def check_data(self, here: dict[str, Any]) -> None:
+        """`CheckpointError` if other samples would come next than in the run that wrote it."""
+        if odd := [key for key in here if self.manifest.data.get(key) != here[key]]:
+            raise CheckpointError(
+                f"checkpoint {self.path} was trained with {odd[0]}={self.manifest.data.get(odd[0])!r}, "
+                f"this run has {here[odd[0]]!r}; the sample order would change"
+            )
 
 
 class Homes:
@@ -24,6 +44,18 @@ class Homes:
         if (spare := self.spare) is not None:
             found |= {step for step in spare.steps() if self.run in ("", spare.run_of(step))}
         return sorted(found)
+
+    def newest_of(self, shape: ModelShape) -> Found:
+        """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model."""
+        path, manifest, notes = self.newest_good()
+        ours = asdict(shape)
+        if manifest.shape != ours:
+            odd = next(key for key in ours if manifest.shape.get(key) != ours[key])
+            raise CheckpointError(
+                f"checkpoint {path} is of a model with {odd}={manifest.shape.get(odd)}, "
+                f"the configuration says {odd}={ours[odd]}"
+            )
+        return Found(str(path), manifest, tuple(notes))
 
     def newest_good(self) -> tuple[Path, Manifest, list[str]]:
         """The newest checkpoint that matches its manifest, and what there is to tell of it.

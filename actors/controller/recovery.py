@@ -1,6 +1,8 @@
 """Where the state comes from after a failure, and what the failure was. Pure but for the clock."""
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,15 @@ class Changed:
             "steps_lost": self.step - first_step,
             "generation": generation,
         }
+
+
+@contextlib.contextmanager
+def timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
+    """Add the time of a block to those of a recovery or change, if there is one."""
+    begin = time.monotonic()
+    yield
+    if cause is not None:
+        cause.parts[part] = time.monotonic() - begin
 
 
 def partner_shift(addresses: Sequence[str], layout: ParallelLayout) -> int:

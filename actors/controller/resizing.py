@@ -49,11 +49,18 @@ class Resizing:
         return change
 
     def what_is_left(
-        self, config: Config, error: NoRoomError, why: str, step: int, stopped: Callable[[], bool]
+        self,
+        config: Config,
+        error: NoRoomError,
+        why: str,
+        left: int,
+        step: int,
+        stopped: Callable[[], bool],
     ) -> Generator[Event, None, Change]:
         """The change to what nodes there are, waiting for more if they are too few.
 
-        Raises the error of a run that is not elastic.
+        left: ranks that have just given up their places, which Ray may not count as free yet. Raises the
+        error of a run that is not elastic.
         """
         if self.membership is None:
             raise error
@@ -61,7 +68,7 @@ class Resizing:
         deadline = time.monotonic() + self._elastic.wait_s
         told = False
         while True:
-            capacity, _ = self._launcher.capacity(None)
+            capacity = max(left, self._launcher.capacity(None)[0])
             best = best_degrees(config, capacity, self._fits, self._elastic)
             if best is not None:
                 return Change(best, f"{why}: {text}")

@@ -8,7 +8,7 @@ the mirror, if that is another disk. One save is under way at a time: the next o
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -117,12 +117,9 @@ class Saver:
                 self._publish(save)
             assert save.published is not None
             if wait or save.published.done():
-                path, trouble = save.published.result()
+                published = save.published.result()
                 self._save = None
-                yield self._told(save, path)
-                if trouble:
-                    self._directory.note("telemetry", save.step, save.generation, trouble)
-                    yield Incident(kind="failed", text=trouble, step=save.step)
+                yield from self._told(save, *published)
         except (OSError, WorkerError) as error:
             yield from self._failed(group, error)
 
@@ -141,9 +138,24 @@ class Saver:
             return
         try:
             path, _ = save.published.result()
-            yield self._told(save, path)
+            yield from self._told(save, path, "")
         except (OSError, CheckpointError):
             shutil.rmtree(save.folder, ignore_errors=True)
+
+    def rescue(
+        self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], object]
+    ) -> Iterator[Saved | Incident]:
+        """Publish at once what ``write(folder)`` writes; raises what goes wrong with it."""
+        home, begun = self._homes.store, time.perf_counter()
+        save = _Save(step, generation, facts, home, home.begin(step, generation), begun)
+        try:
+            write(str(save.folder))
+            published = self._publish_now(save)
+        except Exception:
+            shutil.rmtree(save.folder, ignore_errors=True)
+            raise
+        save.stalled_s = time.perf_counter() - begun
+        yield from self._told(save, *published)
 
     def close(self) -> None:
         """Nothing is under way any more."""
@@ -166,7 +178,7 @@ class Saver:
                 return path, str(error)
         return path, ""
 
-    def _told(self, save: _Save, path: Path) -> Saved:
+    def _told(self, save: _Save, path: Path, trouble: str) -> Iterator[Saved | Incident]:
         self.last_step = save.step
         seconds = time.perf_counter() - save.begun
         if not self._keeping.asynchronous:  # told before `begin` is over
@@ -177,7 +189,10 @@ class Saver:
         self._directory.note(
             "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
         )
-        return Saved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
+        yield Saved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
+        if trouble:
+            self._directory.note("telemetry", save.step, save.generation, trouble)
+            yield Incident(kind="failed", text=trouble, step=save.step)
 
     def _failed(self, group: WorkerGroup, error: Exception) -> Iterator[Saved | Incident]:
         """A full disk is survived, and the mirror may have room; anything else is not ours to judge."""

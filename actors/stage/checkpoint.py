@@ -90,7 +90,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progress: SaveProgress) -> None:
-    with _quietly():
+    with quietly():
         writer = _Writer(directory, progress)
         dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
 
@@ -157,13 +157,16 @@ class Saves:
             self._under_way.finished(wait=True)
         self._state = take(self._optimizer, step, self._state.flat if self._state is not None else None)
 
+    def _taken(self) -> list[tuple[str, list[Tensor]]]:
+        assert self._state is not None
+        return split(self._state, [parameter.tensor.shape for parameter in self._parameters])
+
     def begin(self, directory: Path) -> None:
         """Begin to write what was taken; training may go on as soon as this returns."""
         assert self._group is not None
-        assert self._state is not None
         if self._under_way is not None:
             self._under_way.finished(wait=True)
-        shards = _global_state(self._parameters, split(self._state, self._optimizer), self._mesh)
+        shards = _global_state(self._parameters, self._taken(), self._mesh)
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
     def finished(self, *, wait: bool) -> bool:
@@ -195,7 +198,7 @@ def load_checkpoint(
     """
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
-    with _quietly():
+    with quietly():
         shards = _global_state(parameters, optimizer.named_tensors(), mesh)
         dcp.load(shards, storage_reader=reader)
     optimizer.restored(step)
@@ -210,13 +213,13 @@ def read_tensors(directory: Path) -> State:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    with _quietly():
+    with quietly():
         dcp.load(state, storage_reader=reader, no_dist=True)
     return state
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without torch's warnings, and with its failures as ordinary exceptions, which they are not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -126,9 +126,7 @@ class Copies:
             if source == target:
                 continue
             if rank == source:
-                replica = step in self._own and self._same_state(rank, target)
-                states = self._own if replica else self._partners  # of the target, or of a replica of it
-                dist.send(states[step].flat, target, self._group)
+                dist.send(self.state_of(target, rank, step).flat, target, self._group)
             elif rank == target:
                 flat = empty_state(optimizer)
                 dist.recv(flat, source, self._group)
@@ -138,6 +136,11 @@ class Copies:
         # Later states belong to a future that will come again.
         self._own = {step: own}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
+
+    def state_of(self, target: int, rank: int, step: int) -> HostState:
+        """A rank's state after ``step`` steps, which this ``rank`` holds: of the target, or of a replica."""
+        replica = step in self._own and self._same_state(rank, target)
+        return (self._own if replica else self._partners)[step]
 
     def _same_state(self, one: int, other: int) -> bool:
         """Whether two ranks differ along the data-parallel axis only."""

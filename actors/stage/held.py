@@ -52,3 +52,16 @@ class MemoryMeter(Recorder):
         """An operator ran."""
         if self.executor is not None:
             self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
+
+
+class NoUpdate:
+    """The end of a step that leaves parameters as they are."""
+
+    def start_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def wait_reduce(self, chunk: int) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        """Nothing."""

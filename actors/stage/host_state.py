@@ -1,11 +1,12 @@
 """A rank's training state in the host's memory: taken in one go, put back bit for bit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from braid.actors.stage.optimizer import Optimizer
+from braid.actors.stage.optimizer import STATE_KINDS, Optimizer
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ def empty_state(optimizer: Optimizer) -> Tensor:
     return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
 
 
-def split(state: HostState, optimizer: Optimizer) -> list[tuple[str, list[Tensor]]]:
-    """The state in the form of `Optimizer.named_tensors`, as views."""
+def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
+    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the parameters."""
     place, found = 0, []
-    for kind, tensors in optimizer.named_tensors():
+    for kind in STATE_KINDS:
         pieces = []
-        for tensor in tensors:
-            pieces.append(state.flat[place : place + tensor.numel()].view(tensor.shape))
-            place += tensor.numel()
+        for shape in shapes:
+            pieces.append(state.flat[place : place + shape.numel()].view(shape))
+            place += shape.numel()
         found.append((kind, pieces))
     return found
 
@@ -61,7 +62,8 @@ def split(state: HostState, optimizer: Optimizer) -> list[tuple[str, list[Tensor
 @torch.no_grad()
 def put_back(state: HostState, optimizer: Optimizer) -> None:
     """Bring masters, moments and parameters to a state."""
-    for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), split(state, optimizer), strict=True):
+    states = split(state, [master.shape for master in optimizer.masters])
+    for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece)
     optimizer.restored(state.step)

@@ -20,6 +20,17 @@ class Rendezvous:
     """Copies of a rank's state go to the rank so much further on; 0: to nobody."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rescue:
+    """What survivors of lost ranks write of all ranks' states."""
+
+    meeting: Rendezvous
+    survivors: tuple[int, ...]
+    step: int
+    sources: tuple[int, ...]
+    """For every rank, lost ones too, the survivor that has its state."""
+
+
 FaultKind = Literal["kill", "stop", "nan"]
 FaultPhase = Literal["forward", "backward", "optimizer", "save"]
 

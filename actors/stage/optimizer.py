@@ -9,6 +9,10 @@ from torch import Tensor
 from braid.actors.stage.gradients import GradientBuckets, main_gradient_dtype
 from braid.actors.stage.parameters import StageParameter
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_KINDS = ("parameter", *_MOMENTS)
+"""What there is of every parameter in a checkpoint, in the order of `Optimizer.named_tensors`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -76,7 +80,7 @@ class Optimizer:
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
         """What a checkpoint holds, kind by kind, each in the order of the parameters."""
         state = [self.adamw.state[master] for master in self.masters]
-        moments = [(kind, [entry[kind] for entry in state]) for kind in ("exp_avg", "exp_avg_sq")]
+        moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
 
     @torch.no_grad()

@@ -28,14 +28,15 @@ from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.faults import Saboteur
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.held import MemoryMeter
+from braid.actors.stage.held import MemoryMeter, NoUpdate
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Held, Rendezvous, RunPlan, Samples, StepResult
+from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.profiling import Profiler, hardware
+from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
@@ -90,11 +91,11 @@ class Worker:
         cluster = config.cluster
         torch.set_num_threads(cluster.threads_per_rank)
         self._device = _device(cluster.device, self.rank)
-        timeout = timedelta(seconds=cluster.group_timeout_s)
+        timeout = self._timeout
         self._connections = Connections()
-        self._join(rendezvous, timeout)
         layout = config.layout()
         self._layout = layout
+        self._join(rendezvous, self.rank, layout.ranks)
         schedule = parse(plan.schedule)
         self._mesh = build_mesh(
             layout,
@@ -109,15 +110,21 @@ class Worker:
         if plan.data:
             self._open_data(Path(plan.data))
 
-    def _join(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._config.cluster.group_timeout_s)
+
+    def _join(self, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
         bind_gloo(self.address)
         if self._store is None:
-            self._store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
+            self._store = dist.TCPStore(
+                rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout
+            )
         backend: str = self._config.cluster.backend
         if backend == "auto":
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         store = dist.PrefixStore(f"generation-{rendezvous.generation}", self._store)
-        make_world(backend, store, self.rank, self._config.layout().ranks, timeout)
+        make_world(backend, store, rank, ranks, self._timeout)
 
     def _join_others(self, config: Config, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Groups for what travels beside training."""
@@ -138,16 +145,16 @@ class Worker:
         validate(schedule, layout, runs)
         evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
         validate(evaluation, layout, parts)
-        self._model = StageModel(
+        self._model_of = partial(
+            StageModel,
             shape=plan.shape,
             layout=layout,
-            position=self._mesh.position,
             sizes=sizes,
-            device=self._device,
             dtype=DTYPES[train.dtype],
             definition=definition,
             operators=operator_family(train.kernels, self._device, DTYPES[train.dtype]),
         )
+        self._model = self._model_of(position=self._mesh.position, device=self._device)
         self._model.initialise(train.seed)
         self._streams = streams = device_streams(self._device)
         self._recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
@@ -285,7 +292,7 @@ class Worker:
         batch = self._config.train.global_batch
         ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
         batches = self._batches(self._train_data, self._mine(ids))
-        executor.run(batches, 1.0 / (batch * self._shape.sequence), _NoUpdate())
+        executor.run(batches, 1.0 / (batch * self._shape.sequence), NoUpdate())
         self._gradients.zero()
         return meter.peak_bytes
 
@@ -318,6 +325,16 @@ class Worker:
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
         self._copies.restore(self._optimizer, step, sources)
+
+    def rescue(self, directory: str, plan: Rescue) -> None:
+        """Write, with the other survivors, a checkpoint of what copies hold of all ranks' states.
+
+        All survivors call this, after `leave`; it needs no other rank.
+        """
+        self._join(plan.meeting, plan.survivors.index(self.rank), len(plan.survivors))
+        slices = held_slices(self._copies, self.rank, plan, self._layout, self._model_of)
+        write_slices(Path(directory), slices)
+        self.leave()
 
     def begin_save(self, directory: str, step: int, again: bool = False) -> None:
         """Begin to write this rank's shards; training may go on as soon as this returns.
@@ -383,19 +400,6 @@ class Worker:
     def process_id(self) -> int:
         """The operating system's id of this rank's process."""
         return os.getpid()
-
-
-class _NoUpdate:
-    """Leaves parameters as they are."""
-
-    def start_reduce(self, chunk: int) -> None:
-        """Nothing."""
-
-    def wait_reduce(self, chunk: int) -> None:
-        """Nothing."""
-
-    def step(self) -> None:
-        """Nothing."""
 
 
 class _Update:

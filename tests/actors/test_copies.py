@@ -1,114 +1,20 @@
 """Copies of ranks' states in memory, with real ranks: whatever is lost comes back bit for bit."""
 
-import hashlib
-import os
 import random
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.actors.config import Config
-from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import newest_common
-from braid.actors.stage.host_state import take
-from braid.actors.stage.messages import Held, Rendezvous, RunPlan
-from braid.actors.stage.worker import Worker
-from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
-
-
-class Probed(Worker):
-    """A rank that tells what state it is in."""
-
-    def digest(self) -> str:
-        """Of master weights and moments, and of the parameters that follow from them."""
-        state = take(self._optimizer, 0).flat
-        parts = [state, *(p.tensor.detach() for p in self._model.parameters)]
-        return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
-
-    def spoil(self) -> None:
-        """Change the state, so that only a restored one is right."""
-        for master in self._optimizer.masters:
-            master.data.add_(1.0)
-        self._optimizer.restored(0)
-
-
-def probed(rank: int, address: str) -> Probed:
-    """What the ranks' processes serve."""
-    return Probed(rank, address)
+from tests.actors.ranks import started
+from tests.end_to_end.runs import prepare_text
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("copies"), 3, files=3)
-
-
-class Ranks:
-    """Ranks that meet, train and are lost as the controller would have it."""
-
-    def __init__(self, config: Config, data: Path, group: WorkerGroup) -> None:
-        shape = config.check(BYTES_VOCABULARY)
-        schedule = build_schedule(config, shape).to_text()
-        self._plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-        self._group, self._generation = group, 0
-        self.layout = config.layout()
-
-    def meet(self, shift: int) -> None:
-        """A new generation, with initial weights."""
-        if self._generation:
-            self.all("leave")
-        self._generation += 1
-        port = self._group.call(0, "open_store", 60.0)
-        meeting = Rendezvous(
-            address=self._group.addresses[0], port=port, generation=self._generation, copies_shift=shift
-        )
-        self.all("setup", self._plan, meeting)
-
-    def begin(self, shift: int) -> None:
-        """Meet, and train from the beginning."""
-        self.meet(shift)
-        self.all("keep_copy", 0)
-
-    def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all ranks."""
-        return self._group.call_all(method, *arguments)
-
-    def train(self, steps: Sequence[int]) -> list[list[str]]:
-        """Run steps; every rank's state after each."""
-        found = []
-        for step in steps:
-            self.all("train_step", step)
-            found.append(self.all("digest"))
-        return found
-
-    def lose(self, ranks: Sequence[int], shift: int) -> list[Held]:
-        """Kill ranks and replace them; what all hold then."""
-        processes = self.all("process_id")
-        for rank in ranks:
-            os.kill(processes[rank], signal.SIGKILL)
-        for rank in ranks:
-            with pytest.raises(WorkerError, match="exit code -9"):
-                self._group.call(rank, "copies_held")
-        assert self._group.interrupt() == sorted(ranks)
-        self._group.replace(ranks)
-        self.meet(shift)
-        return self.all("copies_held")
-
-
-@contextmanager
-def started(path: Path, data: Path, **sections: Any) -> Iterator[Ranks]:
-    """As many ranks as the layout has."""
-    config = small_config(path, **sections)
-    group = ProcessLauncher(config, serve=probed).start(config.layout().ranks)
-    try:
-        yield Ranks(config, data, group)
-    finally:
-        group.shutdown()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """When a run takes other ranks, and which layout then: against all layouts, and against plain arithmetic."""
 
 import math
+from collections.abc import Generator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
 from braid.actors.controller.elastic import Change, Degrees, Membership, best_degrees, degrees_of
+from braid.actors.controller.group import NoRoomError
+from braid.actors.controller.records import Event
+from braid.actors.controller.resizing import Resizing
 from braid.scheduling.stragglers import Straggler
 from tests.end_to_end.runs import BYTES_VOCABULARY, SMALL
 
@@ -165,6 +169,39 @@ def test_where_all_ranks_are_needed_a_straggler_stays() -> None:
         members.look(config_of(dp=2), capacity, False, 0.0, 10.0, 1000)
         change = members.without(config_of(dp=2), slow, "10.0.0.1", capacity, 0.0, 10.0, 1000)
         assert (change is None) == stays
+
+
+class Nodes:
+    """A cluster that does not count places as free as soon as they are."""
+
+    def __init__(self, *capacities: int) -> None:
+        self._capacities = iter(capacities)
+
+    def capacity(self, group: object) -> tuple[int, bool]:
+        return next(self._capacities), False
+
+
+@pytest.mark.parametrize(
+    ("left", "counted", "ranks"), [(2, [1], 2), (0, [1], 1), (1, [2], 2), (0, [0, 2], 2)]
+)
+def test_survivors_have_room(left: int, counted: list[int], ranks: int) -> None:
+    config = config_of(dp=3)
+    elastic = config.model_copy(update={"elastic": ElasticConfig(min_ranks=1, max_ranks=4, wait_s=60)})
+    nodes: Any = Nodes(*counted)
+    resizing = Resizing(elastic, nodes, BYTES_VOCABULARY)
+    change: Change | None = None
+
+    def follow() -> Generator[Event, None, None]:
+        nonlocal change
+        change = yield from resizing.what_is_left(
+            elastic, NoRoomError("gone"), "a node is lost", left, 7, lambda: False
+        )
+
+    told = list(follow())
+    assert change is not None
+    assert change.degrees.ranks == ranks
+    assert change.reason == "a node is lost: gone"
+    assert len(told) == len(counted) - 1, "waited for nodes"
 
 
 def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:

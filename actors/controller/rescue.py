@@ -1,0 +1,58 @@
+"""Lost ranks that cannot be replaced: what survivors hold of all ranks becomes a checkpoint."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from braid.actors.config import Config
+from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.records import Incident, RunDirectory, Saved
+from braid.actors.controller.recovery import newest_common
+from braid.actors.controller.saving import Saver
+from braid.actors.stage.messages import Held, Rendezvous, Rescue
+
+_NOTHING = Held(own=(), partner=None, partners=())
+
+
+def rescue(
+    group: WorkerGroup,
+    config: Config,
+    saver: Saver,
+    directory: RunDirectory,
+    generation: int,
+    done: int,
+    describe: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Iterator[Saved | Incident]:
+    """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
+
+    Without it a run whose layout changes would go on from the newest checkpoint, which it still does where
+    this fails. ``done``: steps that are on record. ``describe``: a manifest's facts from those of the data.
+    """
+    layout, left = config.layout(), group.left()
+    try:
+        held = dict(zip(left, group.call_some(left, "copies_held"), strict=True))
+        common = newest_common([held.get(rank, _NOTHING) for rank in range(layout.ranks)], layout, done)
+        if common is None or common[0] <= (saver.last_step or 0):
+            return
+        step, sources = common
+        facts = describe(group.call(left[0], "data_facts"))
+        group.call_some(left, "leave")
+        port = group.call(left[0], "open_store", config.cluster.group_timeout_s)
+        plan = Rescue(
+            meeting=Rendezvous(address=group.addresses[left[0]], port=port, generation=generation),
+            survivors=tuple(left),
+            step=step,
+            sources=tuple(sources),
+        )
+        yield from saver.rescue(
+            step, generation, facts, lambda folder: group.call_some(left, "rescue", folder, plan)
+        )
+        kind, text = "rescued", f"{_names(left)} held the states of all ranks after step {step} in memory"
+    except (WorkerError, CheckpointError, OSError) as error:
+        kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"
+    directory.note(kind, done, generation, text)
+    yield Incident(kind=kind, text=text, step=done)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,134 @@
+"""Where lost ranks cannot be replaced, survivors write what they hold of all: a checkpoint like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid.actors.config import CheckpointConfig
+from braid.actors.controller.homes import Homes
+from braid.actors.controller.manifest import CheckpointStore
+from braid.actors.controller.records import Incident, RunDirectory, Saved, read_lines
+from braid.actors.controller.rescue import rescue
+from braid.actors.controller.saving import Saver, manifest_facts
+from braid.actors.stage.checkpoint import read_tensors
+from tests.actors.ranks import Ranks, started
+from tests.end_to_end.runs import prepare_text
+
+GPT = {"family": "gpt", "kv_heads": 4}
+COPIES = {"copies_every": 1, "copies_wait": True}
+FACTS = {"data": "a test's"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("rescue"), 3, files=3)
+
+
+class Run:
+    """The controller's side of ranks that a test drives."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        config = ranks.plan.config
+        self._ranks = ranks
+        self.directory = RunDirectory(config, resume=False, overwrite=True)
+        self.homes = Homes(CheckpointStore(self.directory.path / "checkpoints"), None, "")
+        self.saver = Saver(self.homes, self.directory, CheckpointConfig())
+
+    def rescue(self, done: int) -> list[Saved | Incident]:
+        """What is told of it."""
+        plan, group = self._ranks.plan, self._ranks.group
+        facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
+        return list(rescue(group, plan.config, self.saver, self.directory, 1, done, lambda _: facts))
+
+    def close(self) -> None:
+        self.saver.close()
+        self.directory.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "model", "shift", "lost"),
+    [
+        ({"tp": 2}, {}, 1, [1]),  # 257 rows of the vocabulary: uneven slices
+        ({"tp": 2}, GPT, 1, [0]),  # the rank that others meet at
+        ({"pp": 2}, GPT, 1, [0]),
+        ({"pp": 3}, {"layers": 3}, 2, [1]),
+        ({"dp": 2}, {}, 0, [0]),
+        ({"dp": 2, "tp": 2}, {}, 1, [0, 1, 2]),
+        ({"pp": 2, "tp": 2}, GPT, 2, [1, 2]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_survivors_write_what_all_ranks_had(
+    tmp_path: Path,
+    data: Path,
+    parallel: dict[str, int],
+    model: dict[str, Any],
+    shift: int,
+    lost: list[int],
+) -> None:
+    with started(tmp_path, data, parallel=parallel, model=model, checkpoint=COPIES) as ranks:
+        run = Run(ranks)
+        try:
+            ranks.begin(shift)
+            ranks.train(range(3))
+            everything = tmp_path / "everything"
+            everything.mkdir()
+            ranks.all("save", str(everything), 3)  # by all ranks, in the ordinary way
+            ranks.kill(lost)
+            saved, told = run.rescue(3)
+            found = run.homes.newest_of(ranks.plan.shape)
+            again = run.rescue(3)
+        finally:
+            run.close()
+    assert isinstance(saved, Saved)
+    assert (saved.step, saved.path) == (3, found.path)
+    assert isinstance(told, Incident)
+    assert told.kind == "rescued"
+    assert (found.manifest.step, found.manifest.data) == (3, FACTS)
+    assert again == [], "a checkpoint is as new"
+    same(read_tensors(Path(found.path)), read_tensors(everything))
+    assert [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")] == ["saved", "rescued"]
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """All tensors, bit for bit; moments have moved."""
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert all(tensor.any() for name, tensor in ours.items() if name.startswith("exp_avg_sq"))
+
+
+def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, data: Path) -> None:
+    """Rank 1 of three has its own state and rank 0's, rank 2's is lost."""
+    with started(tmp_path, data, parallel={"pp": 3}, model={"layers": 3}, checkpoint=COPIES) as ranks:
+        run = Run(ranks)
+        try:
+            ranks.begin(1)
+            ranks.train(range(2))
+            ranks.kill([0, 2])
+            assert run.rescue(2) == []
+        finally:
+            run.close()
+    assert not run.homes.steps()
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path, data: Path) -> None:
+    """A survivor that dies, too: the run goes on from the newest checkpoint."""
+    with started(tmp_path, data, parallel={"tp": 2}, checkpoint=COPIES) as ranks:
+        run = Run(ranks)
+        try:
+            ranks.begin(1)
+            ranks.train(range(2))
+            ranks.kill([1])
+            checkpoints = run.directory.path / "checkpoints"
+            checkpoints.write_text("in the way")
+            (told,) = run.rescue(2)
+        finally:
+            run.close()
+    assert isinstance(told, Incident)
+    assert told.kind == "failed"
+    assert "copies in memory could not be written as a checkpoint" in told.text
