@@ -1,6 +1,7 @@
 """What other tools read: TensorBoard's own reader, and the files of an offline run of Weights & Biases."""
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
         sinks.step(line)
     sinks.close()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    deadline = time.monotonic() + 30
+    while b"tokens_per_second" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # wandb's service closes the file a moment after it has said that it is done
     assert b"hidden_fraction" in content
     assert b"tokens_per_second" in content
 
