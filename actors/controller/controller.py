@@ -212,9 +212,8 @@ class Controller:
         """Plan the run for another layout."""
         assert self._replan is not None
         before = self._config.layout()
-        self._changed = Changed(
-            change.reason, self._step_now, time.time(), before.ranks, change.degrees.ranks
-        )
+        new = Changed(change.reason, self._step_now, time.time(), before.ranks, change.degrees.ranks)
+        self._changed = new if self._changed is None else self._changed.then(new)
         config = change.degrees.of(self._config)
         text = f"{change.reason}; from {before.describe()} to {config.layout().describe()}"
         places.directory.note("resized", self._step_now, self._generation, text)

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braid.actors.stage.messages import Held
@@ -60,6 +60,15 @@ class Changed:
     after: int
     """Ranks."""
     parts: dict[str, float] = field(default_factory=dict)
+
+    def then(self, next_change: "Changed") -> "Changed":
+        """Both as one: the next came before a step was done with the ranks of this one."""
+        return replace(
+            self,
+            reason=f"{self.reason}; then {next_change.reason}",
+            after=next_change.after,
+            parts={"given up": next_change.time - self.time},
+        )
 
     def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
         """A line of ``incidents.jsonl``, once the first step after it is done."""

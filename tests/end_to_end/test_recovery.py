@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerError
+from braid.actors.controller.group import Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.controller.records import Event, Incident, StepDone, read_lines
 from braid.actors.stage.messages import RunPlan
 from braid.dashboards.trace_folder import TraceFolder
 from tests.end_to_end.command import start, write_config, write_corpus
@@ -92,6 +93,43 @@ def test_there_is_a_budget(tmp_path: Path, data: Path) -> None:
     (events,) = tmp_path.glob("*/events.jsonl")
     kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
     assert kinds == ["started", "restarted", "started", "failed"]
+
+
+class Shrinking(ProcessLauncher):
+    """Machines that are fewer each time ranks are to start, down to one."""
+
+    room = 4
+
+    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+        return self.room, False
+
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        self.room = max(self.room - 1, 1)
+        if ranks > self.room:
+            raise NoRoomError(f"room for {self.room} of {ranks}")
+        return super().start(ranks)
+
+
+@pytest.mark.slow
+def test_layouts_that_trained_no_step_are_one_incident_with_the_next(tmp_path: Path, data: Path) -> None:
+    sections: dict[str, Any] = {"parallel": {"dp": 4}, "train": {"steps": 2, "global_batch": 24}}
+    config = small_config(tmp_path, **sections, elastic={"min_ranks": 1, "max_ranks": 4})
+
+    def planned(config: Config, _: Launcher) -> RunPlan:
+        shape = config.check(BYTES_VOCABULARY)
+        schedule = build_schedule(config, shape).to_text()
+        return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+    launcher = Shrinking(config)
+    events = list(Controller(planned(config, launcher), launcher, RunOptions(), planned).run())
+    assert [event.record.step for event in events if isinstance(event, StepDone)] == [1, 2]
+    assert [event.kind for event in events if isinstance(event, Incident)] == ["resized"] * 3
+    (line,) = read_lines(config.run_directory / "incidents.jsonl")
+    assert (line["ranks"], line["steps_lost"]) == ([4, 1], 0)
+    assert line["text"].split("; then ") == [
+        f"not all nodes are there: room for {room} of {ranks}" for room, ranks in ((3, 4), (2, 3), (1, 2))
+    ]
+    assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))
 
 
 @pytest.mark.slow
