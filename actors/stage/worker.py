@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
+from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
@@ -55,6 +56,7 @@ class Worker:
     """A rank of a run."""
 
     def __init__(self, rank: int, address: str) -> None:
+        keep_freed_memory()
         self.rank = rank
         self.address = address
         self._store: dist.TCPStore | None = None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
+from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.network import bind_gloo
@@ -31,6 +32,7 @@ class PeerRank:
     """One rank of a public-torch peer; methods as those of `braid.actors.stage.worker.Worker`."""
 
     def __init__(self, rank: int, address: str) -> None:
+        keep_freed_memory()  # as ranks of Braid do
         self.rank, self.address = rank, address
         self._store: dist.TCPStore | None = None
 

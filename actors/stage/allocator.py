@@ -1,0 +1,27 @@
+"""glibc gives what large tensors give back to the kernel at once, and faults it in again page by page."""
+
+import ctypes
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+"""Parameters of mallopt(3)."""
+_LARGEST = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next tensors; returns whether the C library takes that.
+
+    A training step allocates the same sizes again and again, and on CPU a quarter of the kernel's share of a
+    step was page faults (docs/log.md). By default blocks from 128 KiB (later up to 32 MiB) on are mapped and
+    unmapped one by one, and the heap's end is trimmed. Other C libraries than glibc are left as they are.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = (
+        (_MMAP_THRESHOLD, _LARGEST),
+        (_MMAP_MAX, 0),  # older versions refuse thresholds from 32 MiB on
+        (_TRIM_THRESHOLD, _LARGEST),
+        (_TOP_PAD, 64 << 20),
+    )
+    return [mallopt(name, value) for name, value in settings][1:] == [1, 1, 1]

@@ -1,0 +1,48 @@
+"""Memory that a rank has freed is its next tensors', without new page faults."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTS = """
+import resource, sys
+import torch
+from braid.actors.stage.allocator import keep_freed_memory
+
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit(3)
+
+def step():
+    for megabytes in (1, 3, 40, 7):
+        torch.ones(megabytes << 18)
+
+for _ in range(20):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 20 * (51 << 20) // 4096
+
+
+def faults(how: str) -> int:
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS, how],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if result.returncode == 3:
+        pytest.skip("this C library is not glibc")
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout)
+
+
+def test_freed_memory_is_used_again() -> None:
+    kept, given_back = faults("keep"), faults("as it is")
+    assert kept < PAGES / 100
+    assert given_back > 10 * kept, "else nobody needs this"
