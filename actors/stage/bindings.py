@@ -40,12 +40,12 @@ BoundAction = Callable[[Values, Block], None]
 COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
     Kind.ALL_GATHER: all_gather,
     Kind.REDUCE_SCATTER: reduce_scatter,
-    Kind.ALL_REDUCE: all_reduce,
+    Kind.ALL_REDUCE: lambda x, line: all_reduce(x, line.group),
 }
 
 
 class Binder:
-    """Binds programs of one rank; ``collectives`` are called with a tensor and the mesh's group."""
+    """Binds programs of one rank; ``collectives`` are called with a tensor and the mesh's line."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Binder:
     ) -> BoundAction:
         assert operator.axis is not None
         collective = self._collectives[operator.kind]
-        groups = {s: g for (axis, s), g in self._mesh.groups.items() if axis == operator.axis}
+        lines = {s: line for (axis, s), line in self._mesh.lines.items() if axis == operator.axis}
         (source,), key, chunk = operator.reads, _transfer_key(operator), chunk_of(operator.name)
         precision = part.values[source].precision
         moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
@@ -211,12 +211,12 @@ class Binder:
 
         def run(values: Values, block: Block) -> None:
             nonlocal label
-            x, group = values[source], groups[block.strand]
+            x, line = values[source], lines[block.strand]
             if chunk is not None:
                 x = rows_of_chunk(x, chunk.number, chunk.ways)
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(operator.stream, collective(x, group), awaited_next=awaited_next)
+            transfer = start(operator.stream, collective(x, line), awaited_next=awaited_next)
             values[key] = transfer
             record(label, block, transfer)
 

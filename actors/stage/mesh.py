@@ -1,9 +1,9 @@
-"""This rank's place in the mesh and its process groups: one per mesh axis and strand.
+"""This rank's place in the mesh and its process groups: a line of ranks per mesh axis and strand.
 
 On CUDA every strand has groups of its own, since NCCL runs what one group was given in the order of issue. On
 CPU the strands share them: their exchanges then queue on one connection and the first to be issued arrives
 first, where two connections would halve the rate of both. The order of issue is static and the same on all
-ranks, so sharing is safe.
+ranks, so sharing is safe. Opposite directions do have connections of their own there, as `Line` says.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from itertools import product
 
 import torch.distributed as dist
 
+from braid.kernels.collectives.primitives import Line
 from braid.scheduling.schedule import Direction, Strand
 from braid.scheduling.spec import AXES, ParallelLayout
 
@@ -22,19 +23,19 @@ Channel = tuple[Direction, str]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Groups are looked up by axis and strand; an axis of degree one has none."""
+    """Lines are looked up by axis and strand; an axis of degree one has none."""
 
     layout: ParallelLayout
     rank: int
     position: dict[str, int]
-    groups: dict[tuple[str, Strand], dist.ProcessGroup]
+    lines: dict[tuple[str, Strand], Line]
     channels: dict[Channel, dist.ProcessGroup]
     ends: dist.ProcessGroup | None
     """First and last pipeline stage, for a head tied to the embedding across an unfolded pipeline."""
 
     def group(self, axis: str, strand: Strand = Strand.ALPHA) -> dist.ProcessGroup:
         """The group of this rank's peers along an axis, for a strand."""
-        return self.groups[axis, strand]
+        return self.lines[axis, strand].group
 
     def peer(self, stage: int) -> int:
         """The rank at this rank's place on another pipeline stage."""
@@ -59,13 +60,16 @@ def build_mesh(
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments."""
     position = layout.coordinate(rank)
-    groups: dict[tuple[str, Strand], dist.ProcessGroup] = {}
-    shared = dist.is_initialized() and dist.get_backend() == "gloo"
+    lines: dict[tuple[str, Strand], Line] = {}
+    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     for axis in (axis for axis in AXES if layout.degree(axis) > 1):
+        own: Line | None = None
         for strand in strands:
-            first = next((group for (other, _), group in groups.items() if other == axis), None)
-            own = first if shared and first is not None else _line_group(layout, axis, rank, timeout)
-            groups[axis, strand] = own
+            if own is None or not gloo:
+                group = _line_group(layout, axis, rank, timeout)
+                upward = _line_group(layout, axis, rank, timeout) if gloo and axis == "tp" else None
+                own = Line(group, upward)
+            lines[axis, strand] = own
     channels: dict[Channel, dist.ProcessGroup] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
@@ -74,7 +78,7 @@ def build_mesh(
     if tied_ends and layout.pp > 1:
         pairs = [[line[0], line[-1]] for line in _lines(layout, "pp")]
         ends = _my_group(pairs, rank, timeout)
-    return Mesh(layout=layout, rank=rank, position=position, groups=groups, channels=channels, ends=ends)
+    return Mesh(layout=layout, rank=rank, position=position, lines=lines, channels=channels, ends=ends)
 
 
 def _lines(layout: ParallelLayout, axis: str) -> list[list[int]]:

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,18 @@ from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
-from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, receive, send, swap
+from braid.kernels.collectives.primitives import (
+    Launch,
+    Line,
+    all_gather,
+    all_reduce,
+    receive,
+    send,
+    swap,
+)
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.profile import operator_key
-from braid.scheduling.schedule import Strand
+from braid.scheduling.schedule import Direction, Strand
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ class Profiler:
 
     def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
         assert operator.axis is not None
-        launch = COLLECTIVES[operator.kind](x, self.mesh.group(operator.axis, Strand.ALPHA))
+        launch = COLLECTIVES[operator.kind](x, self.mesh.lines[operator.axis, Strand.ALPHA])
         return self.streams.start(operator.stream, launch, awaited_next=awaited_next)
 
     def _beside_transfer(
@@ -212,7 +221,7 @@ class Profiler:
         if name == MESSAGE:
             assert self._message is not None
             x, peer = self._message
-            launch = swap(x, peer, self.mesh.group("pp"))
+            launch = swap(x, peer, self._neighbours)
             return self.streams.start(Stream.INTER, launch, awaited_next=False, lane="profile")
         spare = self._spares[name]
         return self._start(spare.operator, spare.x, awaited_next=False)
@@ -274,17 +283,17 @@ class Profiler:
                 if layout.pp > 1:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
                 if layout.dp > 1:
-                    measured["dp/all_reduce"].append((x.nbytes, self._alone("dp", all_reduce, x)))
+                    launch = all_reduce(x, self.mesh.group("dp"))
+                    measured["dp/all_reduce"].append((x.nbytes, self._alone("dp", launch)))
                 if layout.tp > 1:
-                    ns = self._alone("tp", all_gather, x)
+                    ns = self._alone("tp", all_gather(x, self.mesh.lines["tp", Strand.ALPHA]))
                     measured["tp/all_gather"].append((x.nbytes * layout.tp, ns))
         return dict(measured)
 
-    def _alone(self, axis: str, collective: Callable[[Tensor, dist.ProcessGroup], Launch], x: Tensor) -> int:
-        group = self.mesh.group(axis)
-        dist.barrier(group)
+    def _alone(self, axis: str, launch: Launch) -> int:
+        dist.barrier(self.mesh.group(axis))
         begin = self.streams.mark()
-        transfer = self.streams.start(Stream.INTER, collective(x, group), awaited_next=True)
+        transfer = self.streams.start(Stream.INTER, launch, awaited_next=True)
         self.streams.wait(transfer)
         transfer.take()
         return self._between(begin, self.streams.mark())
@@ -293,20 +302,26 @@ class Profiler:
         """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
         stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
         other = stage ^ 1
-        group = self.mesh.group("pp")
-        dist.barrier(group)
+        dist.barrier(self.mesh.group("pp"))
         if other >= stages:
             return 0
-        peer = self.mesh.peer(other)
+        peer, line = self.mesh.peer(other), self._neighbours
         begin = self.streams.mark()
-        turns = (send, receive) if stage < other else (receive, send)
-        for turn in turns:
-            transfer = self.streams.start(Stream.INTER, turn(x, peer, group, 0), awaited_next=True)
+        out = partial(send, x, peer, line.toward(stage, other), 0)
+        back = partial(receive, x, peer, line.toward(other, stage), 0)
+        for turn in (out, back) if stage < other else (back, out):
+            transfer = self.streams.start(Stream.INTER, turn(), awaited_next=True)
             self.streams.wait(transfer)
             transfer.take()
         return self._between(begin, self.streams.mark()) // 2
 
     # -- helpers -------------------------------------------------------------------------------------------
+
+    @property
+    def _neighbours(self) -> Line:
+        """The pipeline, over the connections that forward passes take."""
+        down, up = (self.mesh.channels[Direction.FORWARD, way] for way in ("down", "up"))
+        return Line(group=up, upward=down)
 
     def _meet(self) -> None:
         """Let all ranks of the tensor-parallel group begin together, as they do after every collective."""

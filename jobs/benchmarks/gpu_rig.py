@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from braid.actors.stage.bindings import Binder
@@ -23,6 +22,7 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import CudaStreams, Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
+from braid.kernels.collectives.primitives import Line
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import serial_programs
 from braid.scheduling.lowering.programs import PairingDecision, pair_program
@@ -147,10 +147,10 @@ class Rig:
     @cached_property
     def mesh(self) -> Mesh:
         """Both strands share the link."""
-        groups = {("tp", strand): cast(dist.ProcessGroup, self.link) for strand in Strand}
+        lines = {("tp", strand): cast(Line, self.link) for strand in Strand}
         position = {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0}
         rank = self.layout.rank_at(position)
-        return Mesh(layout=self.layout, rank=rank, position=position, groups=groups, channels={}, ends=None)
+        return Mesh(layout=self.layout, rank=rank, position=position, lines=lines, channels={}, ends=None)
 
     @cached_property
     def compute(self) -> "torch.cuda.Stream | None":

@@ -25,7 +25,8 @@ PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
 """Largest packets on the link: what passes in so many seconds, within bounds. A network card cuts what a host
 sends by itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be
 few. But the link's bucket has to hold one, and whatever it holds passes at once: at 40 Mbit/s, 256 KB were
-half a message that took no time."""
+half a message that took no time; so a packet is a quarter of a message at most, too."""
+_HEADER_BYTES = 12_000
 _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 _START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
@@ -89,13 +90,17 @@ class Hosts:
         self._devices = devices
         self._shaped = False
 
-    def shape(self, mbit: float) -> None:
-        """Limit the link to a rate, both ways; may be called again while it is in use."""
+    def shape(self, mbit: float, message_bytes: float = 4 * PACKET_BYTES) -> None:
+        """Limit the link to a rate, both ways; may be called again while it is in use.
+
+        ``message_bytes``: what is usually sent at once.
+        """
         verb = "change" if self._shaped else "add"
-        packet = int(min(PACKET_BYTES, max(_LEAST_PACKET_BYTES, mbit * 1e6 / 8 * _PACKET_SECONDS)))
+        most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
+        packet = int(max(_LEAST_PACKET_BYTES, most))
         for host, device in zip(self.hosts, self._devices, strict=True):
             _set_packets(host.namespace, device, packet)
-            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + 12_000}b", "latency", "400ms"]
+            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _HEADER_BYTES}b", "latency", "400ms"]
             _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
         self._shaped = True
 

@@ -105,6 +105,11 @@ class OverlapCase:
         )
 
     @property
+    def message_bytes(self) -> int:
+        """What one rank sends another at once: its tokens' activations, single precision."""
+        return self.tokens * self.hidden * 4 // LAYOUTS[self.layout].get("tp", 1)
+
+    @property
     def name(self) -> str:
         """The model in one line."""
         return (
@@ -192,7 +197,7 @@ class _Bench:
         """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
         case = self._case
         mbit = case.mbit or FIRST_GUESS_MBIT
-        self._link.shape(mbit)
+        self._link.shape(mbit, case.message_bytes)
         if case.alpha is None:
             return mbit
         for turn in range(3):
@@ -206,7 +211,7 @@ class _Bench:
             compute = numbers.step_seconds - communication
             wanted = compute * case.alpha / (1 - case.alpha)
             mbit = round(mbit * communication / wanted, 1)
-            self._link.shape(mbit)
+            self._link.shape(mbit, case.message_bytes)
         return mbit
 
     def profile(self) -> Profile:

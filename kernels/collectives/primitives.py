@@ -1,4 +1,4 @@
-"""Collectives over flattened tokens: asynchronous, groups as arguments, one name for all torch versions.
+"""Collectives over flattened tokens: asynchronous, lines as arguments, one name for all torch versions.
 
 Each prepares what it needs on the current stream and returns a `Launch`: the tensor that will hold the result
 and a function that issues the collective, perhaps on another stream. The input must stay alive, and the
@@ -34,28 +34,49 @@ class Launch:
     """What remains to be computed once the work is done, before the result may be read."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """The ranks that a collective spans, and the connections between them.
+
+    On CPU messages to later ranks take one process group and messages to earlier ranks another. gloo guards
+    a connection with one lock, which its thread tries in an endless loop when something arrives while another
+    thread sends; where both share a CPU, the sender cannot go on before the kernel ends the loop's time
+    slice. With both directions on one connection that was 3 ms for every other exchange (docs/log.md).
+    """
+
+    group: dist.ProcessGroup
+    upward: dist.ProcessGroup | None = None
+    """For messages to ranks that come later in the group; None: ``group``, as the others."""
+
+    def toward(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from one rank to another, by their numbers in it."""
+        return self.upward if self.upward is not None and source < target else self.group
+
+
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed these and warns about the old names, older versions have only those."""
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Launch:
-    """Concatenate the tokens of all ranks of the group, in rank order: (t, ...) -> (t x ranks, ...)."""
+def all_gather(x: Tensor, line: Line) -> Launch:
+    """Concatenate the tokens of all ranks of the line, in rank order: (t, ...) -> (t x ranks, ...)."""
+    group = line.group
     x = x.contiguous()
     y = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
     if x.device.type != "cpu":
         return Launch(y, lambda: started(_gather(y, x, group=group, async_op=True)))
     parts, rank = y.chunk(group.size()), group.rank()
     own = parts[rank]
-    return Launch(y, lambda: _exchange([x] * group.size(), parts, group), lambda: own.copy_(x))
+    return Launch(y, lambda: _exchange([x] * group.size(), parts, line), lambda: own.copy_(x))
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Launch:
+def reduce_scatter(x: Tensor, line: Line) -> Launch:
     """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...).
 
     On CPU the sum is in rank order.
     """
     x = x.contiguous()
+    group = line.group
     ranks = group.size()
     y = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
     if x.device.type != "cpu":
@@ -69,7 +90,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Launch:
         for part in arrived[2:]:
             y.add_(part)
 
-    return Launch(y, lambda: _exchange(parts, arrived, group), total)
+    return Launch(y, lambda: _exchange(parts, arrived, line), total)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Launch:
@@ -88,14 +109,15 @@ def receive(x: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Launch:
     return Launch(x, lambda: started(dist.irecv(x, rank, group=group, tag=tag)))
 
 
-def swap(x: Tensor, peer: int, group: dist.ProcessGroup) -> Launch:
-    """Send ``x`` to a rank of the group (by its number there) and receive as much from it."""
+def swap(x: Tensor, peer: int, line: Line) -> Launch:
+    """Send ``x`` to a rank of the line (by its number there) and receive as much from it."""
     x = x.contiguous()
     y = torch.empty_like(x)
+    own = line.group.rank()
 
     def issue() -> Work:
-        arriving = started(dist.irecv(y, group=group, group_src=peer))
-        return _All([arriving, started(dist.isend(x, group=group, group_dst=peer))])
+        arriving = started(dist.irecv(y, group=line.toward(peer, own), group_src=peer))
+        return _All([arriving, started(dist.isend(x, group=line.toward(own, peer), group_dst=peer))])
 
     return Launch(y, issue)
 
@@ -117,16 +139,17 @@ class _All:
             work.wait()
 
 
-def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
-    """Send ``outgoing[peer]`` to every other rank of the group and receive ``incoming[peer]`` from it.
+def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], line: Line) -> Work:
+    """Send ``outgoing[peer]`` to every other rank of the line and receive ``incoming[peer]`` from it.
 
     Messages between two ranks of a group arrive in the order in which they were sent, so exchanges need no
     tags as long as all ranks start them in one order, as they do collectives.
     """
-    rank, ranks = group.rank(), group.size()
+    rank, ranks = line.group.rank(), line.group.size()
     works = []
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        works.append(started(dist.irecv(incoming[source], group=group, group_src=source)))
-        works.append(started(dist.isend(outgoing[target], group=group, group_dst=target)))
+        inward, outward = line.toward(source, rank), line.toward(rank, target)
+        works.append(started(dist.irecv(incoming[source], group=inward, group_src=source)))
+        works.append(started(dist.isend(outgoing[target], group=outward, group_dst=target)))
     return _All(works)

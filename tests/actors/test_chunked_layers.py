@@ -63,8 +63,8 @@ class Bench:
         self.sizes = part_sizes(shape, layout, MICRO_BATCH)
         self.shape = shape
         self._generator = torch.Generator().manual_seed(seed)
-        groups: Any = {("tp", Strand.ALPHA): object()}
-        mesh = Mesh(layout=layout, rank=0, position={"tp": 0}, groups=groups, channels={}, ends=None)
+        lines: Any = {("tp", Strand.ALPHA): object()}
+        mesh = Mesh(layout=layout, rank=0, position={"tp": 0}, lines=lines, channels={}, ends=None)
         self.binder = Binder(mesh, streams, Recorder(streams), 8)
         context = ModuleContext(sizes=self.sizes, tp_rank=0, device=torch.device("cpu"), dtype=torch.float64)
         entries = TransformerLayer().modules(context, 0)
