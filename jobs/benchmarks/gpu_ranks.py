@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 from braid.actors.stage.bindings import COLLECTIVES
 from braid.jobs.benchmarks.gpu_rig import first_line
+from braid.kernels.collectives.primitives import Line
 from braid.scheduling.operators import Kind
 
 RANKS: Final = 2
@@ -81,7 +82,7 @@ def _measure(
     weight = torch.ones(hidden, hidden, device=device, dtype=dtype)
 
     def collective() -> Callable[[], object]:
-        launch = COLLECTIVES[kind](x, group)
+        launch = COLLECTIVES[kind](x, Line(group))
         work = launch.issue()
 
         def end() -> None:
