@@ -26,7 +26,8 @@ PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
 sends by itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be
 few. But the link's bucket has to hold one, and whatever it holds passes at once: at 40 Mbit/s, 256 KB were
 half a message that took no time; so a packet is a quarter of a message at most, too."""
-_HEADER_BYTES = 12_000
+_SLACK_BYTES = 12_000
+"""What the bucket holds beside a packet: with 2 KB, `tbf` cut packets in software (docs/log.md)."""
 _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 _START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
@@ -100,7 +101,7 @@ class Hosts:
         packet = int(max(_LEAST_PACKET_BYTES, most))
         for host, device in zip(self.hosts, self._devices, strict=True):
             _set_packets(host.namespace, device, packet)
-            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _HEADER_BYTES}b", "latency", "400ms"]
+            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
             _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
         self._shaped = True
 
