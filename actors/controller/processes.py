@@ -22,6 +22,8 @@ from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
+_EXIT_CODE_SECONDS = 0.3
+"""From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -139,8 +141,9 @@ class ProcessGroup(WatchedGroup):
         try:
             outcome: Outcome = child.calls.recv()
         except (EOFError, OSError):
-            child.process.join(1.0)
-            text = f"its process ended with exit code {child.process.exitcode}"
+            child.process.join(_EXIT_CODE_SECONDS)
+            code = child.process.exitcode
+            text = "its process is ending" if code is None else f"its process ended with exit code {code}"
             return WorkerError(rank, text, died=True)
         return outcome
 

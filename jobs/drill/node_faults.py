@@ -52,4 +52,4 @@ def _describe(outcome: Outcome, command: Command, since: float) -> None:
     outcome.steps_lost = change["steps_lost"]
     kept = change["step"] - change["steps_lost"]
     outcome.restored_from = f"checkpoint step-{kept}" if kept else "the beginning"
-    outcome.parts = {"room": begun - detected, **change["parts"]}
+    outcome.parts, outcome.noticed = {"room": begun - detected, **change["parts"]}, change["text"]

@@ -21,6 +21,8 @@ class Outcome:
     steps_lost: int = 0
     restored_from: str = ""
     parts: dict[str, float] = field(default_factory=dict)
+    noticed: str = ""
+    """What the controller said of it."""
 
 
 @dataclass

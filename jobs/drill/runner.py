@@ -241,7 +241,7 @@ class Drill:
         outcome.recovered_after = incident["recovered_after_seconds"]
         outcome.steps_lost = incident["steps_lost"]
         outcome.restored_from = incident["restored_from"]
-        outcome.parts = incident["parts"]
+        outcome.parts, outcome.noticed = incident["parts"], incident["text"]
         return outcome
 
     def _act(self, one: Planned) -> None:

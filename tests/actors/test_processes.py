@@ -34,6 +34,11 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("connection reset by peer")
 
+    def closes(self) -> None:
+        """The process's end has begun, and takes long."""
+        os.closerange(3, 256)
+        time.sleep(60.0)
+
     def echo(self, word: str) -> str:
         """The word, with the rank."""
         return f"{word} {self._rank}"
@@ -80,11 +85,25 @@ def test_answers_that_come_together_all_count(
     try:
         assert group.call_all("echo", "first") == ["first 0", "first 1"]
         monkeypatch.setattr(group, "_poll", late)
-        with pytest.raises(WorkerError, match=f"rank {first}: its process ended") as caught:
+        with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
             group.call_all("both_fail", first)
         assert caught.value.died
         assert group.interrupt() == [first]
         group.replace([first])
         assert group.call_all("echo", "second") == ["second 0", "second 1"]
+    finally:
+        group.shutdown()
+
+
+def test_an_end_that_takes_long_is_told_before_it_is_over(tmp_path: Path) -> None:
+    group = ProcessLauncher(small_config(tmp_path), serve=serve).start(1)
+    try:
+        assert group.call(0, "echo", "first") == "first 0"
+        with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
+            group.call(0, "closes")
+        assert caught.value.died
+        assert group.interrupt() == [0]
+        group.replace([0])
+        assert group.call(0, "echo", "second") == "second 0"
     finally:
         group.shutdown()

@@ -88,7 +88,7 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
 
 @pytest.mark.slow
 def test_there_is_a_budget(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(WorkerError, match="exit code -9"):
+    with pytest.raises(WorkerError, match="its process"):
         killed(tmp_path, data, [1, 2], failure={"max_restarts": 1, "backoff_s": 0.1}, parallel={"tp": 2})
     (events,) = tmp_path.glob("*/events.jsonl")
     kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
