@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -108,6 +108,8 @@ _WAITING_LINES = 100_000
 """Lines of a file that wait for room on the disk; older ones are lost."""
 
 
+_CHUNK_BYTES = 1 << 16
+
 _MARK = "run-mark"
 
 
@@ -132,6 +134,8 @@ class RunDirectory:
         """Tells this run's checkpoints from others'; empty for one that goes on where its mark is lost."""
         self._waiting: dict[str, list[str]] = {}
         """Lines that the disk had no room for, by file."""
+        self._records: list[StepRecord] | None = None
+        """Of all steps, once they were read."""
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -202,18 +206,16 @@ class RunDirectory:
     @property
     def last_generation(self) -> int:
         """Of the run that goes on here; 0 if it begins. A generation's number is never used again."""
-        if self._replaces:
-            return 0
-        return max((line.get("generation", 0) for line in read_lines(self.path / "events.jsonl")), default=0)
+        return 0 if self._replaces else last_line(self.path / "events.jsonl").get("generation", 0)
 
     def unfinished(self) -> Failure | None:
         """The end of a controller before this one, if it did not end as it should have."""
-        events, steps = read_lines(self.path / "events.jsonl"), read_metrics(self.metrics)
-        if not events or not steps or events[-1]["kind"] in ("finished", "failed"):
+        event, step = last_line(self.path / "events.jsonl"), last_line(self.metrics)
+        if not event or not step or event["kind"] in ("finished", "failed"):
             return None
         now = time.time()
         text = "the controller died, and with it the ranks; a new one goes on"
-        return Failure(None, text, steps[-1].step, now, unwell_seconds=now - steps[-1].time)
+        return Failure(None, text, step["step"], now, unwell_seconds=now - step["time"])
 
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
@@ -230,10 +232,15 @@ class RunDirectory:
             _cut_off(self.path / name, first_step)
             waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
             self._waiting[name] = waiting
-        return [*read_metrics(self.metrics), *map(_record, map(json.loads, self._waiting["metrics.jsonl"]))]
+        if self._records is None:
+            self._records = read_metrics(self.metrics)
+        self._records = [record for record in self._records if record.step < first_step]
+        return list(self._records)
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
+        if self._records is not None:
+            self._records.append(record)
         self._add("metrics.jsonl", asdict(record))
         self._add("ranks.jsonl", ranks)
 
@@ -283,19 +290,9 @@ class RunDirectory:
 
 
 def _cut_off(path: Path, first_step: int) -> None:
-    """End a file before the first line of a step or a later one, or before half a line; needs no space."""
-    if not path.exists():
-        path.touch()
-        return
-    keep = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] >= first_step:
-                    break
-            except ValueError:
-                break
-            keep += len(line)
+    """End a file after the last line of a step before ``first_step``; needs no space."""
+    path.touch()
+    keep = next((end for line, end in _backwards(path) if line.get("step", first_step) < first_step), 0)
     os.truncate(path, keep)
 
 
@@ -306,6 +303,33 @@ def _record(content: dict[str, Any]) -> StepRecord:
 def read_metrics(path: Path) -> list[StepRecord]:
     """The records of a metrics file; a last line that a crash cut short is left out."""
     return [_record(content) for content in read_lines(path)]
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last whole object of a file with one per line; empty if there is none."""
+    return next((content for content, _ in _backwards(path)), {})
+
+
+def _backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Objects of a file with one per line and their ends, the last one first: long runs have long files."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        position = end = file.seek(0, os.SEEK_END)
+        unread, whole = b"", False  # what follows the last line's end was cut short by a crash
+        while position:
+            begin = max(0, position - _CHUNK_BYTES)
+            file.seek(begin)
+            lines = (file.read(position - begin) + unread).split(b"\n")
+            position, unread = begin, lines[0]
+            for line in reversed(lines[1:] if begin else lines):
+                if whole:
+                    with contextlib.suppress(ValueError):
+                        content = json.loads(line)
+                        if isinstance(content, dict):
+                            yield content, end + 1
+                end -= len(line) + 1
+                whole = True
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

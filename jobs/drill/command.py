@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from braid.actors.controller.records import read_lines
+from braid.actors.controller.records import last_line, read_lines
 from braid.jobs.drill.child import Spec
 
 PATIENCE_S = 300.0
@@ -19,7 +18,6 @@ PATIENCE_S = 300.0
 RUNS = ("whole", "broken")
 """Without and with faults."""
 _LOOK_S = 0.02
-_TAIL_BYTES = 1 << 16
 
 
 class DrillError(RuntimeError):
@@ -117,16 +115,8 @@ class Command:
         return int(self.newest().get("step", 0))
 
     def newest(self) -> dict[str, Any]:
-        """The newest step's record. Only the end of the file is read: it is looked at often, and grows."""
-        path = self.broken / "metrics.jsonl"
-        lines: list[bytes] = []
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError):  # the last one may be cut short
-                return dict(json.loads(line))
-        return {}
+        """The newest step's record."""
+        return last_line(self.broken / "metrics.jsonl")
 
     def incidents(self, since: float, *, resized: bool = False) -> list[dict[str, Any]]:
         """Failures that were detected since a time, or changes of the number of ranks that were begun."""

@@ -210,13 +210,18 @@ def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str)
     "line", ["[]", "{}", "7", '{"step": "1"}', '{"step": 1, "peak_bytes": 3}', '{"step": 1, "seconds": "x"}']
 )
 def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
+    run = made_up(tmp_path / "run", 2, 2)
+    clean = read(run.path)
+    losses = clean.metrics(0, 0)["columns"]["loss"]
+    newest = clean.ranks(None)["line"]
+    assert len(losses) == 2
     for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
-        (run.path / name).write_text(line + "\n")
+        path = run.path / name
+        path.write_text(f"{line}\n{path.read_text()}")
     data = read(run.path)
-    data.metrics(0, 0)
-    data.ranks(None)
-    data.state()
+    assert data.metrics(0, 0)["columns"]["loss"][-2:] == losses
+    assert data.ranks(None)["line"] == newest
+    json.dumps([data.metrics(0, 0), data.ranks(None), data.state()], allow_nan=False)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

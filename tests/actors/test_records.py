@@ -1,0 +1,98 @@
+"""Files of a run that grow with it are read and cut from their ends."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from braid.actors.controller import records
+from braid.actors.controller.records import RunDirectory, StepRecord, last_line, read_lines, read_metrics
+from tests.end_to_end.runs import small_config
+
+ODD = st.sampled_from(["", "7", "[]", "{", '"x"', "nonsense {}", "\\u00e9"])
+
+
+def lines_of(steps: list[int], texts: list[str]) -> list[str]:
+    return [json.dumps({"step": step, "text": text}) for step, text in zip(steps, texts, strict=True)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(max_size=30), max_size=12), st.data())
+def test_a_file_is_cut_before_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], data: st.DataObject
+) -> None:
+    monkeypatch.setattr(records, "_CHUNK_BYTES", data.draw(st.integers(1, 50), label="chunk"))
+    steps = sorted(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))))
+    lines = lines_of(steps, texts)
+    last = data.draw(st.sampled_from(["", '{"step": 0', *lines]), label="a line that was cut short")
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines) + last)
+    assert last_line(path) == (json.loads(lines[-1]) if lines else {})
+    first = data.draw(st.integers(0, 11), label="cut before")
+    records._cut_off(path, first)
+    kept = [line for line, step in zip(lines, steps, strict=True) if step < first]
+    assert path.read_text() == "".join(f"{line}\n" for line in kept)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(max_size=30), max_size=5), st.lists(ODD, max_size=4))
+def test_the_last_line_is_the_last_that_says_something(
+    tmp_path: Path, texts: list[str], odd: list[str]
+) -> None:
+    lines = lines_of(list(range(len(texts))), texts)
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*lines, *odd]))
+    assert last_line(path) == (json.loads(lines[-1]) if lines else {})
+
+
+def test_no_file_has_no_last_line(tmp_path: Path) -> None:
+    assert last_line(tmp_path / "none.jsonl") == {}
+
+
+def a_record(step: int, **changes: Any) -> StepRecord:
+    numbers = dict.fromkeys(
+        ("loss", "grad_norm", "lr", "seconds", "communication_seconds", "exposed_seconds"), float(step)
+    )
+    rest = {
+        "hidden_fraction": 1.0,
+        "slowdown_seconds": None,
+        "launch_gap_seconds": 0.0,
+        "bubble_seconds": 0.0,
+    }
+    return StepRecord(**{"step": step, "tokens": 8, "peak_bytes": (1, 2), **numbers, **rest, **changes})
+
+
+def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
+    """By the controller that ran them and by the next one; what it remembers is what the file says."""
+    config = small_config(tmp_path)
+
+    def append(directory: RunDirectory, steps: range, generation: int) -> None:
+        for step in steps:
+            directory.append(a_record(step, generation=generation), {"step": step})
+
+    directory = RunDirectory(config, resume=False, overwrite=False)
+    assert directory.rewind(1) == []
+    append(directory, range(1, 8), 1)
+    assert [record.step for record in directory.rewind(5)] == [1, 2, 3, 4]
+    append(directory, range(5, 7), 2)
+    directory.note("started", 0, 2, "again")
+    directory.close()
+
+    directory = RunDirectory(config, resume=True, overwrite=False)
+    failure = directory.unfinished()
+    assert failure is not None
+    assert failure.step == 6
+    assert directory.last_generation == 2
+    found = directory.rewind(6)
+    assert [(record.step, record.generation) for record in found] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
+    append(directory, range(6, 7), 3)
+    assert [line["step"] for line in read_lines(directory.path / "ranks.jsonl")] == [1, 2, 3, 4, 5, 6]
+    kept = directory.rewind(7)
+    assert list(map(asdict, kept)) == list(map(asdict, read_metrics(directory.metrics)))
+    directory.note("finished", 6, 3, "complete")
+    assert directory.unfinished() is None
+    directory.close()
