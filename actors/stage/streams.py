@@ -92,14 +92,15 @@ class HostStreams:
     """gloo, with threads around it for transfers that are not awaited at once.
 
     One thread issues them, in order: gloo writes as much of a message as the socket takes in the thread that
-    sends it, 1.6 ms for 1 MB (docs/log.md), and the caller has something to compute meanwhile. And since gloo
+    sends it, 1.6 ms for 1 MB (docs/log.md), and the caller has something to compute meanwhile. A small
+    message is written in less time than that thread takes to wake up, so the caller issues it. And since gloo
     works in threads of its own and tells nobody when it is done, a thread per stream and lane waits, and
     stamps the ends.
     """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | None] | None = None
         self._last: Transfer | None = None
         """What was handed to the issuer last."""
         self._threads: list[threading.Thread] = []
@@ -119,8 +120,13 @@ class HostStreams:
             return Transfer(result=launch.result, work=launch.issue(), begin=begin, finish=launch.finish)
         transfer = Transfer(result=launch.result, work=None, begin=None, finish=launch.finish)
         transfer.issued, transfer.done = threading.Event(), threading.Event()
-        self._issuer().put(_Order(transfer, launch, self._waiter(stream, lane)))
-        self._last = transfer
+        order = _Order(transfer, launch, self._waiter(stream, lane))
+        if 0 < launch.sends <= _SMALL_BYTES:
+            self._all_issued()
+            _issue(order)
+        else:
+            self._issuer().put(order)
+            self._last = transfer
         return transfer
 
     def _all_issued(self) -> None:
@@ -153,14 +159,16 @@ class HostStreams:
 
     def close(self) -> None:
         """Ask the threads to end; they are daemons, one stuck in a dead peer's transfer is left."""
-        self._orders.put(None)
+        if self._orders is not None:
+            self._orders.put(None)
         for waiting in self._queues.values():
             waiting.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
 
     def _issuer(self) -> "queue.SimpleQueue[_Order | None]":
-        if not self._threads:
+        if self._orders is None:
+            self._orders = queue.SimpleQueue()
             self._begin(threading.Thread(target=_issue_all, args=(self._orders,), name="issuer", daemon=True))
         return self._orders
 
@@ -176,20 +184,30 @@ class HostStreams:
         return self._queues[stream, lane]
 
 
+_SMALL_BYTES = 128 << 10
+"""So little is sent by who wants it sent: handing it to a thread on the same CPU takes about as long as the
+operator that is to hide it (docs/log.md)."""
+
+
 def _issue_all(orders: "queue.SimpleQueue[_Order | None]") -> None:
     while (order := orders.get()) is not None:
-        transfer = order.transfer
-        assert transfer.issued is not None
-        assert transfer.done is not None
-        transfer.begin = time.perf_counter_ns()
-        try:
-            transfer.work = order.launch.issue()
-            order.waiter.put(transfer)
-        except RuntimeError as error:
-            transfer.error, transfer.end = error, time.perf_counter_ns()
-            transfer.done.set()
-        transfer.issued.set()
-        del order, transfer  # else its tensors stay alive until the next one comes
+        _issue(order)
+        del order  # else its tensors stay alive until the next one comes
+
+
+def _issue(order: _Order) -> None:
+    """Begin a transfer; where that fails, it ends with the error, for who waits."""
+    transfer = order.transfer
+    assert transfer.issued is not None
+    assert transfer.done is not None
+    transfer.begin = time.perf_counter_ns()
+    try:
+        transfer.work = order.launch.issue()
+        order.waiter.put(transfer)
+    except RuntimeError as error:
+        transfer.error, transfer.end = error, time.perf_counter_ns()
+        transfer.done.set()
+    transfer.issued.set()
 
 
 def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:

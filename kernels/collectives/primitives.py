@@ -32,6 +32,8 @@ class Launch:
     issue: Callable[[], Work]
     finish: Callable[[], object] | None = None
     """What remains to be computed once the work is done, before the result may be read."""
+    sends: int = 0
+    """Bytes that this rank sends, where whoever issues has to write them (CPU)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def all_gather(x: Tensor, line: Line) -> Launch:
         return Launch(y, lambda: started(_gather(y, x, group=group, async_op=True)))
     parts, rank = y.chunk(group.size()), group.rank()
     own = parts[rank]
-    return Launch(y, lambda: _exchange([x] * group.size(), parts, line), lambda: own.copy_(x))
+    sends = x.nbytes * (group.size() - 1)
+    return Launch(y, lambda: _exchange([x] * group.size(), parts, line), lambda: own.copy_(x), sends)
 
 
 def reduce_scatter(x: Tensor, line: Line) -> Launch:
@@ -90,18 +93,18 @@ def reduce_scatter(x: Tensor, line: Line) -> Launch:
         for part in arrived[2:]:
             y.add_(part)
 
-    return Launch(y, lambda: _exchange(parts, arrived, line), total)
+    return Launch(y, lambda: _exchange(parts, arrived, line), total, x.nbytes - y.nbytes)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Launch:
     """Sum over the ranks, in place."""
-    return Launch(x, lambda: started(dist.all_reduce(x, group=group, async_op=True)))
+    return Launch(x, lambda: started(dist.all_reduce(x, group=group, async_op=True)), sends=x.nbytes)
 
 
 def send(x: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Launch:
     """Send to one rank, named by its number in the whole run."""
     x = x.contiguous()
-    return Launch(x, lambda: started(dist.isend(x, rank, group=group, tag=tag)))
+    return Launch(x, lambda: started(dist.isend(x, rank, group=group, tag=tag)), sends=x.nbytes)
 
 
 def receive(x: Tensor, rank: int, group: dist.ProcessGroup, tag: int) -> Launch:
@@ -119,7 +122,7 @@ def swap(x: Tensor, peer: int, line: Line) -> Launch:
         arriving = started(dist.irecv(y, group=line.toward(peer, own), group_src=peer))
         return _All([arriving, started(dist.isend(x, group=line.toward(own, peer), group_dst=peer))])
 
-    return Launch(y, issue)
+    return Launch(y, issue, sends=x.nbytes)
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -19,6 +19,7 @@ class Made:
         self.log, self.name = log, name
         self.may_begin, self.may_end = threading.Event(), threading.Event()
         self.fails = ""
+        self.sends = 1 << 20
 
     def issue(self) -> "Made":
         assert self.may_begin.wait(10)
@@ -33,7 +34,7 @@ class Made:
             raise RuntimeError(f"{self.name}: connection reset")
 
     def launch(self) -> Launch:
-        return Launch(torch.zeros(1), self.issue)
+        return Launch(torch.zeros(1), self.issue, sends=self.sends)
 
 
 @pytest.fixture
@@ -81,11 +82,53 @@ def test_what_is_awaited_at_once_is_issued_by_the_caller_behind_the_others(strea
     one.may_end.set()
 
 
+def test_little_is_sent_by_the_caller_behind_the_others_and_awaited_by_a_thread(streams: HostStreams) -> None:
+    log: list[str] = []
+    large, small = Made(log, "large"), Made(log, "small")
+    small.sends = 1 << 16
+    start(streams, large)
+    threading.Timer(0.05, large.may_begin.set).start()
+    small.may_begin.set()
+    transfer = start(streams, small, lane="send down")
+    assert log == ["large", "small"], "both are issued before the caller goes on"
+    small.may_end.set()
+    streams.wait(transfer)
+    assert transfer.begin <= transfer.end, "stamped by the thread that waited"
+    large.may_end.set()
+
+
+def test_much_may_follow_little(streams: HostStreams) -> None:
+    log: list[str] = []
+    small, large = Made(log, "small"), Made(log, "large")
+    small.sends = 1 << 16
+    for made in (small, large):
+        made.may_begin.set()
+        made.may_end.set()
+    for transfer in [start(streams, small), start(streams, large)]:
+        streams.wait(transfer)
+    assert log == ["small", "large"]
+
+
+def test_what_only_receives_is_left_to_the_thread(streams: HostStreams) -> None:
+    made = Made([], "receives")
+    made.sends = 0
+    transfer = start(streams, made)
+    assert made.log == []
+    made.may_begin.set()
+    made.may_end.set()
+    streams.wait(transfer)
+    assert made.log == ["receives"]
+
+
+@pytest.mark.parametrize("sends", [1 << 16, 1 << 20])
 @pytest.mark.parametrize("where", ["issue", "wait"])
-def test_a_failure_reaches_who_waits_and_the_next_transfer_goes_on(streams: HostStreams, where: str) -> None:
+def test_a_failure_reaches_who_waits_and_the_next_transfer_goes_on(
+    streams: HostStreams, where: str, sends: int
+) -> None:
     log: list[str] = []
     bad, good = Made(log, "bad"), Made(log, "good")
     bad.fails = where
+    bad.sends = good.sends = sends
     for made in (bad, good):
         made.may_begin.set()
         made.may_end.set()

@@ -44,6 +44,7 @@ def run_rank(rank: int, ranks: int, port: int, seed: int, ways: int) -> None:
             work.wait()
             assert launch.finish is not None
             launch.finish()
+            assert launch.sends == TOKENS * WIDTH * 8 * (ranks - 1)
         assert torch.equal(gathered.result, torch.cat([x[:TOKENS] for x in everyone]))
         total = everyone[0].clone()
         for x in everyone[1:]:
