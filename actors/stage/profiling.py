@@ -10,12 +10,13 @@ part of what a collective takes there. Beside something, ranks begin every opera
 """
 
 import random
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ from braid.kernels.collectives.primitives import (
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Direction, Strand
+
+_BESIDE_SIZE = 192
+"""Rows and columns of what is multiplied beside an operator, as often as takes as long as that."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Profiler:
         self._random = random.Random(self.seed)
         context = self.model.context
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
+        # A new thread would compute with as many threads as the machine has CPUs, not with the rank's number.
+        self._thread = ThreadPoolExecutor(1, "beside", torch.set_num_threads, (torch.get_num_threads(),))
         chosen: dict[str, PartInstance] = {}
         for instances in self.model.chunks.values():
             for instance in instances:
@@ -227,35 +233,33 @@ class Profiler:
         return self._start(spare.operator, spare.x, awaited_next=False)
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
-        """A second computation of the same length at the same time, which is expected not to pay."""
-        size = 384
-        a = torch.randn(size, size, device=self.model.context.device, dtype=self.model.context.dtype)
-        marks: list[Any] = []
-
-        def other() -> None:
-            with torch.no_grad():
-                marks.append(self.streams.mark())
-                for _ in range(4):
-                    torch.mm(a, a)
-                marks.append(self.streams.mark())
-
+        """Multiplications that take about as long, in another thread; it is expected not to pay."""
         if self.model.context.device.type == "cuda":
             return call(*arguments)  # streams: measured by `python -m braid.jobs.bench gpu`
-        alone = time.perf_counter_ns()
-        other()
-        alone = time.perf_counter_ns() - alone
-        marks.clear()
-        thread = threading.Thread(target=other)
+        a = torch.randn(_BESIDE_SIZE, _BESIDE_SIZE, dtype=self.model.context.dtype)
+
+        def multiply(times: int) -> None:
+            for _ in range(times):
+                torch.mm(a, a)
+
+        def alone_ns(times: int) -> int:
+            begin = time.perf_counter_ns()
+            multiply(times)
+            return time.perf_counter_ns() - begin
+
+        one_ns = alone_ns(1)
+        times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
+        other_ns = alone_ns(times)
         begin = self.streams.mark()
-        thread.start()
+        other = self._thread.submit(multiply, times)
         results = call(*arguments)
         ended = self.streams.mark()
-        thread.join()
+        other.result()
         if counts:
             self._together[key, COMPUTE].append(
                 Together(
                     operator_ns=self._between(begin, ended),
-                    other_ns=alone,
+                    other_ns=other_ns,
                     both_ns=self._between(begin, self.streams.mark()),
                 )
             )

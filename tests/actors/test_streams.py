@@ -1,5 +1,9 @@
 """Transfers on the host: a thread issues them in order, others wait for them, failures reach who waits."""
 
+import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -118,6 +122,35 @@ def test_what_only_receives_is_left_to_the_thread(streams: HostStreams) -> None:
     made.may_end.set()
     streams.wait(transfer)
     assert made.log == ["receives"]
+
+
+@pytest.mark.parametrize("where", ["caller", "at once", "thread"])
+@pytest.mark.parametrize("fails", ["", "issue"])
+def test_who_sends_goes_first_for_as_long_as_it_takes(streams: HostStreams, where: str, fails: str) -> None:
+    """Real-time while it issues, whatever comes of it, and ordinary again afterwards."""
+    usual = os.sched_getscheduler(0)
+    seen: list[int] = []
+
+    class Looks(Made):
+        def issue(self) -> Made:
+            seen.append(os.sched_getscheduler(0))
+            return super().issue()
+
+    made = Looks([], "one")
+    made.fails, made.sends = fails, 1 << 20 if where == "thread" else 1 << 16
+    made.may_begin.set()
+    made.may_end.set()
+    with contextlib.suppress(RuntimeError):
+        streams.wait(start(streams, made, awaited_next=where == "at once"))
+    allowed = usual == os.SCHED_OTHER and may_use_real_time()
+    assert seen == [os.SCHED_RR | os.SCHED_RESET_ON_FORK if allowed else usual]
+    assert os.sched_getscheduler(0) == usual
+
+
+def may_use_real_time() -> bool:
+    """Whether a process of ours may; asked of another one."""
+    ask = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("sends", [1 << 16, 1 << 20])
