@@ -206,7 +206,7 @@ def _issue(order: _Order) -> None:
     try:
         transfer.work = _issued(order.launch)
         order.waiter.put(transfer)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # the latter where a priority may no longer be changed
         transfer.error, transfer.end = error, time.perf_counter_ns()
         transfer.done.set()
     transfer.issued.set()

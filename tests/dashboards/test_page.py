@@ -242,35 +242,36 @@ def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
     write_corpus(tmp_path)
+    steps = 60  # the page asks four times a second
     write_config(
-        tmp_path, train={"steps": 12}, parallel={"tp": 2}, telemetry={"progress": False, "page": False}
+        tmp_path, train={"steps": steps}, parallel={"tp": 2}, telemetry={"progress": False, "page": False}
     )
     run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "events.jsonl").touch()
 
     async def training() -> None:
-        process = start(tmp_path, "train", "run.yaml")
-        try:
-            while not (run / "events.jsonl").exists():
-                assert process.poll() is None, process.communicate()
-                await asyncio.sleep(0.1)
-            async with looked_at(run) as (tab, _):
+        async with looked_at(run) as (tab, _):  # it looks before anything is trained
+            await tab.until("window.braid")
+            process = start(tmp_path, "train", "run.yaml")
+            try:
                 seen = []
                 while process.poll() is None:
                     with contextlib.suppress(RuntimeError):
-                        seen.append(await tab.evaluate("window.braid ? braid.drawnStep : 0"))
+                        seen.append(await tab.evaluate("braid.drawnStep"))
                     await asyncio.sleep(0.1)
-                await tab.until(DRAWN.format(step=12))
+                await tab.until(DRAWN.format(step=steps))
                 assert len(set(seen)) > 3, "the charts move while it trains"
                 await tab.until("document.getElementById('status').textContent === 'finished'")
                 await check(tab)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.communicate(timeout=60)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                process.communicate(timeout=60)
 
     async def check(tab: Tab) -> None:
-        await tab.until("braid.timeline.step === 12 && braid.timeline.steps(0).length === 1")
-        spans = spans_of(run, 12)
+        await tab.until(f"braid.timeline.step === {steps} && braid.timeline.steps(0).length === 1")
+        spans = spans_of(run, steps)
         for lane, stream in enumerate(("compute", "intra")):
             place, text = await tip(tab, lane)
             own = [span for span in spans if span.rank == 0 and span.stream == stream]
@@ -286,7 +287,7 @@ def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
 
     async def past() -> None:
         async with looked_at(run) as (tab, _):
-            await tab.until(DRAWN.format(step=12))
+            await tab.until(DRAWN.format(step=steps))
             await check(tab)
 
     asyncio.run(training())
