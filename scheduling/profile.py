@@ -53,6 +53,12 @@ class Profile:
     """How much longer an operator or class takes while another one runs: 0.2 is a fifth. Where it was
     measured, it stands for the one number of both sides that the OEF gives."""
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
+    issue_ns: Mapping[str, int] = field(default_factory=dict)
+    """How long a rank is busy with starting a collective that something else runs beside; by key. What is not
+    listed takes no time: modelled GPUs, whose host runs ahead."""
+    take_ns: Mapping[str, int] = field(default_factory=dict)
+    """How long it then takes from the collective's end until the rank can go on: to wake up, to put parts
+    together. It is part of the solo time, where the rank does nothing else."""
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
     spread_ns: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +153,7 @@ def with_chunks(profile: Profile, part: Part) -> Profile:
     copies that bring rows to their places, are not in it.
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
+    issue, take = dict(profile.issue_ns), dict(profile.take_ns)
     for op in (*part.forward.operators, *part.backward.operators):
         chunk = chunk_of(op.name)
         own = operator_key(part.name, op)
@@ -154,12 +161,17 @@ def with_chunks(profile: Profile, part: Part) -> Profile:
             continue
         origin = replace(op, name=chunk.whole)
         whole = profile.operator_ns(part.name, origin)
+        name = operator_key(part.name, origin)
         fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
         latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
         solo[own] = round(latency + (whole - latency) / chunk.ways)
-        if (known := classes.get(operator_key(part.name, origin))) is not None:
+        if (known := classes.get(name)) is not None:
             classes[own] = known
-    return replace(profile, solo_ns=solo, classes=classes)
+        if name in issue:
+            issue[own] = issue[name]
+        if name in take:
+            take[own] = round(take[name] / chunk.ways)
+    return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
 
 
 def parse_profile(text: str, where: str) -> Profile:

@@ -52,6 +52,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     solo = _medians([rank.solo_ns for rank in samples])
     spares = _medians([rank.spares for rank in samples])
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
+    handling = [_handling(samples, number) for number in (0, 1)]
     classes = {
         operator_key(part.name, op): operator_class(op)
         for part in parts.values()
@@ -65,6 +66,8 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         oef=_oef(samples, solo, spares, spare_of, classes),
         slowdowns=_slowdowns(samples, solo, spares, spare_of, classes),
         transfers=_transfers(samples),
+        issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
+        take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
     )
@@ -77,6 +80,12 @@ def _medians(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
         for key, values in one.items():
             found[key].append(median(values))
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:
+    """What starting transfers (0) or going on after them (1) takes from computing, by class."""
+    series = [{name: [one[number] for one in times] for name, times in r.handling.items()} for r in samples]
+    return {name: max(0, round(ns)) for name, ns in _medians(series).items()}
 
 
 def _spreads(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
@@ -183,12 +192,11 @@ def _slowdowns(
             kind = classes[key]
             link = "inter" if name == MESSAGE else classes[users[name][0]]
             for one in pairs:
-                together = min(one.operator_ns, one.other_ns)
                 lost = one.operator_ns - alone, one.other_ns - other
-                losses[f"{kind}<{link}"].append((together, lost[0]))
-                losses[f"{link}<{kind}"].append((together, lost[1]))
+                losses[f"{kind}<{link}"].append((one.overlap_ns, lost[0]))
+                losses[f"{link}<{kind}"].append((one.overlap_ns, lost[1]))
                 for user in users[name]:
-                    losses[f"{user}<{kind}"].append((together, lost[1]))
+                    losses[f"{user}<{kind}"].append((one.overlap_ns, lost[1]))
     measured = {name: [one for one in values if one[0] > 0] for name, values in losses.items()}
     return {name: _slowdown(values) for name, values in measured.items() if values}
 

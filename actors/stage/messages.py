@@ -138,6 +138,13 @@ class Together:
     other_ns: int
     both_ns: int
     """From the begin of the first to the end of the last."""
+    delay_ns: int = 0
+    """From the begin of the other to that of the operator."""
+
+    @property
+    def overlap_ns(self) -> int:
+        """How long both were running."""
+        return min(self.operator_ns, self.other_ns - self.delay_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +156,9 @@ class Samples:
     """By operator and what stood beside it: a spare transfer's class or `COMPUTE`."""
     spares: Mapping[str, list[int]]
     """Spare transfers alone, by class."""
+    handling: Mapping[str, list[tuple[int, int]]]
+    """Of spare transfers beside an operator, by class: how long the rank was busy with starting them, and
+    with going on after their end."""
     spare_of: Mapping[str, str]
     """The class of every collective of the graphs: equal kind, axis and size."""
     transfers: Mapping[str, list[tuple[int, int]]]

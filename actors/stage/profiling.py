@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -42,6 +43,8 @@ from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Direction, Strand
 
+_ROOM = 1.5
+"""So many times an operator's length is left to it before a transfer's end, so that it ends within."""
 _BESIDE_SIZE = 192
 """Rows and columns of what is multiplied beside an operator, as often as takes as long as that."""
 
@@ -68,6 +71,9 @@ class Profiler:
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _handling: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    _lasted: dict[str, int] = field(default_factory=dict)
+    """How long a spare transfer took last."""
     _spares: dict[str, _Spare] = field(default_factory=dict)
     _spare_of: dict[str, str] = field(default_factory=dict)
 
@@ -77,11 +83,12 @@ class Profiler:
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
         # A new thread would compute with as many threads as the machine has CPUs, not with the rank's number.
         self._thread = ThreadPoolExecutor(1, "beside", torch.set_num_threads, (torch.get_num_threads(),))
-        chosen: dict[str, PartInstance] = {}
+        # One after the other: the parameters of one that ran just before would still be in the caches.
+        held: dict[str, list[PartInstance]] = defaultdict(list)
         for instances in self.model.chunks.values():
             for instance in instances:
-                chosen.setdefault(instance.name, instance)
-        self._instances = chosen
+                held[instance.name].append(instance)
+        self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
         self._group = self.mesh.group("tp") if tp else None
         # A message each way between two neighbouring stages; the last of an odd number has no partner.
@@ -101,7 +108,7 @@ class Profiler:
                     for beside in (False, True):
                         # Stages hold different parts; those that they share must draw alike.
                         self._random.seed(f"{self.seed} {turn} {name} {beside}")
-                        self._pass(self.parts[name], self._instances[name], beside, counts=turn >= 0)
+                        self._pass(self.parts[name], next(self._instances[name]), beside, counts=turn >= 0)
         transfers = self._transfers(rounds)
         updates = []
         for _ in range(3):
@@ -112,6 +119,7 @@ class Profiler:
             solo_ns=dict(self._solo),
             together=dict(self._together),
             spares=dict(self._spare_times),
+            handling=dict(self._handling),
             spare_of=dict(self._spare_of),
             transfers=transfers,
             optimizer_ns_per_parameter=updates,
@@ -206,22 +214,42 @@ class Profiler:
     ) -> Any:
         begin = self.streams.mark()
         transfer = self._start_spare(name)
-        started = self.streams.mark()
+        issued = started = self.streams.mark()
+        if (delay := self._delay_ns(key, name)) > 0:
+            time.sleep(delay / 1e9)
+            started = self.streams.mark()
         results = call(*arguments)
         ended = self.streams.mark()
         self.streams.wait(transfer)
         transfer_end = transfer.end
         transfer.take()
+        taken = self.streams.mark()
         if counts:
+            after = min(self._between(ended, taken), self._between(transfer_end, taken))
+            self._handling[name].append((self._between(begin, issued), after))
             both = max(self._between(begin, ended), self._between(begin, transfer_end))
             self._together[key, name].append(
                 Together(
                     operator_ns=self._between(started, ended),
                     other_ns=self._between(begin, transfer_end),
                     both_ns=both,
+                    delay_ns=self._between(begin, started),
                 )
             )
+        self._lasted[name] = self._between(begin, transfer_end)
         return results
+
+    def _delay_ns(self, key: str, name: str) -> float:
+        """When to begin an operator that is shorter than the transfer beside it: at any time meanwhile.
+
+        On a CPU most of what a transfer costs the rank falls to its begin and its end. Operators that always
+        stood at its begin would tell of that alone, as if all of the transfer were like it.
+        """
+        share = self._random.random()
+        if self.model.context.device.type == "cuda":
+            return 0.0  # sleeping would delay nothing on the device
+        alone = median(self._solo.get(key, [0]))
+        return share * max(0.0, self._lasted.get(name, 0) - _ROOM * alone)
 
     def _start_spare(self, name: str) -> Transfer:
         if name == MESSAGE:

@@ -6,8 +6,9 @@ are alike, which is what a `ClusterSpec` describes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 
 from braid.scheduling import fusion
 from braid.scheduling.fusion import chunk_runs, pair_up, split_place
@@ -88,6 +89,8 @@ class Issue:
     task: Task
     token: object
     place: Place | None = None
+    busy_ns: float = 0.0
+    """How long that keeps the rank from computing."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Await:
     """Block until the task of that token, of this rank, has finished."""
 
     token: object
+    busy_ns: float = 0.0
+    """How long the rank then has to deal with it."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +319,8 @@ class Compiler:
         sides: Mapping[Side | None, tuple[Place, Part, Graph]],
         previous: tuple[Place, Part] | None = None,
     ) -> Iterator[BlockCommand]:
-        for action in program:
+        alone: set[object] = set()
+        for action, following in zip_longest(program, program[1:]):
             if isinstance(action, Compute) and action.late:
                 if previous is not None:
                     yield self._late(action, previous)
@@ -328,14 +334,30 @@ class Compiler:
                 case Compute(operator):
                     yield Run(self._operator(part, graph, operator), place)
                 case Start(operator):
-                    yield Issue(self._operator(part, graph, operator), token, place)
-                case Wait():
-                    yield Await(token)
+                    if following == Wait(operator, action.side):
+                        alone.add(token)
+                        yield Issue(self._operator(part, graph, operator), token, place)
+                    else:
+                        yield self._beside(part, graph, operator, token, place)
+                case Wait(operator):
+                    yield Await(token, 0.0 if token in alone else self._taking(part, graph, operator))
 
     def _late(self, action: Compute, previous: tuple[Place, Part]) -> Run:
         """A weight gradient of the backward layer before."""
         place, part = previous
         return Run(self._operator(part, part.backward, action.operator), place)
+
+    def _beside(self, part: Part, graph: Graph, name: str, token: object, place: Place) -> Issue:
+        """A collective that something runs beside: what the rank itself does for it is no part of it."""
+        task = self._operator(part, graph, name)
+        key = (part.name, f"{name} beside")
+        if key not in self._tasks:
+            own = max(0.0, task.solo_ns - self._taking(part, graph, name))
+            self._tasks[key] = replace(task, solo_ns=own)
+        return Issue(self._tasks[key], token, place, float(self.job.profile.issue_ns.get(task.key, 0)))
+
+    def _taking(self, part: Part, graph: Graph, name: str) -> float:
+        return float(self.job.profile.take_ns.get(operator_key(part.name, graph.named(name)), 0))
 
     def _operator(self, part: Part, graph: Graph, name: str) -> Task:
         key = (part.name, name)

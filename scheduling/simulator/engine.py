@@ -145,13 +145,15 @@ class RankRun:
         match command:
             case Run(task, place):
                 self._compute(task, place)
-            case Issue(task, token, place):
+            case Issue(task, token, place, busy_ns):
                 lane = self._lanes.setdefault(task.lane, [])
                 lane.append(Queued(task, token, place, task.solo_ns))
                 if len(lane) == 1:
                     lane[0].start = self.clock
-            case Await(token):
+                self._wait(self.clock + busy_ns)
+            case Await(token, busy_ns):
                 self._drain(lambda: token not in self._finished)
+                self._wait(self.clock + busy_ns)
             case Synchronise(ns):
                 self._drain(lambda: any(self._lanes.get(lane) for lane in LAYER_LANES))
                 self._wait(self.clock + ns)

@@ -62,6 +62,7 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
         solo_ns=solo,
         together=together,
         spares={"tp/one": [1_000_000] * 9},
+        handling={"tp/one": [(40_000, 70_000), (50_000, 90_000), (45_000, 60_000)]},
         spare_of=spare_of,
         transfers={"pp/send_receive": [(1000, 3_000), (9000, 11_000), (1000, 3_100), (9000, 10_900)]},
         optimizer_ns_per_parameter=[2.0, 3.0, 4.0],
@@ -84,6 +85,9 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert fit.stream is Stream.INTER
     assert profile.optimizer_ns_per_parameter == 3.0
     assert all(profile.spread_ns[key] < 2_000 for key in profile.solo_ns)
+    assert profile.issue_ns["layer/mlp_gather"] == 45_000
+    assert profile.take_ns["layer/mlp_gather"] == 70_000
+    assert set(profile.issue_ns) == {key for key in profile.solo_ns if profile.classes[key] == "intra"}
 
 
 def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
@@ -115,6 +119,26 @@ def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None
     assert parse_profile(profile.to_json(), "p.json") == profile
 
 
+def test_an_operator_in_the_middle_of_a_transfer_runs_beside_it_as_long_as_it_lasts(tmp_path: Path) -> None:
+    """GEMMs of 0.8 ms begin at any time within transfers of 1 ms, and lose a tenth of the time together."""
+    config, draw = config_of(tmp_path), random.Random(4)
+    parts = model_graphs(config, config.check(VOCABULARY))
+    samples = samples_of(config, draw, 0.75)
+    together = dict(samples.together)
+    together["layer/qkv", "tp/one"] = []
+    for _ in range(20):
+        delay = draw.randrange(900_000)
+        beside = min(1_000_000 - delay, round(800_000 / 0.9))  # of it a tenth is lost
+        took = 800_000 + round(beside / 10)
+        one = Together(
+            operator_ns=took, other_ns=1_000_000, both_ns=max(1_000_000, delay + took), delay_ns=delay
+        )
+        together["layer/qkv", "tp/one"].append(one)
+    profile = combine([replace(samples, together=together)], parts)
+    assert profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(1 / 9, abs=0.005)
+    assert profile.slowdown("layer/mlp_gather", "layer/qkv") == pytest.approx(0.0, abs=0.005)
+
+
 def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path) -> None:
     """Real ranks on loopback: two processes, gloo."""
     config = config_of(tmp_path)
@@ -128,6 +152,8 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
         for op in (*part.forward.operators, *part.backward.operators):
             assert found.profile.operator_ns(part.name, op) >= 0
     assert found.profile.solo_ns["layer/qkv"] > 0
+    for handling in (found.profile.issue_ns, found.profile.take_ns):
+        assert 0 < handling["layer/mlp_gather"] < 1e9
     again = find_or_measure(config, shape, ProcessLauncher(config))
     assert again.reused
     assert again.profile == found.profile

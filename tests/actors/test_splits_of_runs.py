@@ -90,6 +90,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None
         solo_ns=solo,
         together={},
         spares={},
+        handling={},
         spare_of={},
         transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
         optimizer_ns_per_parameter=[1.0],

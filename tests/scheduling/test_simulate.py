@@ -60,20 +60,47 @@ def test_without_overlap_a_step_is_the_sum_of_its_operators(tp: int, m: int, rec
 def test_perfect_overlap_is_the_maximum_and_none_the_sum(compute: int, moved: int) -> None:
     """One compute operator beside one collective, OEF 1 and OEF 0."""
     for oef, expected in ((1.0, max(compute, moved)), (0.0, compute + moved)):
-        bench = with_free_ends(
-            prepare(setting("intra_batch", tp=2, micro_batches=1, split=1), cluster(gpus=2, oef=oef))
-        )
-        gather, gemm = "layer/mlp_gather.grad", "layer/mlp_in.wgrad"
-        solo = dict.fromkeys(bench.profile.solo_ns, 0) | {gather: moved, gemm: compute}
-        alone = Bench(bench.setting, bench.parts, replace(bench.profile, solo_ns=solo))
-        order = [op.name for op in bench.layer.backward.operators]
-        order.remove("mlp_in.wgrad")
-        order.insert(order.index("mlp_gather.grad") + 1, "mlp_in.wgrad")
-        choices, _ = decide(alone)
-        choices = replace(choices, backward_orders={"layer": tuple(order)})
-        s = alone.setting
-        result = simulate(lower(alone, choices), s.layout, s.model, alone.parts, alone.profile)
-        assert result.step_ns == pytest.approx(s.model.layers * expected, rel=1e-6)
+        assert layer_beside(compute, moved, oef) == pytest.approx(expected, rel=1e-6)
+
+
+@given(
+    compute=st.integers(1, 10**6),
+    moved=st.integers(1, 10**6),
+    issue=st.integers(0, 10**5),
+    take=st.integers(0, 10**5),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_the_rank_does_for_a_transfer_is_never_hidden(
+    compute: int, moved: int, issue: int, take: int
+) -> None:
+    """Starting takes time of its own; going on afterwards, which is a part of the solo time, moves out."""
+    handling = {"issue_ns": {GATHER: issue}, "take_ns": {GATHER: take}}
+    expected = max(issue + compute, moved - take) + take
+    assert layer_beside(compute, moved, 1.0, **handling) == pytest.approx(expected, rel=1e-6)
+    serial = layer_beside(compute, moved, 1.0, together=False, **handling)
+    assert serial == pytest.approx(compute + moved, rel=1e-6), "alone, it is all in the solo time"
+
+
+GATHER, GEMM = "layer/mlp_gather.grad", "layer/mlp_in.wgrad"
+
+
+def layer_beside(
+    compute: int, moved: int, oef: float, *, together: bool = True, **costs: dict[str, int]
+) -> float:
+    """What a layer takes in which nothing costs but a gather and a GEMM, one beside the other or after it."""
+    bench = with_free_ends(
+        prepare(setting("intra_batch", tp=2, micro_batches=1, split=1), cluster(gpus=2, oef=oef))
+    )
+    solo = dict.fromkeys(bench.profile.solo_ns, 0) | {GATHER: moved, GEMM: compute}
+    alone = Bench(bench.setting, bench.parts, replace(bench.profile, solo_ns=solo, **costs))
+    order = [op.name for op in bench.layer.backward.operators]
+    order.remove("mlp_in.wgrad")
+    order.insert(order.index("mlp_gather.grad") + (1 if together else 0), "mlp_in.wgrad")
+    choices, _ = decide(alone)
+    choices = replace(choices, backward_orders={"layer": tuple(order)})
+    s = alone.setting
+    result = simulate(lower(alone, choices), s.layout, s.model, alone.parts, alone.profile)
+    return result.step_ns / s.model.layers
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
