@@ -1,6 +1,7 @@
-"""glibc gives what large tensors give back to the kernel at once, and faults it in again page by page."""
+"""Memory on the host: glibc's, which it gives back to the kernel too soon, and Python's objects."""
 
 import ctypes
+import gc
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 """Parameters of mallopt(3)."""
@@ -25,3 +26,14 @@ def keep_freed_memory() -> bool:
         (_TOP_PAD, 64 << 20),
     )
     return [mallopt(name, value) for name, value in settings][1:] == [1, 1, 1]
+
+
+def set_aside_what_lasts() -> None:
+    """Let Python's garbage collector look no more at what there is now: modules, the model, the schedule.
+
+    A step that records some ten thousand spans makes as many objects, and thereby lets the collector look at
+    all that there are, hundreds of thousands of torch's, once in a step or two.
+    """
+    gc.unfreeze()  # what was set aside for an earlier model may be garbage by now
+    gc.collect()
+    gc.freeze()

@@ -44,6 +44,7 @@ class Transfer:
         """The result, once `Streams.wait` has returned; the transfer lets go of it."""
         result, finish = self.result, self.finish
         self.result = self.work = self.finish = None
+        self.issued = self.done = None
         if finish is not None:
             finish()
         return result
@@ -200,16 +201,17 @@ def _issue_all(orders: "queue.SimpleQueue[_Order | None]") -> None:
 def _issue(order: _Order) -> None:
     """Begin a transfer; where that fails, it ends with the error, for who waits."""
     transfer = order.transfer
-    assert transfer.issued is not None
-    assert transfer.done is not None
+    issued, done = transfer.issued, transfer.done  # who takes the result drops them, maybe before the end
+    assert issued is not None
+    assert done is not None
     transfer.begin = time.perf_counter_ns()
     try:
         transfer.work = _issued(order.launch)
         order.waiter.put(transfer)
     except (RuntimeError, OSError) as error:  # the latter where a priority may no longer be changed
         transfer.error, transfer.end = error, time.perf_counter_ns()
-        transfer.done.set()
-    transfer.issued.set()
+        done.set()
+    issued.set()
 
 
 def _issued(launch: Launch) -> Work:

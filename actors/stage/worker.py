@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
-from braid.actors.stage.allocator import keep_freed_memory
+from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
@@ -177,6 +177,7 @@ class Worker:
         self._saboteur = (
             Saboteur(plan.faults, self.rank, config.run_directory, instructions) if plan.faults else None
         )
+        set_aside_what_lasts()
 
     # -- data --------------------------------------------------------------------------------------------
 
