@@ -18,7 +18,7 @@ from braid.scheduling.lowering.split import chunk_of
 from braid.scheduling.operators import Kind, Operator, Part, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,14 @@
-"""Memory that a rank has freed is its next tensors', without new page faults."""
+"""Memory that a rank has freed is its next tensors'; what lasts is no concern of the garbage collector."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+
+from braid.actors.stage.allocator import set_aside_what_lasts
 
 FAULTS = """
 import resource, sys
@@ -46,3 +50,27 @@ def test_freed_memory_is_used_again() -> None:
     kept, given_back = faults("keep"), faults("as it is")
     assert kept < PAGES / 100
     assert given_back > 10 * kept, "else nobody needs this"
+
+
+class Node:
+    """Something that may refer to itself, so that only the garbage collector finds its end."""
+
+    own: "Node | None" = None
+
+
+def test_what_lasts_is_not_looked_at_until_the_next_model_comes() -> None:
+    old, lasting = Node(), Node()
+    old.own = old
+    gone, left = weakref.ref(old), weakref.ref(lasting)
+    try:
+        del old
+        set_aside_what_lasts()
+        assert gone() is None, "garbage is not kept"
+        lasting.own = lasting
+        del lasting
+        gc.collect()
+        assert left() is not None, "it was not looked at"
+        set_aside_what_lasts()
+        assert left() is None
+    finally:
+        gc.unfreeze()
