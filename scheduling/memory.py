@@ -9,15 +9,16 @@ from braid.scheduling.schedule import (
     Action,
     Barrier,
     Block,
-    Compute,
     Direction,
     Gradients,
+    Late,
     Pair,
     PairProgram,
     Program,
     Receive,
     Schedule,
     Send,
+    Side,
     Twins,
     WaitSend,
 )
@@ -230,8 +231,8 @@ def pair_extra_bytes(ahead: Part, behind: Part, program: PairProgram, width: int
     """Most bytes that a paired program holds beyond what its backward part had saved when it began.
 
     Values of the forward side live from their writing on, saved ones to the end; saved values of the backward
-    side live to their last reader; what late weight gradients read lives from the begin (those of the part
-    before) and to the end (those of this one).
+    side live to their last reader; what late operators find lives from the begin (that of the part before)
+    and to the end (that of this one).
     """
     actions = [action for action in program if not isinstance(action, Barrier)]
     end = len(actions)
@@ -243,29 +244,30 @@ def pair_extra_bytes(ahead: Part, behind: Part, program: PairProgram, width: int
         if last < end:
             change[last + 1] -= size
 
-    def side(direction: Direction) -> list[Action]:
-        return [a for a in actions if a.side is direction and not (isinstance(a, Compute) and a.late)]
+    def side(wanted: Side) -> list[Action]:
+        return [a for a in actions if a.side is wanted]
 
     def owner(part: Part, name: str) -> str:
         return part.values[name].alias_of or name
 
     at = {id(action): position for position, action in enumerate(actions)}
-    late = {a.operator: at[id(a)] for a in actions if isinstance(a, Compute) and a.late}
     lasting = {owner(ahead, name) for name in ahead.saved()} - set(ahead.constants)
     for name, (first, last) in _spans(ahead, ahead.forward, side(Direction.FORWARD), at).items():
         live(ahead, name, 0 if name in ahead.inputs else first, end if name in lasting else last)
-    kept = {owner(behind, name) for op in late for name in behind.backward.named(op).reads}
+    late = [behind.backward.named(action.operator) for action in side(Late.BACKWARD)]
+    made = {name for op in late for name in op.writes}
+    kept = {owner(behind, name) for op in late for name in op.reads if name not in made}
+    kept -= set(behind.constants)
     begin = {owner(behind, name) for name in behind.saved()} - set(behind.constants)
     if f"d.{behind.output}" in behind.values:
         begin.add(owner(behind, f"d.{behind.output}"))
     backward = _spans(behind, behind.backward, side(Direction.BACKWARD), at)
-    # What only late weight gradients read is touched by nothing here and there all the time.
+    # What only late operators read is touched by nothing here and there all the time.
     backward |= dict.fromkeys(kept - set(backward), (0, end))
     for name, (first, last) in backward.items():
         live(behind, name, 0 if name in begin else first, end if name in kept else last)
-    for operator, position in late.items():
-        for name in behind.backward.named(operator).reads:
-            live(behind, owner(behind, name), 0, position)
+    for name, (first, last) in _spans(behind, behind.backward, side(Late.BACKWARD), at).items():
+        live(behind, name, 0 if name in kept else first, last)
     peak = now = 0
     for delta in change[:-1]:
         now += delta

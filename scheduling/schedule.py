@@ -76,7 +76,13 @@ class Twin(StrEnum):
     SECOND = "2"
 
 
-Side = Direction | Twin
+class Late(StrEnum):
+    """What a paired program does for the backward pass that the one before it has left; the letter is P."""
+
+    BACKWARD = "P"
+
+
+Side = Direction | Twin | Late
 """Whose operator it is, in a program of two passes."""
 
 
@@ -278,11 +284,9 @@ class Compute:
     operator: str
     side: Side | None = None
     """In a program of two passes: the one that the operator belongs to."""
-    late: bool = False
-    """In a paired program: a weight gradient of the backward layer before this one in the same block."""
 
     def __str__(self) -> str:
-        return f"compute {'P:' + self.operator if self.late else _sided(self)}"
+        return f"compute {_sided(self)}"
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,11 @@ PairAction = Action | Barrier
 PairProgram = tuple[PairAction, ...]
 PairKey = tuple[str, str]
 """Part or run whose forward pass runs, part or run whose backward pass runs."""
+
+
+def is_late(action: PairAction) -> bool:
+    """Whether it is done for the backward pass that the paired program before has left."""
+    return not isinstance(action, Barrier) and action.side is Late.BACKWARD
 
 
 def _sided(action: Action) -> str:

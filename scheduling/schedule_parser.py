@@ -14,6 +14,7 @@ from braid.scheduling.schedule import (
     Gather,
     Gradients,
     Instruction,
+    Late,
     Pair,
     PairAction,
     PairKey,
@@ -96,15 +97,16 @@ def parse_instruction(token: str) -> Instruction:
     raise ValueError(f"{token!r} is not an instruction (F3.1, B3.1, SEND(F3.2>1), RECV(F3.2<0), ...)")
 
 
-Sides = type[Direction] | type[Twin]
-"""How the two passes of a program are told apart."""
+Sides = tuple[Side, ...]
+"""Whose operators a program holds: of two passes, and of what the program before has left."""
+
+OF_PAIRS: Final[Sides] = (*Direction, *Late)
+OF_TWINS: Final[Sides] = tuple(Twin)
 
 
 def parse_action(line: str, sides: Sides | None = None) -> PairAction:
     """Parse one line of an operator program (``sides``: of two passes); `ValueError` for anything else."""
     match line.split():
-        case ["compute", name] if sides is Direction and name.startswith("P:") and len(name) > 2:
-            return Compute(name[2:], Direction.BACKWARD, late=True)
         case ["compute", name]:
             return Compute(*_operator(name, sides))
         case ["start", name, "on", stream]:
@@ -114,7 +116,7 @@ def parse_action(line: str, sides: Sides | None = None) -> PairAction:
             return Start(operator, Stream(stream), side)
         case ["wait", name]:
             return Wait(*_operator(name, sides))
-        case ["barrier"] if sides is Direction:
+        case ["barrier"] if sides is OF_PAIRS:
             return Barrier()
     raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
 
@@ -122,12 +124,13 @@ def parse_action(line: str, sides: Sides | None = None) -> PairAction:
 def _operator(name: str, sides: Sides | None) -> tuple[str, Side | None]:
     if sides is None:
         return name, None
-    side, separator, operator = name.partition(":")
-    if not separator or not operator or side not in set(sides):
-        letters = " or ".join(f"{letter.value}:NAME" for letter in sides)
-        what = "a paired program" if sides is Direction else "twins"
+    letter, separator, operator = name.partition(":")
+    side = next((side for side in sides if side.value == letter), None)
+    if not separator or not operator or side is None:
+        letters = " or ".join(f"{side.value}:NAME" for side in sides)
+        what = "a paired program" if sides is OF_PAIRS else "twins"
         raise ValueError(f"{name!r}: operators of {what} are written {letters}")
-    return operator, sides(side)
+    return operator, side
 
 
 Line = tuple[int, str]
@@ -260,9 +263,9 @@ def _parse_programs(lines: list[Line]) -> _Programs:
     heads = [n for n, (_, line) in enumerate(lines) if line.split()[0] == "program"]
     for begin, end in zip(heads, [*heads, len(lines)][1:], strict=True):
         number, head = lines[begin]
-        sides: Sides | None = Direction if "|" in head else None
+        sides: Sides | None = OF_PAIRS if "|" in head else None
         if head.split()[-1] in ("FF", "BB"):
-            sides = Twin
+            sides = OF_TWINS
         actions: list[PairAction] = []
         for place, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":

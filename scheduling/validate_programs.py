@@ -11,6 +11,7 @@ from braid.scheduling.schedule import (
     Compute,
     Direction,
     Gradients,
+    Late,
     Pair,
     PairProgram,
     Program,
@@ -126,16 +127,6 @@ class _Pass:
             self.done.add(op.name)
         return None
 
-    def late(self, action: Action) -> str | None:
-        """The same for a weight gradient of the layer before: all that it reads is there."""
-        op = self.operators.get(action.operator)
-        if op is None or op.phase is not Pass.WEIGHT_GRADIENT:
-            return f"'{action}': the graph has no weight gradient {action.operator!r}"
-        if op.name in self.done:
-            return f"'{action}': {op.name} is done already"
-        self.done.add(op.name)
-        return None
-
     def left(self) -> str | None:
         """What has not finished at the end."""
         left = [name for name in self.operators if name not in self.done]
@@ -206,15 +197,21 @@ def _pair_fault(program: PairProgram, forward: Part, backward: Part) -> str | No
         Direction.FORWARD: _begin(forward.forward, forward.inputs),
         Direction.BACKWARD: _begin(backward.backward, _given_backward(backward)),
     }
+    put_off: list[Action] = []
     for action in program:
         if isinstance(action, Barrier):
             continue
+        if action.side is Late.BACKWARD:
+            put_off.append(action)
+            continue
         if not isinstance(action.side, Direction):
             return f"'{action}': a paired program names the pass, F:{action.operator} or B:{action.operator}"
-        if isinstance(action, Compute) and action.late:
-            cause = sides[Direction.BACKWARD].late(action)
-        else:
-            cause = sides[action.side].next(action)
-        if cause:
+        if cause := sides[action.side].next(action):
             return cause
+    ends = {f"d.{name}" for name in backward.inputs if name not in backward.constants}
+    for action in put_off:  # by the program that follows, when all that is not put off is done
+        if cause := sides[Direction.BACKWARD].next(action):
+            return cause
+        if ends & set(backward.backward.named(action.operator).writes):
+            return f"'{action}': what follows in the same pass needs it, so it cannot be put off"
     return next((cause for side in sides.values() if (cause := side.left())), None)

@@ -11,7 +11,7 @@ from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
 from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting, read_plan
-from braid.scheduling.planner.compose import OVERLAPPING, SPLITS, Bench, decide, run, with_hops
+from braid.scheduling.planner.compose import OVERLAPPING, SPLITS, Bench, decisions, run, with_hops
 from braid.scheduling.profile import Profile, with_chunks
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
@@ -66,8 +66,7 @@ def decide_run(config: Config, shape: ModelShape, profile: Profile) -> tuple[Ben
         members = with_split_layers(whole, split)
         costs = with_chunks(profile, members["layer"])
         bench = Bench(setting_of(config, shape, fused, split), members, costs)
-        choices, _ = decide(bench)
-        for variant in with_hops(bench):
+        for (choices, _), variant in product(decisions(bench), with_hops(bench)):
             simulation = run(variant, choices)
             tried.append((max(0.0, _activations(simulation) - limit), simulation.step_ns, variant, choices))
     _, _, bench, choices = min(tried, key=lambda one: one[:2])

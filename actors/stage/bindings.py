@@ -27,11 +27,13 @@ from braid.scheduling.schedule import (
     Block,
     Compute,
     Direction,
+    Late,
     PairProgram,
     Program,
     Side,
     Start,
     Wait,
+    is_late,
 )
 from braid.scheduling.trace import Label
 
@@ -82,15 +84,16 @@ class Binder:
     ) -> dict[int, BoundAction]:
         """The actions of one pass (``side``) in a program of two, by position.
 
-        Late weight gradients run when the next layer's program comes to their positions: of all that this
-        layer does they are the last.
+        Late operators run when the next program comes to their positions: of all that this pass does they
+        are the last.
         """
+        sides = (side, Late.BACKWARD) if side is Direction.BACKWARD else (side,)
         own = [
             (position, action)
             for position, action in enumerate(program)
-            if not isinstance(action, Barrier) and action.side is side
+            if not isinstance(action, Barrier) and action.side in sides
         ]
-        own.sort(key=lambda entry: isinstance(entry[1], Compute) and entry[1].late)
+        own.sort(key=lambda entry: is_late(entry[1]))
         return self._bind(program, own, part, instance, direction, True)
 
     def _bind(

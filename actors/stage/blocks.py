@@ -14,7 +14,6 @@ from braid.scheduling.operators import Part
 from braid.scheduling.schedule import (
     Barrier,
     Block,
-    Compute,
     Direction,
     Gradients,
     Pair,
@@ -23,6 +22,7 @@ from braid.scheduling.schedule import (
     Schedule,
     Twin,
     Twins,
+    is_late,
 )
 
 
@@ -52,7 +52,7 @@ class _Held:
 
 @dataclass
 class _Late:
-    """A backward run whose late weight gradients have not been computed yet."""
+    """A backward run whose late operators have not run yet."""
 
     held: _Held
     values: Values
@@ -77,10 +77,7 @@ class BlockRunner:
         self._parts = parts
         self._streams = streams
         self._slots = Slots()
-        self._puts_off = {
-            key: any(isinstance(action, Compute) and action.late for action in program)
-            for key, program in schedule.pairs.items()
-        }
+        self._puts_off = {key: any(map(is_late, program)) for key, program in schedule.pairs.items()}
         self._late: _Late | None = None
         self._chunks = {
             chunk: tuple(
@@ -166,8 +163,8 @@ class BlockRunner:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run both passes of a paired block; received and returned: of the forward, of the backward pass.
 
-        Runs that have no partner go by their own programs. ``keeps_late``: weight gradients that the last run
-        puts off are left to the paired block that follows.
+        Runs that have no partner go by their own programs. ``keeps_late``: what the last run puts off is left
+        to the paired block that follows.
         """
         front, back = pair.forward, pair.backward
         ahead, behind = self._chunks[front.chunk], self._chunks[back.chunk][::-1]
@@ -260,7 +257,7 @@ class BlockRunner:
         for position, action in enumerate(self._schedule.pairs[key]):
             if isinstance(action, Barrier):
                 self._streams.synchronise()
-            elif isinstance(action, Compute) and action.late:
+            elif is_late(action):
                 if late is not None:
                     put_off[position](late.values, late.block)
             elif action.side is Direction.FORWARD:
@@ -277,13 +274,13 @@ class BlockRunner:
         return y, dx
 
     def _finish(self) -> None:
-        """Compute what the last run has put off, if it has."""
+        """Run what the last run has put off, if it has."""
         late, self._late = self._late, None
         if late is None:
             return
         bound = late.held.paired[Direction.BACKWARD, late.key]
         for position, action in enumerate(self._schedule.pairs[late.key]):
-            if isinstance(action, Compute) and action.late:
+            if is_late(action):
                 bound[position](late.values, late.block)
         self._slots.close(self._slot(late.block, late.held))
 

@@ -1,6 +1,6 @@
 """Operator programs: from an order of operators to what a rank issues and where it waits."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braid.scheduling.lowering.named import PairMethod
@@ -11,6 +11,7 @@ from braid.scheduling.schedule import (
     Compute,
     Direction,
     Gradients,
+    Late,
     PairAction,
     PairProgram,
     Program,
@@ -26,7 +27,8 @@ class PairingDecision:
     """How a forward and a backward layer share a rank, as names.
 
     ``order``: every step is an operator, ``F:qkv`` or ``B:qkv.wgrad``, in the order of issue; ``P:qkv.wgrad``
-    is the weight gradient of the backward layer before, put off to where it hides a collective.
+    is the weight gradient of the backward layer before, put off to where it hides a collective. A backward
+    pass over all of a model's front may leave its whole end so, collectives too.
     ``barriers``: every step is a segment, ``qkv attention | mlp_scatter.grad``; one side may be empty.
     ``turns``: no steps; the graphs' own orders, one operator of each strand after the other.
     """
@@ -96,10 +98,17 @@ def pair_program(forward: Graph, backward: Graph, decision: PairingDecision) -> 
         steps = [_parse_step(step) for step in decision.steps]
     _check_names("pairing", graphs, steps)
     lazy = {op.name for graph in graphs.values() for op in graph.operators}
-    late = {step.removeprefix("P:") for step in decision.steps if step.startswith("P:")}
-    if wrong := sorted(name for name in late if backward.named(name).phase is not Pass.WEIGHT_GRADIENT):
-        raise ValueError(f"pairing: P:{wrong[0]} is no weight gradient; only these can be put off")
-    return tuple(_Issuer(graphs, lazy, late).run(steps))
+    _check_late(backward, {name for side, name in steps if side is Late.BACKWARD})
+    return tuple(_Issuer({**graphs, Late.BACKWARD: backward}, lazy).run(steps))
+
+
+def _check_late(backward: Graph, late: Collection[str]) -> None:
+    """`ValueError` if an operator that is put off writes what one that is not reads."""
+    written = {name: op.name for op in backward.operators if op.name in late for name in op.writes}
+    for op in backward.operators:
+        for name in op.reads:
+            if name in written and op.name not in late:
+                raise ValueError(f"pairing: P:{written[name]} is put off, but B:{op.name} needs it")
 
 
 Step = tuple[Side | None, str]
@@ -113,8 +122,6 @@ class _Issuer:
     graphs: Mapping[Side | None, Graph]
     lazy: set[str]
     """Collectives that are not waited for at once."""
-    late: set[str] = field(default_factory=set)
-    """Weight gradients of the backward layer before."""
     actions: list[PairAction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,9 +145,6 @@ class _Issuer:
 
     def issue(self, side: Side | None, op: Operator) -> None:
         """One operator, after waiting for what it reads."""
-        if side is Direction.BACKWARD and op.name in self.late:
-            self.actions.append(Compute(op.name, side, late=True))
-            return
         for value in op.reads:
             writer = self._writers.get((side, value))
             if writer is not None and (side, writer.name) in self._under_way:
@@ -204,18 +208,19 @@ def _taking_turns(graphs: Mapping[Side | None, Graph]) -> list[Step]:
 
 def _parse_step(step: str) -> Step:
     side, separator, name = step.partition(":")
-    if not separator or side not in ("F", "B", "P"):
+    sides: dict[str, Side] = {known.value: known for known in (*Direction, *Late)}
+    if not separator or side not in sides:
         raise ValueError(f"pairing step {step!r} must be written F:OPERATOR, B:OPERATOR or P:OPERATOR")
-    return Direction.FORWARD if side == "F" else Direction.BACKWARD, name
+    return sides[side], name
 
 
 def _check_names(what: str, graphs: Mapping[Side | None, Graph], steps: Sequence[Step]) -> None:
-    """Every operator once, and no others."""
+    """Every operator once, put off or not, and no others."""
     known = {(side, op.name) for side, graph in graphs.items() for op in graph.operators}
     seen: set[Step] = set()
-    for step in steps:
-        side, name = step
-        label = name if side is None else f"{side.value}:{name}"
+    for given, name in steps:
+        step = (Direction.BACKWARD if given is Late.BACKWARD else given), name
+        label = name if given is None else f"{given.value}:{name}"
         if step not in known:
             raise ValueError(
                 f"{what}: {label} is no operator of the layer; plan anew for this model and layout"

@@ -18,6 +18,7 @@ from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.plan import PairingNote, Setting
 from braid.scheduling.planner.beam import beam_order
+from braid.scheduling.planner.late import gives_gradient, late_sets, run_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -103,7 +104,30 @@ def layer_pair(bench: Bench) -> PairProblem:
 
 
 def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
-    """How layers are paired, in which order blocks that run alone issue, when gradients are reduced."""
+    """How layers are paired, in which order blocks that run alone issue, when gradients are reduced.
+
+    Of several decisions (`decisions`) those with the fastest simulated step.
+    """
+    found = decisions(bench)
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda one: run(bench, one[0]).step_ns)
+
+
+def decisions(bench: Bench) -> list[tuple[Choices, PairingNote | None]]:
+    """Decisions without and, where it can be, with ends of backward passes put off to the next paired block.
+
+    That fills blocks which follow each other better; what the last one puts off runs by itself.
+    """
+    found = [_decide(bench, tails=False)]
+    if SCHEDULES[bench.setting.schedule].pairs is PairMethod.ORDER and bench.setting.fused:
+        other = _decide(bench, tails=True)
+        if other[0].pairings != found[0][0].pairings:
+            found.append(other)
+    return found
+
+
+def _decide(bench: Bench, *, tails: bool) -> tuple[Choices, PairingNote | None]:
     setting = bench.setting
     kind = SCHEDULES[setting.schedule]
     choices = Choices(gathers=setting.zero > 0, early_reduction=setting.schedule in OVERLAPPING)
@@ -114,7 +138,7 @@ def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
         choices = replace(choices, twin_orders=_twin_orders(bench))
     note = None
     if kind.pairs is not None and setting.fused:
-        pairings, note = _decide_runs(bench, kind)
+        pairings, note = _decide_runs(bench, kind, tails=tails)
         choices = replace(choices, pairings=pairings)
     elif kind.pairs is not None:
         decision, note = decide_pairing(layer_pair(bench), kind.pairs)
@@ -140,7 +164,9 @@ def _has_layers(part: Part) -> bool:
     return "layer" in part.name
 
 
-def _decide_runs(bench: Bench, kind: PipelineKind) -> tuple[dict[str, PairingDecision], PairingNote | None]:
+def _decide_runs(
+    bench: Bench, kind: PipelineKind, *, tails: bool
+) -> tuple[dict[str, PairingDecision], PairingNote | None]:
     """An order for every pair of runs that paired blocks bring together; the note is of the longest pair."""
     setting = bench.setting
     if kind.pairs is not PairMethod.ORDER:
@@ -152,7 +178,8 @@ def _decide_runs(bench: Bench, kind: PipelineKind) -> tuple[dict[str, PairingDec
     for (first, second), goes_on in lasting.items():
         ahead, behind = bench.parts[first], bench.parts[second]
         problem = pair_problem(first, ahead.forward, second, behind.backward, bench.profile)
-        late, found = _run_order(problem, goes_on)
+        tail = tails and goes_on and not gives_gradient(behind)
+        late, found = run_order(problem, goes_on=goes_on, tail=tail)
         decision = PairingDecision(method=PairMethod.ORDER, steps=order_steps(problem, found.operators, late))
         pairings[f"{first}|{second}"] = decision
         turns = issue_ns(problem, turns_order(problem))
@@ -198,23 +225,6 @@ def _meeting_runs(bench: Bench, kind: PipelineKind) -> dict[tuple[str, str], boo
 def _pairs(first: str, second: str) -> bool:
     """Runs without a layer are too short to pair."""
     return "layer" in first and "layer" in second
-
-
-def _run_order(problem: PairProblem, goes_on: bool) -> tuple[tuple[str, ...], IssueOrder]:
-    """The best order for two runs; where they go on, weight gradients of the last layer may be put off."""
-    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
-    if goes_on:
-        last = max(
-            (n for n, name in enumerate(problem.backward.names) if ".layer/" in name or "/" not in name)
-        )
-        place = problem.backward.names[last].partition("/")[0]
-        own = [name for name in problem.backward.names if name.partition("/")[0] == place]
-        movable = tuple(name for name in own if name.endswith(".wgrad"))
-        found = beam_order(put_off(problem, movable))
-        if found.ns < best[1].ns * (1 - 1e-6):
-            best = movable, found
-    late, found = best
-    return late, improved(put_off(problem, late), found.operators, found.ns)
 
 
 def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[PairingDecision, PairingNote]:
@@ -265,22 +275,8 @@ def _searched(problem: PairProblem) -> tuple[Pairing, tuple[str, ...], IssueOrde
 def _issue_order(problem: PairProblem, segments: Pairing) -> tuple[tuple[str, ...], IssueOrder]:
     """The best order of issue that is found, and the weight gradients that it puts off to the next layer."""
     start = pairing_order(problem, segments)
-    found = [(late, list_schedule(put_off(problem, late), [start])) for late in _late_sets(problem)]
+    found = [(late, list_schedule(put_off(problem, late), [start])) for late in late_sets(problem)]
     return min(found, key=lambda one: round(one[1].ns))
-
-
-def _late_sets(problem: PairProblem) -> list[tuple[str, ...]]:
-    """What may be put off to the next layer: nothing, each long weight gradient, and all of these together.
-
-    Long: a twentieth of its pass or more.
-    """
-    graph = problem.backward
-    movable = [
-        name
-        for name, ns in zip(graph.names, graph.solo_ns, strict=True)
-        if name.endswith(".wgrad") and ns >= graph.total_ns / 20
-    ]
-    return [(), *((name,) for name in movable), *([tuple(movable)] if len(movable) > 1 else [])]
 
 
 def exact_pairing(problem: PairProblem) -> tuple[PairingDecision, float]:
@@ -289,7 +285,7 @@ def exact_pairing(problem: PairProblem) -> tuple[PairingDecision, float]:
     `ValueError` for layers that it would take too long for.
     """
     late, best = min(
-        ((late, exact_order(put_off(problem, late))) for late in _late_sets(problem)),
+        ((late, exact_order(put_off(problem, late))) for late in late_sets(problem)),
         key=lambda one: one[1].ns,
     )
     steps = order_steps(problem, best.operators, late)
@@ -392,8 +388,11 @@ def evaluate(
         if tried:
             return min(tried, key=lambda outcome: outcome.numbers.step_seconds)
     bench = prepare(setting, cluster, profile)
-    choices, note = decide(bench)
-    tried = [_outcome(variant, choices, note, cluster, check=check) for variant in with_hops(bench)]
+    tried = [
+        _outcome(variant, choices, note, cluster, check=check)
+        for choices, note in decisions(bench)
+        for variant in with_hops(bench)
+    ]
     fitting = [outcome for outcome in tried if not outcome.missing_bytes]
     return min(fitting or tried, key=lambda outcome: outcome.numbers.step_seconds)
 

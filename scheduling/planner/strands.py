@@ -118,12 +118,15 @@ class PairProblem:
 
 
 def put_off(problem: PairProblem, names: Collection[str]) -> PairProblem:
-    """The problem with weight gradients of the layer before in the place of this layer's.
+    """The problem with operators of the backward pass before in the place of this one's.
 
-    Layers of a block follow each other, so what one puts off is there from the next one's begin.
+    Paired programs follow each other, so what one puts off has all it needs from the next one's begin, but
+    for what is put off as well. Nothing that stays may need what is put off.
     """
     graph = problem.backward
-    before = tuple(0 if name in names else mask for name, mask in zip(graph.names, graph.before, strict=True))
+    late = sum(1 << n for n, name in enumerate(graph.names) if name in names)
+    before = tuple(mask & late if late >> n & 1 else mask for n, mask in enumerate(graph.before))
+    assert not any(mask & late for n, mask in enumerate(graph.before) if not late >> n & 1)
     return replace(problem, backward=replace(graph, before=before))
 
 

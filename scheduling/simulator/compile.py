@@ -23,6 +23,7 @@ from braid.scheduling.schedule import (
     Gather,
     Gradients,
     Instruction,
+    Late,
     Pair,
     PairAction,
     Receive,
@@ -39,6 +40,7 @@ from braid.scheduling.schedule import (
     WaitReceive,
     WaitReduce,
     WaitSend,
+    is_late,
 )
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
@@ -165,7 +167,7 @@ class Compiler:
         """What a rank of a stage does in one step."""
         instructions = self.job.schedule.stages[stage]
         carrying = set()
-        if any(isinstance(a, Compute) and a.late for p in self.job.schedule.pairs.values() for a in p):
+        if any(is_late(action) for program in self.job.schedule.pairs.values() for action in program):
             names = cache(lambda block: [part.name for part in held_parts(self.job, block)])
             carrying = set(fusion.carrying(instructions, names, self.job.schedule.pairs))
         commands: list[Command] = []
@@ -243,7 +245,7 @@ class Compiler:
     def _body(
         self, forward: Block | None, backward: Block | None, carried: bool = False, keeps: bool = False
     ) -> Body:
-        """``carried``: the block before has left weight gradients; ``keeps``: this one leaves its own."""
+        """``carried``: the block before has left late operators; ``keeps``: this one leaves its own."""
         ahead = held_parts(self.job, forward) if forward else []
         behind = held_parts(self.job, backward) if backward else []
         gradients = backward.gradients if backward else None
@@ -284,7 +286,9 @@ class Compiler:
                     Direction.FORWARD: (*front, front[1].forward),
                     Direction.BACKWARD: (*back, back[1].backward),
                 }
-                yield from self._program(pairs[key], sides, previous)
+                if previous is not None:
+                    sides[Late.BACKWARD] = (*previous, previous[1].backward)
+                yield from self._program(pairs[key], sides)
                 previous = back
                 continue
             if previous is not None:
@@ -297,12 +301,11 @@ class Compiler:
         if previous is not None and not keeps:
             yield from self._left(last, previous)
 
-    def _left(self, key: tuple[str, str] | None, previous: tuple[Place, Part]) -> Iterator[Run]:
+    def _left(self, key: tuple[str, str] | None, previous: tuple[Place, Part]) -> Iterator[BlockCommand]:
         """What a paired program has put off and nothing that follows takes up."""
         assert key is not None
-        for action in self.job.schedule.pairs[key]:
-            if isinstance(action, Compute) and action.late:
-                yield self._late(action, previous)
+        late = [action for action in self.job.schedule.pairs[key] if is_late(action)]
+        yield from self._program(late, {Late.BACKWARD: (*previous, previous[1].backward)})
 
     def _pass(self, place: Place, part: Part, gradients: Gradients | None) -> Iterator[BlockCommand]:
         schedule = self.job.schedule
@@ -317,16 +320,14 @@ class Compiler:
         self,
         program: Sequence[PairAction],
         sides: Mapping[Side | None, tuple[Place, Part, Graph]],
-        previous: tuple[Place, Part] | None = None,
     ) -> Iterator[BlockCommand]:
+        """``sides``: whose operators run; late ones only where the program before has left them."""
         alone: set[object] = set()
         for action, following in zip_longest(program, program[1:]):
-            if isinstance(action, Compute) and action.late:
-                if previous is not None:
-                    yield self._late(action, previous)
-                continue
             if isinstance(action, Barrier):
                 yield Synchronise(self.job.profile.barrier_ns)
+                continue
+            if is_late(action) and action.side not in sides:
                 continue
             place, part, graph = sides[action.side]
             token = (place, action.operator)
@@ -341,11 +342,6 @@ class Compiler:
                         yield self._beside(part, graph, operator, token, place)
                 case Wait(operator):
                     yield Await(token, 0.0 if token in alone else self._taking(part, graph, operator))
-
-    def _late(self, action: Compute, previous: tuple[Place, Part]) -> Run:
-        """A weight gradient of the backward layer before."""
-        place, part = previous
-        return Run(self._operator(part, part.backward, action.operator), place)
 
     def _beside(self, part: Part, graph: Graph, name: str, token: object, place: Place) -> Issue:
         """A collective that something runs beside: what the rank itself does for it is no part of it."""

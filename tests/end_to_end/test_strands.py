@@ -19,7 +19,7 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.compose import evaluate
+from braid.scheduling.planner.compose import decisions, evaluate, prepare, replay
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
 from tests.scheduling.plans import cluster
 
@@ -53,6 +53,10 @@ CASES = [
         for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
     ),
     ("gpt", "fused", {"tp": 2}, "fp64"),
+    *(("llama", "far", parallel, "fp64") for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})),
+    ("gpt", "far", {"tp": 2}, "fp64"),
+    ("llama", "far", {"tp": 2}, "fp32"),
+    ("gpt", "far twins", {"tp": 2}, "fp64"),
     *(
         (model, "intra_batch", parallel, "fp64")
         for model in ("llama", "gpt")
@@ -83,12 +87,15 @@ class Runs:
     def of(self, model: str, schedule: str, parallel: Mapping[str, int], dtype: str) -> Run:
         """Through controller and processes; schedules that need a pairing get a plan.
 
-        ``planned chunks``: ``intra_batch`` with a plan.
+        ``planned chunks``: ``intra_batch`` with a plan. ``far``: runs whose backward passes leave all that
+        they may to the next paired block.
         """
         key = (model, schedule, tuple(parallel.items()), dtype)
-        fused = FUSED if schedule.startswith("fused") else 0
+        far = schedule.startswith("far")
+        fused = FUSED if far or schedule.startswith("fused") else 0
         plans = schedule == "planned chunks"
         aliases = {"fused": "braid", "fused twins": "braid_twins", "planned chunks": "intra_batch"}
+        aliases |= {"far": "braid", "far twins": "braid_twins"}
         schedule = aliases.get(schedule, schedule)
         if key not in self._runs:
             overrides: dict[str, Mapping[str, Any]] = {
@@ -98,17 +105,23 @@ class Runs:
                 "overlap": {"schedule": schedule},
             }
             if plans or SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
-                overrides["overlap"] = {"schedule": schedule, "plan": str(self._plan(overrides, fused))}
+                plan = self._plan(overrides, fused, far=far)
+                overrides["overlap"] = {"schedule": schedule, "plan": str(plan)}
             self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
         return self._runs[key]
 
-    def _plan(self, overrides: Mapping[str, Mapping[str, Any]], fused: int) -> Path:
+    def _plan(self, overrides: Mapping[str, Mapping[str, Any]], fused: int, *, far: bool) -> Path:
         """A plan for links on which communication is worth hiding, and of runs also worth putting off for."""
         config = small_config(self._path / "plans", **overrides)
         ranks = config.layout().ranks
         spec: ClusterSpec = cluster(gpus=ranks, intra=4e8 if fused else 2e8)
         job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
-        plan = plan_of(evaluate(replace(fixed_setting(job), fused=fused), spec), spec)
+        setting = replace(fixed_setting(job), fused=fused)
+        outcome = evaluate(setting, spec)
+        if far:
+            choices, _ = decisions(prepare(setting, spec))[-1]
+            outcome = replay(outcome.bench.setting, choices, spec)
+        plan = plan_of(outcome, spec)
         file = self._path / f"plan-{len(self._runs)}.yaml"
         file.write_text(plan.to_yaml(), encoding="utf-8")
         return file
@@ -172,6 +185,8 @@ def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     assert "compute P:" in text
     assert "fused 4" in text
     assert "[F" in text
+    text = (runs.of("llama", "far", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
+    assert "start P:1.layer/attention_gather.grad on intra" in text, "collectives are put off as well"
 
 
 def test_chunks_are_in_the_schedules_of_these_tests(runs: Runs) -> None:

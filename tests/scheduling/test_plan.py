@@ -67,7 +67,7 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
         ("F:qkv", "F:qvk", "F:qvk is no operator of the layer"),
         ("F:qkv", "F:projection", "F:projection stands twice"),
         ("F:qkv", "qkv", "must be written F:OPERATOR, B:OPERATOR or P:OPERATOR"),
-        ("B:mlp_out.dgrad", "P:mlp_out.dgrad", "P:mlp_out.dgrad is no weight gradient"),
+        ("B:mlp_out.dgrad", "P:mlp_out.dgrad", "P:mlp_out.dgrad is put off, but B:activation.grad needs it"),
     ],
 )
 def test_an_edited_pairing_is_refused(old: str, new: str, message: str) -> None:

@@ -19,6 +19,7 @@ from braid.scheduling.schedule import (
     Gather,
     Gradients,
     Instruction,
+    Late,
     Pair,
     PairAction,
     Receive,
@@ -36,7 +37,7 @@ from braid.scheduling.schedule import (
     WaitReduce,
     WaitSend,
 )
-from braid.scheduling.schedule_parser import parse, parse_action, parse_instruction
+from braid.scheduling.schedule_parser import OF_PAIRS, OF_TWINS, parse, parse_action, parse_instruction
 from tests.scheduling.cases import PAIRED, named_schedule, valid_schedules
 
 NUMBERS = st.integers(0, 10_000)
@@ -70,10 +71,9 @@ INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
 ACTIONS: st.SearchStrategy[Action] = st.one_of(
     st.builds(Compute, WORDS), st.builds(Start, WORDS, st.sampled_from(Stream)), st.builds(Wait, WORDS)
 )
-SIDES = st.sampled_from(Direction)
+SIDES = st.sampled_from([*Direction, *Late])
 PAIR_ACTIONS: st.SearchStrategy[PairAction] = st.one_of(
     st.builds(Compute, WORDS, SIDES),
-    st.builds(Compute, WORDS, st.just(Direction.BACKWARD), st.just(True)),
     st.builds(Start, WORDS, st.sampled_from(Stream), SIDES),
     st.builds(Wait, WORDS, SIDES),
     st.builds(Barrier),
@@ -165,14 +165,14 @@ def test_every_action_round_trips(action: Action) -> None:
 
 @given(TWIN_ACTIONS)
 def test_every_action_of_twins_round_trips(action: PairAction) -> None:
-    assert parse_action(str(action), Twin) == action
+    assert parse_action(str(action), OF_TWINS) == action
     with pytest.raises(ValueError, match="operators of a paired program are written F:NAME or B:NAME"):
-        parse_action(str(action), Direction)
+        parse_action(str(action), OF_PAIRS)
 
 
 @given(PAIR_ACTIONS)
 def test_every_action_of_a_pair_round_trips(action: PairAction) -> None:
-    assert parse_action(str(action), Direction) == action
+    assert parse_action(str(action), OF_PAIRS) == action
     with pytest.raises(ValueError):
         parse_action(f"{action} x", Direction)
 
@@ -381,8 +381,8 @@ def test_heads_that_are_no_pair(head: str) -> None:
         (["compute F:norm", "compute norm"], 21, "'norm': operators of a paired program are written F:NAME"),
         (["start X:gather on intra"], 20, "'X:gather': operators of a paired program are written F:NAME"),
         (["wait B:"], 20, "'B:': operators of a paired program are written F:NAME or B:NAME"),
-        (["compute P:"], 20, "'P:': operators of a paired program are written F:NAME or B:NAME"),
-        (["start P:qkv.wgrad on intra"], 20, "'P:qkv.wgrad': operators of a paired program are written"),
+        (["compute P:"], 20, "'P:': operators of a paired program are written F:NAME or B:NAME or P:NAME"),
+        (["start p:gather on intra"], 20, "'p:gather': operators of a paired program are written"),
         (["barrier now"], 20, "'barrier now' is not an action"),
         (["", "program layer|layer"], 21, "program layer|layer stands twice"),
     ],

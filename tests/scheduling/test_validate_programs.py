@@ -15,6 +15,7 @@ from braid.scheduling.schedule import (
     Compute,
     Direction,
     Gradients,
+    Late,
     Schedule,
     Start,
     Wait,
@@ -179,13 +180,19 @@ def start_with_the_last_action_of_a_pass(at: Place) -> None:
 @damage("is done already", ("layer|layer",))
 def leave_weight_gradients_to_the_next_layer_and_compute_them(at: Place) -> None:
     n = at.some(Compute, where=lambda i: OPERATORS[i.operator].phase is Pass.WEIGHT_GRADIENT)
-    at.list.insert(at.number(0, len(at.list)), replace(at.list[n], late=True))
+    at.list.insert(at.number(0, len(at.list)), replace(at.list[n], side=Late.BACKWARD))
 
 
-@damage("the graph has no weight gradient", ("layer|layer",))
+@damage("is read before it is there|so it cannot be put off", ("layer|layer",))
 def leave_something_else_to_the_next_layer(at: Place) -> None:
-    n = at.some(Compute, where=lambda i: OPERATORS[i.operator].phase is not Pass.WEIGHT_GRADIENT)
-    at.list[n] = replace(at.list[n], side=Direction.BACKWARD, late=True)
+    """What the rest of the pass needs, or the layer before."""
+    n = at.some(
+        Compute,
+        where=lambda i: (
+            i.side is Direction.BACKWARD and OPERATORS[i.operator].phase is not Pass.WEIGHT_GRADIENT
+        ),
+    )
+    at.list[n] = replace(at.list[n], side=Late.BACKWARD)
 
 
 @damage("the graph has no operator", ("I",))

@@ -10,7 +10,7 @@ from braid.scheduling.operators import Part
 from braid.scheduling.plan import Setting
 from braid.scheduling.planner.compose import decide, lower, prepare, with_schedule
 from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.schedule import Action, Barrier, Compute, Direction
+from braid.scheduling.schedule import Action, Barrier, Direction, is_late
 from braid.scheduling.spec import ParallelLayout, Workload
 
 A40 = cluster_preset("a40")
@@ -112,11 +112,11 @@ def test_pairs_are_counted_as_their_values_live() -> None:
             return layer.values[name].alias_of or name
 
         actions = [a for a in program if not isinstance(a, Barrier)]
-        late = {a.operator for a in actions if isinstance(a, Compute) and a.late}
+        late = {a.operator for a in actions if is_late(a)}
         saved = {owner(n) for n in layer.saved()}
         readers = [
             (
-                "P" if isinstance(a, Compute) and a.late else a.side,
+                "P" if is_late(a) else a.side,
                 {owner(n) for n in _touched(layer, a)},
             )
             for a in actions

@@ -1,0 +1,87 @@
+"""What of a backward pass is put off to the paired program that follows, and the orders that come of it.
+
+At its end a paired block has nothing left to hide its last collectives behind. What is put off is hidden
+in the next block, and hides what is there: blocks overlap like the iterations of a software pipeline. Weight
+gradients are needed by nothing in their pass, so they can always wait; so can the whole end of a backward
+pass that gives its gradient to nobody: of one that ends with the embedding.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from braid.scheduling.operators import Part
+from braid.scheduling.planner.beam import beam_order
+from braid.scheduling.planner.list_schedule import IssueOrder, improved
+from braid.scheduling.planner.strands import PairProblem, StrandGraph, put_off
+
+BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
+"""Widths and shares of communication (`beam_order`) for orders in which blocks overlap. What each finds is
+improved: moving operators seldom leads to the best order from where the best beam ends (docs/log.md)."""
+
+LONG = 100
+"""Operators beyond which there is time for the first beam alone."""
+
+
+def gives_gradient(part: Part) -> bool:
+    """Whether something before a part needs the gradient of its input."""
+    ends = {f"d.{name}" for name in part.inputs if name not in part.constants}
+    return any(ends & set(op.writes) for op in part.backward.operators)
+
+
+@lru_cache(maxsize=1024)
+def run_order(
+    problem: PairProblem, *, goes_on: bool, tail: bool = False
+) -> tuple[tuple[str, ...], IssueOrder]:
+    """The best order for two runs, and what it leaves to the next paired block, where they go on.
+
+    tail: it leaves the end of the backward pass, whose input must need no gradient; else it may leave weight
+    gradients of the last layer.
+    """
+    if goes_on and tail:
+        late = _tail(problem.backward)
+        ring = put_off(problem, late)
+        beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > LONG else BEAMS
+        starts = [beam_order(ring, width, (share,)) for width, share in beams]
+        return late, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
+    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
+    if goes_on:
+        movable = _gradients(_last_layer(problem.backward))
+        found = beam_order(put_off(problem, movable))
+        if found.ns < best[1].ns * (1 - 1e-6):
+            best = movable, found
+    late, found = best
+    return late, improved(put_off(problem, late), found.operators, found.ns)
+
+
+def _last_layer(graph: StrandGraph) -> tuple[str, ...]:
+    """Names of the operators of the layer that a run's backward pass comes to last."""
+    place = [name.partition("/")[0] for name in graph.names if ".layer/" in name or "/" not in name][-1]
+    return tuple(name for name in graph.names if name.partition("/")[0] == place)
+
+
+def _gradients(names: Sequence[str]) -> tuple[str, ...]:
+    """The weight gradients among some operators."""
+    return tuple(name for name in names if name.endswith(".wgrad"))
+
+
+def _tail(graph: StrandGraph) -> tuple[str, ...]:
+    """The last layer's last collective, what comes after it, and the weight gradients of that layer."""
+    layer = _last_layer(graph)
+    streams = dict(zip(graph.names, graph.streams, strict=True))
+    first = next((name for name in reversed(layer) if streams[name]), layer[-1])
+    tail, gradients = graph.names[graph.names.index(first) :], _gradients(layer)
+    return tuple(name for name in graph.names if name in tail or name in gradients)
+
+
+def late_sets(problem: PairProblem) -> list[tuple[str, ...]]:
+    """What may be put off to the next layer: nothing, each long weight gradient, and all of these together.
+
+    Long: a twentieth of its pass or more.
+    """
+    graph = problem.backward
+    movable = [
+        name
+        for name, ns in zip(graph.names, graph.solo_ns, strict=True)
+        if name.endswith(".wgrad") and ns >= graph.total_ns / 20
+    ]
+    return [(), *((name,) for name in movable), *([tuple(movable)] if len(movable) > 1 else [])]
