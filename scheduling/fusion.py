@@ -7,13 +7,25 @@ alone is a run with its own name and its own operators.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
 from braid.scheduling.operators import Graph, Operator, Part, Value
-from braid.scheduling.schedule import Block, Instruction, Pair, Reduce, Step, Twins
+from braid.scheduling.schedule import (
+    Block,
+    Direction,
+    Gradients,
+    Instruction,
+    Pair,
+    Program,
+    ProgramKey,
+    Reduce,
+    Step,
+    Twins,
+    is_late,
+)
 from braid.scheduling.spec import ParallelLayout
 
 _PLACED = re.compile(r"(\d+)\.([a-z]+)/(.+)")
@@ -187,12 +199,17 @@ def pair_up(
 
 
 def carrying(
-    instructions: Sequence[Instruction], names: Callable[[Block], list[str]], pairs: Iterable[tuple[str, str]]
+    instructions: Sequence[Instruction],
+    names: Callable[[Block], list[str]],
+    pairs: Iterable[tuple[str, str]],
+    ends: Collection[str] = (),
 ) -> frozenset[int]:
-    """Positions of the paired blocks of a stage that leave late weight gradients to the next paired block.
+    """Positions of the paired blocks of a stage that leave late operators to the next block.
 
     One does if nothing but messages stands between them and the next one begins with the paired program that
-    the first one ended with. ``names``: the runs of a block in the order of its pass.
+    the first one ended with, or is a backward pass that begins with the same run and can take up what the
+    other has left. ``names``: the runs of a block in the order of its pass; ``ends``: runs whose backward
+    pass can do that (`takes_up`).
     """
     known = set(pairs)
     found = set()
@@ -207,6 +224,16 @@ def carrying(
             if before is not None and keys[0] == before[1]:
                 found.add(before[0])
             before = None if keys[1] is None else (position, keys[1])
+        elif isinstance(instruction, Block) and before is not None:
+            whole = instruction.direction is Direction.BACKWARD and instruction.gradients is Gradients.BOTH
+            if whole and before[1][1] in ends and names(instruction)[0] == before[1][1]:
+                found.add(before[0])
+            before = None
         elif isinstance(instruction, Block | Twins | Reduce | Step):
             before = None
     return frozenset(found)
+
+
+def takes_up(programs: Mapping[ProgramKey, Program]) -> frozenset[str]:
+    """The runs whose backward pass by itself has places for what the paired program before has left."""
+    return frozenset(name for (name, _), program in programs.items() if any(map(is_late, program)))

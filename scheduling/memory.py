@@ -21,6 +21,7 @@ from braid.scheduling.schedule import (
     Side,
     Twins,
     WaitSend,
+    is_late,
 )
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
@@ -179,6 +180,7 @@ def _activations(
         default=0,
     )
     extra = max(0, extra)
+    ends = {key for key, program in schedule.programs.items() if any(map(is_late, program))}
     received: set[Block] = set()
     now = 0
     during = []
@@ -208,6 +210,8 @@ def _activations(
                 received.add(block)
                 now += message
             case Block():
+                if any((part.name, instruction.direction) in ends for part in held[instruction.chunk]):
+                    most += extra
                 now += run(instruction)
             case Pair(forward, backward):
                 # Layer by layer one of them takes while the other gives.
@@ -313,6 +317,7 @@ def peak_working_bytes(part: Part, program: Program, direction: Direction, width
     kernels take while they run comes on top.
     """
     graph = part.forward if direction is Direction.FORWARD else part.backward
+    program = tuple(action for action in program if not is_late(action))
     lives = _lives(part, graph, program)
     for name in (*part.saved(), *part.constants):
         lives.pop(name, None)

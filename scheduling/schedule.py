@@ -77,7 +77,7 @@ class Twin(StrEnum):
 
 
 class Late(StrEnum):
-    """What a paired program does for the backward pass that the one before it has left; the letter is P."""
+    """What is done for the backward pass that the paired program before has left; the letter is P."""
 
     BACKWARD = "P"
 
@@ -322,6 +322,7 @@ class Barrier:
 
 Action = Compute | Start | Wait
 Program = tuple[Action, ...]
+"""Of one pass; of a backward pass also what the paired program before has left, where one has."""
 ProgramKey = tuple[str, Direction]
 PairAction = Action | Barrier
 PairProgram = tuple[PairAction, ...]

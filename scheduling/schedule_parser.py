@@ -102,6 +102,8 @@ Sides = tuple[Side, ...]
 
 OF_PAIRS: Final[Sides] = (*Direction, *Late)
 OF_TWINS: Final[Sides] = tuple(Twin)
+OF_ENDS: Final[Sides] = tuple(Late)
+"""Of one pass, whose own operators need no letter."""
 
 
 def parse_action(line: str, sides: Sides | None = None) -> PairAction:
@@ -125,10 +127,12 @@ def _operator(name: str, sides: Sides | None) -> tuple[str, Side | None]:
     if sides is None:
         return name, None
     letter, separator, operator = name.partition(":")
+    if sides is OF_ENDS and not separator:
+        return name, None
     side = next((side for side in sides if side.value == letter), None)
     if not separator or not operator or side is None:
         letters = " or ".join(f"{side.value}:NAME" for side in sides)
-        what = "a paired program" if sides is OF_PAIRS else "twins"
+        what = {OF_PAIRS: "a paired program", OF_ENDS: "a block before"}.get(sides, "twins")
         raise ValueError(f"{name!r}: operators of {what} are written {letters}")
     return operator, side
 
@@ -264,8 +268,7 @@ def _parse_programs(lines: list[Line]) -> _Programs:
     for begin, end in zip(heads, [*heads, len(lines)][1:], strict=True):
         number, head = lines[begin]
         sides: Sides | None = OF_PAIRS if "|" in head else None
-        if head.split()[-1] in ("FF", "BB"):
-            sides = OF_TWINS
+        sides = {"FF": OF_TWINS, "BB": OF_TWINS, "B": OF_ENDS}.get(head.split()[-1], sides)
         actions: list[PairAction] = []
         for place, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":

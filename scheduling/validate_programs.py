@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from braid.scheduling.fusion import takes_up
 from braid.scheduling.lowering.split import chunk_of
 from braid.scheduling.operators import Graph, Operator, Part, Pass
 from braid.scheduling.schedule import (
@@ -20,6 +21,7 @@ from braid.scheduling.schedule import (
     Twin,
     Twins,
     Wait,
+    is_late,
 )
 
 
@@ -30,9 +32,13 @@ def program_fault(schedule: Schedule, parts: Mapping[str, Part]) -> str | None:
     for label, program, graph, given in _single_programs(schedule, parts):
         if cause := _fault(program, graph, given):
             return f", program {label}: {cause}"
+    for name in sorted(takes_up(schedule.programs) - {second for _, second in schedule.pairs}):
+        return f", program {name} B: no paired program puts off what it takes up"
     for (first, second), pair in schedule.pairs.items():
         if cause := _pair_fault(pair, parts[first], parts[second]):
             return f", program {first}|{second}: {cause}"
+        if cause := _end_fault(schedule.programs[second, Direction.BACKWARD], pair, parts[second]):
+            return f", program {second} B: {cause}"
     for (name, direction), both in schedule.twins.items():
         if cause := _twin_fault(both, parts[name], direction):
             return f", program {name} {direction.value * 2}: {cause}"
@@ -165,11 +171,40 @@ def _begin(graph: Graph, given: tuple[str, ...]) -> _Pass:
 def _fault(program: Program, graph: Graph, given: tuple[str, ...]) -> str | None:
     state = _begin(graph, given)
     for action in program:
+        if is_late(action):
+            continue
         if action.side is not None:
             return f"'{action}': only paired programs name a pass"
         if cause := state.next(action):
             return cause
     return state.left()
+
+
+def _end_fault(program: Program, before: PairProgram, part: Part) -> str | None:
+    """What a backward pass by itself takes up has to be what the paired program before has put off.
+
+    Its own operators stand behind the same of the pass before, so that gradients are added up in the order of
+    micro-batches.
+    """
+    late = [action for action in program if is_late(action)]
+    if not late:
+        return None
+    state = _begin(part.backward, _given_backward(part))
+    for action in before:
+        if not isinstance(action, Barrier) and action.side is Direction.BACKWARD:
+            state.next(action)
+    for action in late:
+        if cause := state.next(action):
+            return cause
+    if cause := state.left():
+        return f"{cause}, of those that the paired program before has put off"
+    taken_up = {action.operator for action in late if not isinstance(action, Start)}
+    for action in program:
+        if is_late(action):
+            taken_up -= {action.operator} if not isinstance(action, Start) else set()
+        elif isinstance(action, Compute) and action.operator in taken_up:
+            return f"'{action}': P:{action.operator} has to come before"
+    return None
 
 
 def _twin_fault(program: PairProgram, part: Part, direction: Direction) -> str | None:

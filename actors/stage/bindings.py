@@ -67,8 +67,22 @@ class Binder:
         self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
     ) -> tuple[BoundAction, ...]:
         """The actions of one part instance; ``trains``: a backward pass follows the forward pass."""
-        order = list(enumerate(program))
+        order = [(position, action) for position, action in enumerate(program) if not is_late(action)]
         return tuple(self._bind(program, order, part, instance, direction, trains).values())
+
+    def bind_end(
+        self, program: Program, before: PairProgram, part: Part, instance: PartInstance
+    ) -> dict[int, BoundAction]:
+        """What a backward pass by itself does for the one before, by position in its program.
+
+        ``before``: the paired program that has put that off. Late operators run after all others of their
+        pass, which let go of what these alone have read.
+        """
+        first = [a for a in before if not isinstance(a, Barrier) and a.side is Direction.BACKWARD]
+        whole, count = (*first, *program), len(first)
+        own = [(n, action) for n, action in enumerate(whole) if n < count or is_late(action)]
+        bound = self._bind(whole, own, part, instance, Direction.BACKWARD, True)
+        return {position - count: action for position, action in bound.items() if position >= count}
 
     def bind_split(
         self, inputs: Program, weights: Program, part: Part, instance: PartInstance

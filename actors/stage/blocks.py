@@ -42,6 +42,8 @@ class _Held:
     instance: PartInstance
     forward: tuple[BoundAction, ...]
     backward: tuple[BoundAction, ...] = ()
+    end: tuple[tuple[bool, BoundAction], ...] = ()
+    """The backward pass with what it does for the one before it, if it can: whose action, and the action."""
     inputs: tuple[BoundAction, ...] = ()
     weights: tuple[BoundAction, ...] = ()
     paired: Mapping[tuple[Direction, PairKey], Mapping[int, BoundAction]] = field(default_factory=dict)
@@ -97,6 +99,11 @@ class BlockRunner:
             return _Held(place, instance, bound)
         backward = schedule.programs[name, Direction.BACKWARD]
         whole = binder.bind(backward, part, instance, Direction.BACKWARD, True)
+        end: tuple[tuple[bool, BoundAction], ...] = ()
+        if any(map(is_late, backward)):
+            before = next(program for (_, own), program in schedule.pairs.items() if own == name)
+            left, rest = binder.bind_end(backward, before, part, instance), iter(whole)
+            end = tuple((n in left, left[n] if n in left else next(rest)) for n in range(len(backward)))
         inputs: tuple[BoundAction, ...] = ()
         weights: tuple[BoundAction, ...] = ()
         if schedule.splits:
@@ -114,7 +121,7 @@ class BlockRunner:
             for (own, direction), program in schedule.twins.items()
             if own == name
         }
-        return _Held(place, instance, bound, whole, inputs, weights, paired, twins)
+        return _Held(place, instance, bound, whole, end, inputs, weights, paired, twins)
 
     def names(self, block: Block) -> list[str]:
         """The parts or runs of a block in the order of its pass."""
@@ -164,7 +171,7 @@ class BlockRunner:
         """Run both passes of a paired block; received and returned: of the forward, of the backward pass.
 
         Runs that have no partner go by their own programs. ``keeps_late``: what the last run puts off is left
-        to the paired block that follows.
+        to the block that follows.
         """
         front, back = pair.forward, pair.backward
         ahead, behind = self._chunks[front.chunk], self._chunks[back.chunk][::-1]
@@ -302,7 +309,16 @@ class BlockRunner:
         """Input gradients alone leave the slot open for the weight gradients."""
         values = self._reopen(block, held, dy)
         inputs_alone = block.gradients is Gradients.INPUT
-        _run(held.inputs if inputs_alone else held.backward, values, block)
+        late, self._late = self._late, None
+        if late is not None:
+            for (put_off, theirs), (_, ours) in zip(late.held.end, held.end, strict=True):
+                if put_off:
+                    theirs(late.values, late.block)
+                else:
+                    ours(values, block)
+            self._slots.close(self._slot(late.block, late.held))
+        else:
+            _run(held.inputs if inputs_alone else held.backward, values, block)
         dx: Tensor | None = values.pop("d.x", None)
         if not inputs_alone:
             self._slots.close(self._slot(block, held))

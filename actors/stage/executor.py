@@ -18,7 +18,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import receive, send
-from braid.scheduling.fusion import carrying
+from braid.scheduling.fusion import carrying, takes_up
 from braid.scheduling.lowering.lower import successor
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.schedule import (
@@ -97,7 +97,8 @@ class Executor:
             binder=Binder(mesh, streams, recorder, model.context.dtype.itemsize),
             streams=streams,
         )
-        self._carrying = carrying(self._instructions, self._blocks.names, schedule.pairs)
+        ends = takes_up(schedule.programs)
+        self._carrying = carrying(self._instructions, self._blocks.names, schedule.pairs, ends)
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         self._dtype, self._device = model.context.dtype, model.context.device

@@ -54,11 +54,22 @@ def chunked_program(graph: Graph) -> Program:
 
 
 def ordered_program(graph: Graph, order: Sequence[str] = ()) -> Program:
-    """Operators in an order (default: the graph's); whoever needs a collective's result waits for it."""
-    names = order or [op.name for op in graph.operators]
-    _check_names("order", {None: graph}, [(None, name) for name in names])
+    """Operators in an order (default: the graph's); whoever needs a collective's result waits for it.
+
+    ``P:qkv.wgrad``: of the pass before, if the paired program that it was part of has put that off.
+    """
+    mark = f"{Late.BACKWARD}:"
+    steps: list[Step] = [
+        (Late.BACKWARD, name.removeprefix(mark)) if name.startswith(mark) else (None, name)
+        for name in order or [op.name for op in graph.operators]
+    ]
+    _check_names("order", {None: graph}, [step for step in steps if step[0] is None])
     lazy = {op.name for op in graph.operators}
-    return _plain(_Issuer({None: graph}, lazy).run([(None, name) for name in names]))
+    if unknown := [name for side, name in steps if side and name not in lazy]:
+        raise ValueError(
+            f"order: P:{unknown[0]} is no operator of the layer; plan anew for this model and layout"
+        )
+    return _plain(_Issuer({None: graph, Late.BACKWARD: graph}, lazy).run(steps))
 
 
 def split_programs(part: Part) -> dict[tuple[str, Gradients], Program]:

@@ -29,9 +29,9 @@ from braid.scheduling.planner.list_schedule import (
     turns_order,
 )
 from braid.scheduling.planner.pairing import Pairing, pair
-from braid.scheduling.planner.strands import PairProblem, pair_problem, put_off, twin_problem
+from braid.scheduling.planner.strands import PairProblem, end_problem, pair_problem, put_off, twin_problem
 from braid.scheduling.profile import Profile, with_chunks
-from braid.scheduling.schedule import Block, Direction, Pair, Schedule
+from braid.scheduling.schedule import Block, Direction, Late, Pair, Schedule
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import validate
@@ -117,14 +117,30 @@ def decide(bench: Bench) -> tuple[Choices, PairingNote | None]:
 def decisions(bench: Bench) -> list[tuple[Choices, PairingNote | None]]:
     """Decisions without and, where it can be, with ends of backward passes put off to the next paired block.
 
-    That fills blocks which follow each other better; what the last one puts off runs by itself.
+    That fills blocks which follow each other better. What the last one puts off runs by itself, or (both are
+    tried) in the backward pass by itself that follows.
     """
     found = [_decide(bench, tails=False)]
     if SCHEDULES[bench.setting.schedule].pairs is PairMethod.ORDER and bench.setting.fused:
         other = _decide(bench, tails=True)
         if other[0].pairings != found[0][0].pairings:
             found.append(other)
+        found += [(ends, note) for choices, note in found if (ends := _with_ends(bench, choices)) != choices]
     return found
+
+
+def _with_ends(bench: Bench, choices: Choices) -> Choices:
+    """The same, with places for what is put off in the orders of backward passes by themselves."""
+    orders, mark = dict(choices.backward_orders), f"{Late.BACKWARD}:"
+    put_off: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for key, decision in choices.pairings.items():
+        late = frozenset(step.removeprefix(mark) for step in decision.steps if step.startswith(mark))
+        put_off[key.partition("|")[2]].add(late)
+    for name, sets in put_off.items():
+        if len(sets) == 1 and (late := next(iter(sets))):
+            graph = bench.parts[name].backward
+            orders[name] = _order_alone(end_problem(name, graph, late, bench.profile))
+    return replace(choices, backward_orders=orders)
 
 
 def _decide(bench: Bench, *, tails: bool) -> tuple[Choices, PairingNote | None]:

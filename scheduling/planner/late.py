@@ -18,7 +18,7 @@ BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
 """Widths and shares of communication (`beam_order`) for orders in which blocks overlap. What each finds is
 improved: moving operators seldom leads to the best order from where the best beam ends (docs/log.md)."""
 
-LONG = 100
+MANY = 100
 """Operators beyond which there is time for the first beam alone."""
 
 
@@ -40,7 +40,7 @@ def run_order(
     if goes_on and tail:
         late = _tail(problem.backward)
         ring = put_off(problem, late)
-        beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > LONG else BEAMS
+        beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > MANY else BEAMS
         starts = [beam_order(ring, width, (share,)) for width, share in beams]
         return late, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
     best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))

@@ -201,6 +201,30 @@ def twin_problem(part: str, graph: Graph, profile: Profile) -> PairProblem:
     return replace(alone, backward=both, slowdown=np.tile(alone.slowdown, (2, 2)))
 
 
+def end_problem(part: str, graph: Graph, late: Collection[str], profile: Profile) -> PairProblem:
+    """A backward pass by itself, with what the one before has put off to it, as `twin_problem`.
+
+    Its operators stand behind the same of the one before, which are named ``P:qkv.wgrad``.
+    """
+    alone = pair_problem(part, Graph(operators=()), part, graph, profile)
+    one = alone.backward
+    left = [n for n, name in enumerate(one.names) if name in late]
+    place = {n: k for k, n in enumerate(left)}
+    both = [*left, *range(len(one))]
+    theirs = [sum(1 << place[other] for other in bits(one.before[n]) if other in place) for n in left]
+    own = [
+        mask << len(left) | (1 << place[n] if n in place and not one.streams[n] else 0)
+        for n, mask in enumerate(one.before)
+    ]
+    ends = StrandGraph(
+        names=(*(f"P:{one.names[n]}" for n in left), *one.names),
+        streams=tuple(one.streams[n] for n in both),
+        solo_ns=tuple(one.solo_ns[n] for n in both),
+        before=(*theirs, *own),
+    )
+    return replace(alone, backward=ends, slowdown=alone.slowdown[np.ix_(both, both)])
+
+
 def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
     """Time in which three streams finish their loads when all start together.
 

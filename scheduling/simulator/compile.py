@@ -169,7 +169,8 @@ class Compiler:
         carrying = set()
         if any(is_late(action) for program in self.job.schedule.pairs.values() for action in program):
             names = cache(lambda block: [part.name for part in held_parts(self.job, block)])
-            carrying = set(fusion.carrying(instructions, names, self.job.schedule.pairs))
+            ends = fusion.takes_up(self.job.schedule.programs)
+            carrying = set(fusion.carrying(instructions, names, self.job.schedule.pairs, ends))
         commands: list[Command] = []
         carried = False
         for position, instruction in enumerate(instructions):
@@ -178,6 +179,9 @@ class Compiler:
                 body = self._body(instruction.forward, instruction.backward, carried, keeps)
                 commands.append(RunBlock(body, instruction.forward, instruction.backward))
                 carried = keeps
+            elif carried and isinstance(instruction, Block):
+                commands.append(RunBlock(self._body(None, instruction, carried), None, instruction))
+                carried = False
             else:
                 commands += self._instruction(instruction)
         return commands
@@ -270,9 +274,8 @@ class Compiler:
         last: tuple[str, str] | None = None
         if carried:
             i, j = order[0]
-            assert i is not None
             assert j is not None
-            last = names[0][i], names[1][j]
+            last = names[0][i] if i is not None else "", names[1][j]
             previous = Place(False, len(backward) - 1, before=True), backward[j]
         for i, j in order:
             if i is not None and j is not None:
@@ -291,13 +294,14 @@ class Compiler:
                 yield from self._program(pairs[key], sides)
                 previous = back
                 continue
-            if previous is not None:
+            late = previous if not forward else None  # which this pass takes up (`fusion.carrying`)
+            if previous is not None and late is None:
                 yield from self._left(last, previous)
-                previous = None
+            previous = None
             if i is not None:
                 yield from self._pass(Place(True, i), forward[i], gradients)
             if j is not None:
-                yield from self._pass(Place(False, j), backward[j], gradients)
+                yield from self._pass(Place(False, j), backward[j], gradients, late)
         if previous is not None and not keeps:
             yield from self._left(last, previous)
 
@@ -307,14 +311,19 @@ class Compiler:
         late = [action for action in self.job.schedule.pairs[key] if is_late(action)]
         yield from self._program(late, {Late.BACKWARD: (*previous, previous[1].backward)})
 
-    def _pass(self, place: Place, part: Part, gradients: Gradients | None) -> Iterator[BlockCommand]:
+    def _pass(
+        self, place: Place, part: Part, gradients: Gradients | None, late: tuple[Place, Part] | None = None
+    ) -> Iterator[BlockCommand]:
         schedule = self.job.schedule
         direction = Direction.FORWARD if place.forward else Direction.BACKWARD
         program: Sequence[PairAction] = schedule.programs[part.name, direction]
         if not place.forward and gradients in (Gradients.INPUT, Gradients.WEIGHT):
             program = schedule.splits[part.name, gradients]
         graph = part.forward if place.forward else part.backward
-        yield from self._program(program, {None: (place, part, graph)})
+        sides: dict[Side | None, tuple[Place, Part, Graph]] = {None: (place, part, graph)}
+        if late is not None:
+            sides[Late.BACKWARD] = (*late, late[1].backward)
+        yield from self._program(program, sides)
 
     def _program(
         self,

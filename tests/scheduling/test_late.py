@@ -1,6 +1,6 @@
 """What paired blocks put off to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -40,8 +40,8 @@ PART = BENCH.parts[RUN]
 
 @cache
 def choices() -> Choices:
-    """What the planner decides, of which tests change the pairing."""
-    return decide(BENCH)[0]
+    """What is decided first, of which tests change the pairing: the last pass takes up nothing."""
+    return decisions(BENCH)[0][0]
 
 
 def with_decision(decision: PairingDecision) -> Choices:
@@ -80,6 +80,20 @@ def decided(draw: st.DrawFn) -> PairingDecision:
     return PairingDecision(method=PairMethod.ORDER, steps=steps)
 
 
+@st.composite
+def ended(draw: st.DrawFn) -> Choices:
+    """The same, and any order of the last backward pass with what the one before has put off to it."""
+    decision = draw(decided())
+    late = [step.removeprefix("P:") for step in decision.steps if step.startswith("P:")]
+    there, order = list(late), list[str]()
+    for name in in_any_order(draw, PART.backward):
+        while name in there or (there and draw(st.booleans())):
+            order.append(f"P:{there.pop(0)}")
+        order.append(name)
+    order += [f"P:{name}" for name in there]
+    return replace(with_decision(decision), backward_orders={RUN: tuple(order)})
+
+
 def backward_spans(simulation: Simulation) -> dict[int, dict[str, Span]]:
     """By micro-batch and the operator's name in the run; every operator once."""
     names = {
@@ -94,10 +108,9 @@ def backward_spans(simulation: Simulation) -> dict[int, dict[str, Span]]:
     return found
 
 
-@given(decided())
-@settings(max_examples=12, deadline=None)
-def test_what_is_put_off_runs_once_and_after_what_it_needs(decision: PairingDecision) -> None:
-    drawn = with_decision(decision)
+@given(decided().map(with_decision) | ended())
+@settings(max_examples=24, deadline=None)
+def test_what_is_put_off_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
     schedule = lower(BENCH, drawn)
     assert parse(schedule.to_text()) == schedule
     simulation = run(BENCH, drawn)
@@ -155,15 +168,26 @@ def starts(one: Choices) -> set[str]:
     return {action.operator for action in program if isinstance(action, Start) and is_late(action)}
 
 
+def taken_up(one: Choices) -> set[str]:
+    """What a backward pass by itself does for the one before."""
+    program = lower(BENCH, one).programs[RUN, Direction.BACKWARD]
+    return {action.operator for action in program if is_late(action)}
+
+
 def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
-    (short, _), (far, _) = decisions(BENCH)
+    short, far, *_ = (one for one, _ in decisions(BENCH))
     assert starts(short) == set()
     assert starts(far) == {"1.layer/attention_gather.grad", "0.embedding/embedding_scatter.grad"}
     many = bench(micro_batches=16)
-    times = {len(starts(one)): run(many, one).numbers(1) for one, _ in decisions(many)}
-    assert times[2].step_seconds < times[0].step_seconds
-    assert times[2].hidden_fraction > times[0].hidden_fraction
-    assert starts(decide(many)[0]) == starts(far)
+    tried = [one for one, _ in decisions(many)]
+    short, far = tried[:2]
+    times = [run(many, one).numbers(1) for one in tried]
+    assert times[1].step_seconds < times[0].step_seconds
+    assert times[1].hidden_fraction > times[0].hidden_fraction
+    assert times[-1].step_seconds < times[1].step_seconds
+    assert times[-1].hidden_fraction > times[1].hidden_fraction
+    assert taken_up(tried[-1]) >= starts(far) > taken_up(far) == set()
+    assert decide(many)[0] == tried[-1]
     quick = bench(micro_batches=3, rate=3e10)
     found = [run(quick, one).step_ns for one, _ in decisions(quick)]
     assert run(quick, decide(quick)[0]).step_ns == min(found)
@@ -192,6 +216,35 @@ def refused(*steps: str) -> str:
     with pytest.raises(ValueError) as error:
         lower(ALONE, replace(decide(ALONE)[0], pairings={"layer|layer": decision}))
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda order: [*order, "P:qkv"], "order: P:qkv is no operator of the layer"),
+        (lambda order: [n for n in order if n != order[0]], "of those that the paired program before"),
+        (lambda order: [*order[1:], order[0]], "'compute {0}': P:{0} has to come before"),
+        (lambda order: [*order, f"P:{PART.backward.operators[0].name}"], " is done already"),
+    ],
+)
+def test_an_end_that_does_not_fit_is_refused(change: Callable[[list[str]], list[str]], message: str) -> None:
+    forward, backward = PART.forward.operators, [op.name for op in PART.backward.operators]
+    late = [name for name in backward if name.endswith(".wgrad")][-2:]
+    steps = (
+        *(f"F:{op.name}" for op in forward),
+        *(f"{'P' if name in late else 'B'}:{name}" for name in backward),
+    )
+    drawn = with_decision(PairingDecision(method=PairMethod.ORDER, steps=steps))
+    order = [*(f"P:{name}" for name in late), *backward]
+    assert lower(BENCH, replace(drawn, backward_orders={RUN: tuple(order)}))
+    with pytest.raises(ValueError) as error:
+        lower(BENCH, replace(drawn, backward_orders={RUN: tuple(change(order))}))
+    assert message.format(late[0]) in str(error.value)
+
+
+def test_an_end_that_nobody_has_left_is_refused() -> None:
+    with pytest.raises(ValueError, match="B: no paired program puts off what it takes up"):
+        lower(bench(micro_batches=1), decisions(BENCH)[-1][0])
 
 
 def test_what_is_needed_cannot_be_put_off() -> None:
