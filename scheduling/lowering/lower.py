@@ -189,8 +189,8 @@ class Choices:
     forward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Order of a part's forward operators in blocks that run alone; serial where it is not given."""
     backward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same of backward operators. ``P:qkv.wgrad`` is of the pass before, which a paired block has put off:
-    it runs there where one has, and nowhere else."""
+    """The same of backward operators. ``P:qkv.wgrad`` is of the pass before: it runs there if a paired block
+    has put it off, and nowhere else."""
     twin_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Order of the operators of two micro-batches, ``1:qkv``, by part and pass: ``PART FF``, ``PART BB``."""
     early_reduction: bool = False
