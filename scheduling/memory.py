@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from braid.scheduling.fusion import chunk_runs
+from braid.scheduling.fusion import chunk_runs, takes_up
 from braid.scheduling.operators import Graph, Part, Pass
 from braid.scheduling.schedule import (
     Action,
@@ -180,7 +180,7 @@ def _activations(
         default=0,
     )
     extra = max(0, extra)
-    ends = {key for key, program in schedule.programs.items() if any(map(is_late, program))}
+    ends = takes_up(schedule.programs)
     received: set[Block] = set()
     now = 0
     during = []
@@ -210,8 +210,9 @@ def _activations(
                 received.add(block)
                 now += message
             case Block():
-                if any((part.name, instruction.direction) in ends for part in held[instruction.chunk]):
-                    most += extra
+                returns = instruction.direction is Direction.BACKWARD
+                if returns and any(part.name in ends for part in held[instruction.chunk]):
+                    most += extra  # what the paired block before may have left
                 now += run(instruction)
             case Pair(forward, backward):
                 # Layer by layer one of them takes while the other gives.

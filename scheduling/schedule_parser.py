@@ -267,8 +267,8 @@ def _parse_programs(lines: list[Line]) -> _Programs:
     heads = [n for n, (_, line) in enumerate(lines) if line.split()[0] == "program"]
     for begin, end in zip(heads, [*heads, len(lines)][1:], strict=True):
         number, head = lines[begin]
-        sides: Sides | None = OF_PAIRS if "|" in head else None
-        sides = {"FF": OF_TWINS, "BB": OF_TWINS, "B": OF_ENDS}.get(head.split()[-1], sides)
+        of_one = {"FF": OF_TWINS, "BB": OF_TWINS, "B": OF_ENDS}
+        sides = OF_PAIRS if "|" in head else of_one.get(head.split()[-1])
         actions: list[PairAction] = []
         for place, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":

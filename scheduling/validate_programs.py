@@ -198,11 +198,11 @@ def _end_fault(program: Program, before: PairProgram, part: Part) -> str | None:
             return cause
     if cause := state.left():
         return f"{cause}, of those that the paired program before has put off"
-    taken_up = {action.operator for action in late if not isinstance(action, Start)}
+    waiting = {action.operator for action in late if isinstance(action, Compute)}
     for action in program:
-        if is_late(action):
-            taken_up -= {action.operator} if not isinstance(action, Start) else set()
-        elif isinstance(action, Compute) and action.operator in taken_up:
+        if isinstance(action, Compute) and is_late(action):
+            waiting.remove(action.operator)
+        elif isinstance(action, Compute) and action.operator in waiting:
             return f"'{action}': P:{action.operator} has to come before"
     return None
 

@@ -66,7 +66,10 @@ class Binder:
     def bind(
         self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
     ) -> tuple[BoundAction, ...]:
-        """The actions of one part instance; ``trains``: a backward pass follows the forward pass."""
+        """The actions of one part instance, but for late ones (`bind_end`).
+
+        ``trains``: a backward pass follows the forward pass.
+        """
         order = [(position, action) for position, action in enumerate(program) if not is_late(action)]
         return tuple(self._bind(program, order, part, instance, direction, trains).values())
 

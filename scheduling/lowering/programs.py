@@ -63,13 +63,10 @@ def ordered_program(graph: Graph, order: Sequence[str] = ()) -> Program:
         (Late.BACKWARD, name.removeprefix(mark)) if name.startswith(mark) else (None, name)
         for name in order or [op.name for op in graph.operators]
     ]
-    _check_names("order", {None: graph}, [step for step in steps if step[0] is None])
+    put_off = Graph(operators=tuple(op for op in graph.operators if (Late.BACKWARD, op.name) in steps))
+    _check_names("order", {None: graph, Direction.BACKWARD: put_off}, steps)
     lazy = {op.name for op in graph.operators}
-    if unknown := [name for side, name in steps if side and name not in lazy]:
-        raise ValueError(
-            f"order: P:{unknown[0]} is no operator of the layer; plan anew for this model and layout"
-        )
-    return _plain(_Issuer({None: graph, Late.BACKWARD: graph}, lazy).run(steps))
+    return _plain(_Issuer({None: graph, Late.BACKWARD: put_off}, lazy).run(steps))
 
 
 def split_programs(part: Part) -> dict[tuple[str, Gradients], Program]:
