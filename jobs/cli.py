@@ -75,15 +75,12 @@ def train(
     if report is not None and not report.parent.is_dir():
         raise ConfigError(f"--report {report}: the folder {report.parent} does not exist")
     from braid.actors.controller.controller import RunOptions
-    from braid.actors.controller.manifest import CheckpointStore
     from braid.jobs.display import Display
     from braid.jobs.train import train as run
 
-    if resume_if_begun:
-        # For whoever starts a job again by itself: a try that came to no checkpoint has nothing to keep.
-        resume = bool(CheckpointStore(resolved.run_directory / "checkpoints").steps())
-        overwrite = not resume
-    options = RunOptions(resume=resume, overwrite=overwrite, until=until)
+    options = RunOptions(
+        resume=resume or resume_if_begun, overwrite=overwrite, again=resume_if_begun, until=until
+    )
     with Display(console, live=resolved.telemetry.progress).running() as display:
         result = run(resolved, options, display.show)
     if report is not None:

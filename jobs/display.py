@@ -110,6 +110,8 @@ class Display:
         if event.first_step > event.last_step:
             work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
         self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
+        if event.at_risk and self._task is None:
+            self._say(f"safety  {event.at_risk}")
         if self._task is None:
             self._task = self._progress.add_task("training", total=event.last_step)
         self._progress.update(self._task, completed=event.first_step - 1)
@@ -140,7 +142,7 @@ class Display:
             ("step", f"{record.step}/{self._last_step}"),
             ("loss", f"{record.loss:.4f}"),
             ("validation", f"{self._bits:.3f} bits/byte" if self._bits is not None else "-"),
-            ("tokens/s", si(record.tokens / record.seconds)),
+            ("tokens/s", si(record.tokens_per_s)),
             ("step time", f"{record.seconds * 1e3:.0f} ms"),
             ("communication", f"{share:.0%}"),
             ("hidden", f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-"),
@@ -183,13 +185,15 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     table.add_column()
     steps, layout, communication = report["steps"], report["layout"], report["communication"]
     seconds = sum(step["seconds"] for step in steps)
+    wall = sum(step["wall_seconds"] or step["seconds"] for step in steps)
     axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("dp", "tp", "pp") if layout[axis] > 1)
     table.add_row("layout", f"{layout['ranks']} ranks ({axes or 'one rank'}), schedule {layout['schedule']}")
     if steps:
         table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}")
     bits = report["validation"]["bits_per_byte"]
     table.add_row("validation", "-" if bits is None else f"{bits:.3f} bits per byte")
-    table.add_row("speed", f"{si(report['tokens_per_s'])} tokens/s, {seconds:.1f} s in {len(steps)} steps")
+    between = f"{wall:.1f} s for {len(steps)} steps, {wall - seconds:.1f} of them between steps"
+    table.add_row("speed", f"{si(report['tokens_per_s'])} tokens/s, {between}")
     if seconds:
         exposed = communication["exposed_seconds"]
         table.add_row(

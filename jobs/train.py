@@ -79,7 +79,7 @@ def train(
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)
-    if not options.resume:
+    if not options.resume or options.again:
         check_initial(config.model.initial, shape)
     if not config.overlap.needs_profile:
         build_schedule(config, shape)  # what is wrong with it shows before anything starts

@@ -8,39 +8,44 @@ with process groups of its own. Who its ranks are and where their state comes fr
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
+from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
-from braid.actors.controller.homes import Found, Homes
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore
-from braid.actors.controller.mirror import Mirror
+from braid.actors.controller.homes import Homes, begun_mark
+from braid.actors.controller.last_trace import last_trace
+from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
+    WINDOW,
     Event,
     Finished,
     Incident,
     RunDirectory,
     Started,
     StepRecord,
-    build_report,
 )
 from braid.actors.controller.recovery import (
     Changed,
     Failure,
+    cost_of_a_failure,
     in_words,
-    newest_common,
     partner_shift,
     timed,
 )
+from braid.actors.controller.reporting import build_report
 from braid.actors.controller.rescue import rescue
 from braid.actors.controller.resizing import Resizing
+from braid.actors.controller.restoring import data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.controller.steps import WINDOW, Stepper
+from braid.actors.controller.steps import SpikeError, Spikes, StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import Rendezvous, RunPlan
 
@@ -57,7 +62,7 @@ class RunOptions:
     until: int | None = None
     """Stop, with a checkpoint, after this step instead of ``train.steps``."""
     again: bool = False
-    """A controller before this one died: where it left no checkpoint, ``resume`` begins anew."""
+    """Where no home has a checkpoint, ``resume`` begins anew: for whoever starts a run again by itself."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,20 @@ class Controller:
         self._options = options
         self._stop = threading.Event()
         self._generation = 0
-        self._restarts = self._in_row = 0
+        failure = plan.config.failure
+        self._budget = RestartBudget(failure.max_restarts, failure.refill_steps)
+        self._spikes = Spikes(RestartBudget(failure.max_restarts, failure.refill_steps))
+        self._tries = 0
+        """Failures since a step was done last."""
         self._step_now = 0
         """Steps that are done."""
+        self._trained = False
+        """Whether a step was done since this controller began."""
+        self._goes_on = False
+        """Whether there is a state to go on from."""
         self._failure: Failure | None = None
         """What the present generation was formed for."""
         self._drained = False
-        self._spiked: set[int] = set()
-        """Steps that were repeated because of their loss."""
 
     def stop(self) -> None:
         """Ask the run to end after the step under way, with a checkpoint; callable from any thread."""
@@ -110,27 +121,29 @@ class Controller:
 
     def run(self) -> Iterator[Event]:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`; leaves nothing running."""
-        keeping = self._config.checkpoint
-        mirror = Mirror(keeping.mirror) if keeping.mirror is not None else None
-        directory = RunDirectory(self._config, resume=self._options.resume, overwrite=self._options.overwrite)
+        options, config = self._options, self._config
+        mark = begun_mark(config) if options.resume else ""
+        resume = options.resume and not (options.again and not mark and not config.run_directory.is_dir())
+        directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
         try:
             self._generation = directory.last_generation
-            self._failure = directory.unfinished() if self._options.resume else None
-            homes = Homes(CheckpointStore(directory.path / "checkpoints"), mirror, directory.mark)
-            saver = Saver(homes, directory, keeping)
-            begins = not self._options.resume or (self._options.again and not homes.steps())
-            found = None if begins else homes.newest_of(self._plan.shape)
-            self._step_now = found.manifest.step if found is not None else 0
-            budget = self._config.telemetry.trace_mb_per_rank << 20
+            self._failure = directory.unfinished() if resume else None
+            homes = Homes.of(config, directory.identity)
+            saver = Saver(homes, directory, config.checkpoint)
             try:
+                self._goes_on = resume and (homes.begun() or not options.again)
+                if self._goes_on:  # what is wrong shows before anything starts; what is good, ranks find out
+                    self._step_now = homes.newest_of(self._plan.shape).manifest.step
+                budget = config.telemetry.trace_mb_per_rank << 20
                 with self._launcher.collector(directory.path / "trace", budget) as collector:
-                    yield from self._generations(_Places(directory, homes, saver, collector), found)
+                    yield from self._generations(_Places(directory, homes, saver, collector))
+                yield from self._finish(directory)
             finally:
                 saver.close()
         finally:
             directory.close()
 
-    def _generations(self, places: _Places, found: Found | None) -> Iterator[Event]:
+    def _generations(self, places: _Places) -> Iterator[Event]:
         """One generation after the other, until the run is over."""
         avoid: tuple[str, ...] = ()
         while True:
@@ -141,22 +154,20 @@ class Controller:
                 change = yield from self._on_what_is_left(error, "not all nodes are there")
             else:
                 try:
-                    change = yield from self._with_ranks(group, places, found)
+                    change = yield from self._with_ranks(group, places)
                 finally:
                     group.shutdown()
             if change is None:
                 return
             yield from self._change(change, places)
             avoid = change.avoid
-            found = places.homes.newest_of(self._plan.shape) if places.homes.steps() else None
+            self._goes_on = bool(places.homes.steps())
 
-    def _with_ranks(
-        self, group: WorkerGroup, places: _Places, found: Found | None
-    ) -> Generator[Event, None, Change | None]:
+    def _with_ranks(self, group: WorkerGroup, places: _Places) -> Generator[Event, None, Change | None]:
         """Generations on as many ranks, until the run is over or should go on with other ranks."""
         while True:
             try:
-                end = yield from self._generation_runs(group, places, found)
+                end = yield from self._generation_runs(group, places)
             except NoRoomError as error:
                 left = len(group.left())
                 yield from self._rescue(group, places)
@@ -165,7 +176,7 @@ class Controller:
             if not isinstance(end, Failure):
                 return end
             yield from self._prepare_restart(group, end, places)
-            found = None
+            self._goes_on = bool(places.homes.steps())
 
     def _rescue(self, group: WorkerGroup, places: _Places) -> Iterator[Event]:
         """What survivors hold of all ranks becomes a checkpoint: the layout is about to change."""
@@ -186,11 +197,11 @@ class Controller:
         return (yield from self._resizing.what_is_left(self._config, error, why, left, step, stopped))
 
     def _generation_runs(
-        self, group: WorkerGroup, places: _Places, found: Found | None
+        self, group: WorkerGroup, places: _Places
     ) -> Generator[Event, None, Failure | Change | None]:
         """Train to the end, or until a rank fails, or until the number of ranks should change."""
         try:
-            return (yield from self._train(group, places, found))
+            return (yield from self._train(group, places))
         except WorkerError as error:
             failure = Failure(
                 rank=error.rank,
@@ -201,10 +212,19 @@ class Controller:
             )
             if error.user_error:
                 raise
-            if self._restarts >= self._config.failure.max_restarts or self._stop.is_set():
+            if self._stop.is_set() or not self._goes_on_after(error):
                 places.directory.note("failed", self._step_now, self._generation, failure.text)
                 raise
             return failure
+
+    def _goes_on_after(self, error: WorkerError) -> bool:
+        """Whether a failure is one that the run puts up with: another try of a recovery costs nothing."""
+        if isinstance(error, SpikeError):
+            return True
+        self._tries += 1
+        if self._tries > 1 and self._config.failure.max_restarts:
+            return self._tries <= self._config.failure.max_tries
+        return self._budget.spend()
 
     # -- other numbers of ranks ----------------------------------------------------------------------------
 
@@ -230,16 +250,15 @@ class Controller:
 
         Failures in a row, none of which trained a step, are waited for longer and longer.
         """
-        self._restarts += 1
-        self._in_row += 1
         with timed(failure, "interrupt"):
             gone = group.interrupt()
         failure.gone = tuple(gone)
-        yield from places.saver.abandon()
+        places.saver.abandon()
         backoff = self._config.failure.backoff_s
-        wait = backoff * 2 ** (self._in_row - 2) if self._in_row > 1 else 0.0
+        wait = backoff * 2 ** (self._tries - 2) if self._tries > 1 else 0.0
         text = f"{failure.text}; {in_words(gone)}, all ranks go on as a new generation"
-        text += f" (restart {self._restarts} of {self._config.failure.max_restarts})"
+        if self._tries:
+            text += f" (restart {self._budget}" + (f", try {self._tries})" if self._tries > 1 else ")")
         places.directory.note("restarted", failure.step, self._generation, text)
         yield Incident(kind="restarted", text=text, step=failure.step)
         self._stop.wait(wait)
@@ -248,7 +267,9 @@ class Controller:
     def _recovered(self, directory: RunDirectory, first_step: int) -> None:
         """A step is done: the first one after a failure, perhaps."""
         failure, self._failure = self._failure, None
-        self._in_row = 0
+        self._tries = 0
+        self._budget.step_done(self._step_now)
+        self._spikes.budget.step_done(self._step_now)
         now = time.time()
         if failure is not None:
             failure.parts["first step"] = now - failure.time - sum(failure.parts.values())
@@ -259,18 +280,18 @@ class Controller:
             self._resizing.membership.cost_s = now - changed.time
             directory.incident(**changed.facts(now, first_step, self._generation))
 
-    def _train(
-        self, group: WorkerGroup, places: _Places, found: Found | None
-    ) -> Generator[Event, None, Change | None]:
+    def _train(self, group: WorkerGroup, places: _Places) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
         self._rendezvous(group)
         facts = group.call(0, "data_facts")
-        with timed(self._failure or self._changed, "restore"):
-            done, notes = self._restore(group, places.homes, found, facts)
-        saver.resumed(done)
         plan, layout = self._plan, self._config.layout()
+        with timed(self._failure or self._changed, "restore"):
+            done, notes = restore(group, places.homes, plan, facts, self._failure, goes_on=self._goes_on)
+        saver.resumed(done)
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
-        records = directory.rewind(done + 1)
+        records = deque(directory.rewind(done + 1), WINDOW)
+        clock = StepClock(self._last_end(records))
+        yield from self._claim_mirror(places)
         group.call_all("stream_spans", places.collector.target, self._generation)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
         yield Started(
@@ -280,51 +301,70 @@ class Controller:
             layout=layout.describe(),
             run_directory=str(directory.path),
             notes=notes,
+            at_risk=cost_of_a_failure(self._config),
         )
         directory.note("started", done, self._generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(places.collector, directory, layout)
-        stepper = Stepper(plan, group, self._generation, facts, self._spiked)
+        stepper = Stepper(plan, group, self._generation, facts, self._spikes, clock)
         described = self._described(facts)
         step = self._step_now = done
         yield from saver.step_done(group, step, self._generation, described)
         change: Change | None = None
         while step < last and not self._stop.is_set() and change is None:
-            event, told = stepper.run(step, last, records, directory)
-            directory.append(event.record, event.ranks)
+            event, told = stepper.run(step, last, list(records))
+            with clock.part("records"):
+                directory.append(event.record, event.ranks)
             records.append(event.record)
             yield event
             step += 1
-            self._step_now = step
+            self._step_now, self._trained = step, True
             for incident in told:
                 directory.note(incident.kind, step, self._generation, incident.text)
                 yield incident
             self._recovered(directory, done)
             self._expect(group, records)
-            yield from watch.look(step, self._generation, event.ranks)
-            yield from saver.step_done(group, step, self._generation, described)
+            with clock.part("records"):
+                yield from watch.look(step, self._generation, event.ranks)
+            with clock.part("save"):
+                yield from saver.step_done(group, step, self._generation, described)
             if step < last:
-                change = yield from self._look_around(group, places, watch, records, last, described)
+                with clock.part("nodes"):
+                    change = yield from self._look_around(group, places, watch, records, last, described)
         yield from saver.finish(group)
         if saver.last_step != step and step:
             yield from saver.begin(group, step, self._generation, described)
             yield from saver.finish(group)
             if saver.last_step != step:
                 raise CheckpointError(
-                    f"step {step} is done, but its checkpoint does not fit on the disk of "
-                    f"{places.homes.store.directory}; free some space and go on with --resume from the "
-                    f"newest checkpoint there"
+                    f"step {step} is done, but its checkpoint {saver.why_not}, in "
+                    f"{places.homes.store.directory}; mend that and go on with --resume from the newest "
+                    f"checkpoint there"
                 )
         if change is None:
             self._recovered(directory, done)  # from a failure after the last step, too
-            yield from self._finish(directory, records, step)
+            yield from saver.settle()
         return change
+
+    def _last_end(self, records: Sequence[StepRecord]) -> float:
+        """When the last step that counts was over: what was lost since belongs to the next one. A run that
+        somebody resumes begins its clock anew."""
+        return records[-1].time if self._trained and records else time.time()
+
+    def _claim_mirror(self, places: _Places) -> Iterator[Incident]:
+        """Say in the mirror that this run has begun, once it has."""
+        if places.homes.mirror is not None:
+            try:
+                places.homes.mirror.begin()
+            except MirrorError as error:  # there may be one when the first checkpoint is to be copied
+                places.directory.note("telemetry", self._step_now, self._generation, str(error))
+                yield Incident(kind="failed", text=str(error), step=self._step_now)
 
     def _look_around(
         self,
         group: WorkerGroup,
         places: _Places,
         watch: Watch,
-        records: list[StepRecord],
+        records: Sequence[StepRecord],
         last: int,
         described: dict[str, Any],
     ) -> Generator[Event, None, Change | None]:
@@ -334,7 +374,7 @@ class Controller:
             group,
             self._config,
             watch.slowest,
-            lambda: median(record.seconds for record in records[-WINDOW:]),
+            lambda: median(record.seconds for record in records),
             last - step,
         )
         if self._resizing.leaving and change is None and not self._drained:
@@ -346,13 +386,13 @@ class Controller:
             yield from saver.finish(group)
         return change
 
-    def _finish(self, directory: RunDirectory, records: list[StepRecord], step: int) -> Iterator[Event]:
-        validation = next(
-            (r.validation_bits_per_byte for r in reversed(records) if r.validation_bits_per_byte is not None),
-            None,
-        )
+    def _finish(self, directory: RunDirectory) -> Iterator[Event]:
+        """Nothing runs any more, and all spans that were streamed are in the files."""
+        step = self._step_now
+        if spans := last_trace(directory.path / "trace"):
+            directory.write_trace(spans)
         complete = step == self._config.train.steps
-        report = build_report(records, self._config, validation, complete=complete, serial=self._plan.serial)
+        report = build_report(directory.records(), self._config, complete=complete, serial=self._plan.serial)
         if trouble := directory.write_report(report):
             yield Incident(kind="failed", text=trouble, step=step)
         directory.note("finished", step, self._generation, "complete" if complete else "stopped early")
@@ -381,56 +421,14 @@ class Controller:
         if self._config.overlap.profile is not None:
             check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
 
-    def _expect(self, group: WorkerGroup, records: list[StepRecord]) -> None:
+    def _expect(self, group: WorkerGroup, records: Sequence[StepRecord]) -> None:
         """How long ranks may be without progress, now that steps have been seen."""
-        slowest = max(record.seconds for record in records[-10:])
+        slowest = max(record.seconds for record in records)
         group.expect(max(self._config.failure.stall_s, _STALL_STEPS * slowest))
-
-    def _restore(
-        self, group: WorkerGroup, homes: Homes, found: Found | None, facts: dict[str, Any]
-    ) -> tuple[int, tuple[str, ...]]:
-        """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
-
-        After a failure that is the newest one among the copies in memory and the good checkpoints; else the
-        checkpoint that the run goes on from, or initial weights.
-        """
-        copies = self._config.checkpoint.copies_every
-        failure = self._failure
-        notes: tuple[str, ...] = ()
-        if failure is not None and copies:
-            common = newest_common(group.call_all("copies_held"), self._config.layout(), failure.step)
-            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
-            saved = max((step for step in homes.steps() if step <= failure.step), default=0)
-            if common is not None and common[0] >= saved:
-                group.call_all("restore_copies", *common)
-                failure.source = "copies in memory"
-                return common[0], notes
-        if failure is not None and homes.steps():
-            found = homes.newest_of(self._plan.shape)
-            failure.source = f"checkpoint step-{found.manifest.step}"
-        done = 0
-        if found is not None:
-            notes = found.notes
-            found.check_data(self._data_cursor(facts))
-            group.call_all("load", found.path, found.manifest.step)
-            done = found.manifest.step
-        elif self._config.model.initial is not None:
-            group.call_all("load_initial", str(self._config.model.initial))
-        if copies:
-            group.call_all("keep_copy", done)
-        return done, notes
 
     def _described(self, facts: dict[str, Any]) -> dict[str, Any]:
         """What manifests of checkpoints say beside their files."""
-        return manifest_facts(self._config.layout(), self._data_cursor(facts), self._plan.shape)
-
-    def _data_cursor(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """What fixes, together with the step, which samples come next (design section 10, rule 3)."""
-        return {
-            "fingerprint": facts["fingerprint"],
-            "seed": self._config.train.seed,
-            "global_batch": self._config.train.global_batch,
-        }
+        return manifest_facts(self._config.layout(), data_cursor(self._config, facts), self._plan.shape)
 
 
 def _cluster(group: WorkerGroup) -> dict[str, Any]:

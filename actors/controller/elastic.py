@@ -72,6 +72,32 @@ class Change:
     """Addresses of nodes that no rank is to be placed on, if others do."""
 
 
+class Quarantine:
+    """Nodes that are left out because they were slow, and until when."""
+
+    def __init__(self, seconds: float) -> None:
+        """``seconds``: for how long at first; twice as long each time that a node is slow again."""
+        self._seconds = seconds
+        self._times: dict[str, int] = {}
+        self._until: dict[str, float] = {}
+
+    def add(self, address: str, now: float) -> float:
+        """Leave a node out from now on; for how many seconds."""
+        times = self._times.get(address, 0)
+        self._times[address] = times + 1
+        seconds = self._seconds * 2**times
+        self._until[address] = now + seconds
+        return seconds
+
+    def active(self, now: float) -> tuple[str, ...]:
+        """Addresses that no rank is to be placed on at present."""
+        return tuple(sorted(address for address, until in self._until.items() if until > now))
+
+    def lift(self) -> None:
+        """Take all of them again: what is left without them is too little."""
+        self._until.clear()
+
+
 class Membership:
     """Decides after every step whether the run should change."""
 
@@ -120,7 +146,7 @@ class Membership:
         step_s: float,
         steps_left: int,
     ) -> Change | None:
-        """The change that leaves a slow rank's node out, if that is faster.
+        """The change that leaves a slow rank's node out, if that is faster. ``capacity``: without that node.
 
         All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks. Where
         nodes have just come or gone, what to do about that comes first: one change costs less than two.
@@ -128,13 +154,13 @@ class Membership:
         if not self._settled(now):
             return None
         here = degrees_of(config)
-        best = best_degrees(config, min(capacity - 1, here.ranks), self._runs, self._elastic)
+        best = best_degrees(config, min(capacity, here.ranks), self._runs, self._elastic)
         if best is None or best.ranks * straggler.times <= here.ranks * _WORTH:
             return None
         if steps_left * step_s * (1 - here.ranks / (best.ranks * straggler.times)) <= self.cost_s:
             return None
         reason = f"rank {straggler.rank} on {address} takes {straggler.times:.2f} times as long as others"
-        return Change(best, f"{reason}: on without it", avoid=(address,))
+        return Change(best, f"{reason}: on without it")
 
     def _settled(self, now: float) -> bool:
         """Whether the capacity has been the same for long enough."""

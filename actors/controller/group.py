@@ -160,8 +160,10 @@ class WatchedGroup(ABC):
                 asked = now
                 for rank in waiting:
                     self._ask(rank, "pulse")
+            polled = time.monotonic()
             outcomes, beats = self._poll(waiting, _PULSE_SECONDS)
             now = time.monotonic()
+            vigil.forgive(max(0.0, now - polled - _PULSE_SECONDS))  # reading large answers takes long
             for rank, progress in beats:
                 vigil.beat(rank, progress, now)
                 self._awake.add(rank)
@@ -210,7 +212,7 @@ class WatchedGroup(ABC):
 
     @abstractmethod
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Call a rank; its outcome comes out of `_poll`."""
+        """Call a rank, without waiting until it takes the call; its outcome comes out of `_poll`."""
 
     @abstractmethod
     def _ask(self, rank: int, question: str) -> None:
@@ -254,5 +256,6 @@ class Launcher(Protocol):
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Start that many ranks, not on the nodes of some addresses; `ConfigError` if there is no room."""
 
-    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
-        """Ranks there is room for, those of a group included; and whether one of its nodes is leaving."""
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        """Ranks there is room for, those of a group included, but not on the nodes of some addresses; and
+        whether one of the group's nodes is leaving."""

@@ -50,6 +50,11 @@ class Vigil:
                 self._advanced = now
             self._progress[rank] = progress
 
+    def forgive(self, seconds: float) -> None:
+        """For so long nobody listened, as the controller was busy itself: no rank's silence."""
+        self._heard = {rank: None if at is None else at + seconds for rank, at in self._heard.items()}
+        self._advanced += seconds
+
     def done(self, rank: int, now: float) -> None:
         """A rank has finished its call."""
         del self._heard[rank]

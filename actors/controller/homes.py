@@ -1,17 +1,24 @@
 """Where the checkpoints of a run are: in its own directory and, if it has one, in its mirror."""
 
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, verify_named
-from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.config import Config
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, inspect
+from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, mark_at
+from braid.actors.controller.records import read_identity
 from braid.scheduling.spec import ModelShape
+
+Verify = Callable[[Path], None]
+"""Reads all files of a checkpoint; `CheckpointError` if one is not what was saved."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A good checkpoint, and what was wrong with newer ones."""
+    """A checkpoint to go on from, and what was wrong with newer ones."""
 
     path: str
     manifest: Manifest
@@ -30,8 +37,15 @@ class Homes:
     """All places that a run can go on from."""
 
     def __init__(self, store: CheckpointStore, mirror: Mirror | None, run: str) -> None:
-        """run: its mark (`RunDirectory.mark`); what the mirror has of other runs is left alone."""
+        """run: its mark, by which its checkpoints are told from others'."""
         self.store, self.mirror, self.run = store, mirror, run
+
+    @classmethod
+    def of(cls, config: Config, run: RunIdentity) -> "Homes":
+        """Those that a configuration names; `MirrorError` if no file system answers to the mirror's URL."""
+        url = config.checkpoint.mirror
+        mirror = Mirror(url, run) if url is not None else None
+        return cls(CheckpointStore(config.run_directory / "checkpoints"), mirror, run.mark)
 
     @property
     def spare(self) -> CheckpointStore | None:
@@ -40,25 +54,29 @@ class Homes:
 
     def steps(self) -> list[int]:
         """Steps of this run's checkpoints, good or not, without asking another machine; oldest first."""
-        found = set(self.store.steps())
-        if (spare := self.spare) is not None:
-            found |= {step for step in spare.steps() if self.run in ("", spare.run_of(step))}
-        return sorted(found)
+        return sorted({*self.store.steps(), *(self.spare.steps() if self.spare is not None else ())})
 
-    def newest_of(self, shape: ModelShape) -> Found:
-        """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model."""
-        path, manifest, notes = self.newest_good()
+    def begun(self) -> bool:
+        """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""
+        return bool(self.store.steps() or (self.mirror is not None and self.mirror.steps()))
+
+    def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
+        """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model.
+
+        Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
+        """
+        found = self.newest_good(verify)
         ours = asdict(shape)
-        if manifest.shape != ours:
-            odd = next(key for key in ours if manifest.shape.get(key) != ours[key])
+        if found.manifest.shape != ours:
+            odd = next(key for key in ours if found.manifest.shape.get(key) != ours[key])
             raise CheckpointError(
-                f"checkpoint {path} is of a model with {odd}={manifest.shape.get(odd)}, "
+                f"checkpoint {found.path} is of a model with {odd}={found.manifest.shape.get(odd)}, "
                 f"the configuration says {odd}={ours[odd]}"
             )
-        return Found(str(path), manifest, tuple(notes))
+        return found
 
-    def newest_good(self) -> tuple[Path, Manifest, list[str]]:
-        """The newest checkpoint that matches its manifest, and what there is to tell of it.
+    def newest_good(self, verify: Verify | None = None) -> Found:
+        """The newest checkpoint that nothing is wrong with, and what there is to tell of it.
 
         `CheckpointError` if there is none. Of the same step the run's own is taken, else the mirror's.
         """
@@ -69,22 +87,39 @@ class Homes:
             if step in here:
                 try:
                     path = self.store.directory / f"step-{step}"
-                    manifest = verify_named(path)
+                    return Found(
+                        str(path),
+                        _checked(path, verify),
+                        tuple(f"{text}; falling back to step {step}" for text in complaints),
+                    )
                 except CheckpointError as error:
                     complaints.append(str(error))
-                else:
-                    return path, manifest, [f"{text}; falling back to step {step}" for text in complaints]
             if step in there and self.mirror is not None:
                 try:
-                    path, manifest = self.mirror.bring(step, self.store, self.run)
+                    place, manifest = self._bring(self.mirror, step, verify)
+                    return Found(place, manifest, ("; ".join([*complaints, self._brought(step)]),))
                 except (CheckpointError, MirrorError, OSError) as error:
                     complaints.append(str(error))
-                else:
-                    return path, manifest, ["; ".join([*complaints, self._brought(step)])]
         nowhere = f"no older checkpoint is left to fall back to; there is none in {self._places()}"
         if complaints:
             raise CheckpointError("; ".join([*complaints, nowhere]))
         raise CheckpointError(f"there is no checkpoint in {self._places()}; start without --resume")
+
+    def _bring(self, mirror: Mirror, step: int, verify: Verify | None) -> tuple[str, Manifest]:
+        """A copy as one of this machine's folders: in place, or fetched into the run's own directory."""
+        if mirror.store is not None:
+            path = mirror.store.directory / f"step-{step}"
+            mirror.manifest(step)
+            return str(path), _checked(path, verify)
+        if verify is None:
+            return f"{mirror.url}, step {step}", mirror.manifest(step)
+        folder = self.store.begin(step, 0)
+        try:
+            mirror.fetch(step, folder)
+            manifest = _checked(folder, verify)
+            return str(self.store.adopt(folder, manifest)), manifest
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _copies(self, complaints: list[str]) -> set[int]:
         try:
@@ -100,3 +135,29 @@ class Homes:
     def _places(self) -> str:
         places = [str(self.store.directory)] + ([self.mirror.url] if self.mirror is not None else [])
         return " or ".join(places)
+
+
+def _checked(path: Path, verify: Verify | None) -> Manifest:
+    manifest = inspect(path)
+    if verify is not None:
+        verify(path)
+    return manifest
+
+
+def begun_mark(config: Config) -> str:
+    """The mark of the run that a configuration names, wherever it has left one; empty if nowhere.
+
+    It stands in the run's directory and in its checkpoints; where those are lost, the mirror knows.
+    `MirrorError` if that does not answer: a run must not begin anew because nobody could be asked.
+    """
+    for mark in _marks_here(config.run_directory):
+        return mark
+    url = config.checkpoint.mirror
+    return mark_at(url, config.name) if url is not None else ""
+
+
+def _marks_here(directory: Path) -> Iterator[str]:
+    if (own := read_identity(directory)) is not None:
+        yield own.mark
+    store = CheckpointStore(directory / "checkpoints")
+    yield from (mark for step in reversed(store.steps()) if (mark := store.run_of(step)))

@@ -6,16 +6,17 @@ overwritten, and nothing is loaded that does not match its manifest (design sect
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from braid.actors.stage.digests import MANIFEST, Digests, damage
+
 VERSION = 1
 STEP_NAME = re.compile(r"step-(\d+)")
 
@@ -35,7 +36,24 @@ class Manifest:
     shape: dict[str, Any]
     files: dict[str, tuple[int, str]]
     run: str = ""
-    """Mark of the run that wrote it (`RunDirectory.mark`); empty if that has none."""
+    """Mark of the run that wrote it (`RunDirectory.identity`); empty if that has none."""
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Manifest":
+        """Read the text of a manifest; `ValueError` if it is none."""
+        try:
+            content = json.loads(text)
+            files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+            manifest = Manifest(**{**content, "files": files})
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if not all(isinstance(part, dict) for part in (manifest.layout, manifest.data, manifest.shape)):
+            raise ValueError("layout, data and shape must be mappings")
+        if type(manifest.step) is not int:
+            raise ValueError(f"step {manifest.step!r} is no number")
+        if manifest.version != VERSION:
+            raise ValueError(f"version {manifest.version}; this Braid reads {VERSION}")
+        return manifest
 
 
 class CheckpointStore:
@@ -55,6 +73,7 @@ class CheckpointStore:
     def publish(
         self,
         written: Path,
+        files: Digests,
         *,
         step: int,
         layout: dict[str, Any],
@@ -62,29 +81,30 @@ class CheckpointStore:
         shape: dict[str, Any],
         run: str = "",
     ) -> Path:
-        """Checksum what was written, make it durable, and give it its name."""
-        files = {
-            str(path.relative_to(written)): (path.stat().st_size, _sha256(path))
-            for path in sorted(written.rglob("*"))
-            if path.is_file()
-        }
+        """Give what was written its name. ``files``: all of them, which their writers have made durable.
+
+        `CheckpointError` if there are others in the folder, or of other sizes.
+        """
         manifest = Manifest(
-            version=VERSION, step=step, layout=layout, data=data, shape=shape, files=files, run=run
+            version=VERSION,
+            step=step,
+            layout=layout,
+            data=data,
+            shape=shape,
+            files=dict(sorted(files.items())),
+            run=run,
         )
-        for name in files:
-            _sync(written / name)
         write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        inspect(written)
         _sync(written)
         return self._give_name(written, step)
 
-    def adopt(self, folder: Path) -> Manifest:
-        """Give a checkpoint that came from elsewhere its name; `CheckpointError` if it is damaged."""
-        manifest = verify_named(folder)
+    def adopt(self, folder: Path, manifest: Manifest) -> Path:
+        """Give a good checkpoint that came from elsewhere its name."""
         for name in (*manifest.files, MANIFEST):
             _sync(folder / name)
         _sync(folder)
-        self._give_name(folder, manifest.step)
-        return manifest
+        return self._give_name(folder, manifest.step)
 
     def _give_name(self, written: Path, step: int) -> Path:
         final = self.directory / f"step-{step}"
@@ -103,21 +123,39 @@ class CheckpointStore:
         write_durably(self.directory / "latest", final.name)
         return final
 
-    def collect(self, keep: int, keep_every: int = 0, newest: int | None = None) -> None:
+    def collect(
+        self,
+        keep: int,
+        keep_every: int = 0,
+        newest: int | None = None,
+        *,
+        run: str = "",
+        generation: int | None = None,
+        spared: Collection[int] = (),
+    ) -> None:
         """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
         saves that never finished.
 
-        newest: the step that was saved last. Those beyond it belong to a run that fell back because they are
-        damaged; they do not count, or the good ones would go for their sake.
+        newest      the step that was saved last. Those beyond it belong to a run that fell back because they
+                    are damaged; they do not count, or the good ones would go for their sake.
+        run         mark of the run whose checkpoints these are: those that another one wrote stay
+        generation  of the ranks that saved last: what later ones are writing stays
+        spared      steps that are in use and stay for now
         """
-        for path in (*self.directory.glob("step-*.tmp-*"), *self.directory.glob("step-*.replaced-*")):
+        for path in self.directory.glob("step-*.replaced-*"):
             shutil.rmtree(path)
+        for path in self.directory.glob("step-*.tmp-*"):
+            writer = path.name.rpartition("-")[2]
+            if generation is None or not writer.isdecimal() or int(writer) <= generation:
+                shutil.rmtree(path)
         steps = [step for step in self.steps() if newest is None or step <= newest]
-        for step in to_be_removed(steps, keep, keep_every):
-            # By a name that is none first: what is removed half-way must not look like a checkpoint.
-            gone = self.directory / f"step-{step}.tmp-old"
-            os.rename(self.directory / f"step-{step}", gone)
-            shutil.rmtree(gone)
+        own = [step for step in steps if self.run_of(step) in (None, "", run)]
+        for step in to_be_removed(own, keep, keep_every):
+            if step not in spared:
+                # By a name that is none first: what is removed half-way must not look like a checkpoint.
+                gone = self.directory / f"step-{step}.tmp-old"
+                os.rename(self.directory / f"step-{step}", gone)
+                shutil.rmtree(gone)
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, oldest first."""
@@ -129,7 +167,7 @@ class CheckpointStore:
     def run_of(self, step: int) -> str | None:
         """The mark of the run that wrote a checkpoint; None if that cannot be read."""
         try:
-            return _read_manifest(self.directory / f"step-{step}").run
+            return read_manifest(self.directory / f"step-{step}").run
         except CheckpointError:
             return None
 
@@ -146,23 +184,30 @@ def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
     return [step for step in steps[:-keep] if not keep_every or step % keep_every]
 
 
-def disk_is_full(path: Path, error: Exception) -> bool:
-    """Whether a write failed for want of space.
+def disk_is_full(path: Path, error: Exception | str) -> bool:
+    """Whether a write failed for want of space, or because a quota is used up.
 
     A rank's error does not always say so (``torch.save`` complains of an unexpected position), so the disk is
     asked too; ask before anything is removed.
     """
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in full:
         return True
-    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(path).free < _NO_SPACE
+    if any(os.strerror(number) in str(error) for number in full):
+        return True
+    try:
+        return shutil.disk_usage(path).free < _NO_SPACE
+    except OSError:  # it is not there at present
+        return False
 
 
 _NO_SPACE = 1 << 20
 
 
-def verify(path: Path) -> Manifest:
-    """Read a checkpoint's manifest and check every file against it; `CheckpointError` names the file."""
-    manifest = _read_manifest(path)
+def inspect(path: Path) -> Manifest:
+    """Read a checkpoint's manifest, and compare names and sizes of all files with it; their content is not
+    read. `CheckpointError` names the file that differs."""
+    manifest = read_manifest(path)
     try:
         there = list(path.rglob("*"))
         if links := [str(p.relative_to(path)) for p in there if p.is_symlink()]:
@@ -172,40 +217,32 @@ def verify(path: Path) -> Manifest:
             raise CheckpointError(
                 f"checkpoint {path}: file {min(odd)} is missing or was not written by the save"
             )
-        for name, (size, digest) in manifest.files.items():
+        for name, (size, _) in manifest.files.items():
             found = (path / name).stat().st_size
             if found != size:
                 raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
-            if _sha256(path / name) != digest:
-                raise CheckpointError(f"checkpoint {path}: the checksum of file {name} is wrong")
     except OSError as error:
         what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
         raise CheckpointError(what) from None
-    return manifest
-
-
-def verify_named(path: Path) -> Manifest:
-    """`verify`, for a checkpoint whose folder, published or not, has the name of its step."""
-    manifest = verify(path)
-    if path.name.split(".")[0] != f"step-{manifest.step}":
+    if path.name.startswith("step-") and path.name.split(".")[0] != f"step-{manifest.step}":
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
     return manifest
 
 
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-        manifest = Manifest(**{**content, "files": files})
-        if not all(isinstance(part, dict) for part in (manifest.layout, manifest.data, manifest.shape)):
-            raise ValueError("layout, data and shape must be mappings")
-        if type(manifest.step) is not int:
-            raise ValueError(f"step {manifest.step!r} is no number")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
-    if manifest.version != VERSION:
-        raise CheckpointError(f"checkpoint {path} has version {manifest.version}, this Braid reads {VERSION}")
+def verify(path: Path) -> Manifest:
+    """`inspect`, and read every file of a checkpoint: in one process, for those who have no ranks."""
+    manifest = inspect(path)
+    if (what := damage(path, manifest.files)) is not None:
+        raise CheckpointError(f"checkpoint {path}: {what}")
     return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What the manifest of a checkpoint says; `CheckpointError` if it cannot be."""
+    try:
+        return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -225,8 +262,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

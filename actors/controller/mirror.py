@@ -1,12 +1,14 @@
 """A second home for checkpoints at any fsspec URL: object stores, other file systems.
 
-Object stores cannot rename, so there the manifest is the last file to be written: a folder without one is no
-checkpoint. A mirror that is a directory can also be written to by the ranks themselves, and read in place.
+Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also those of one name,
+never see each other's files. Object stores cannot rename, so the manifest is the last file of a checkpoint to
+be written: a folder without one is no checkpoint. A mirror that is a directory can also be written to by the
+ranks themselves, and read in place.
 """
 
 import difflib
 import json
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,24 @@ from braid.actors.controller.manifest import (
     CheckpointStore,
     Manifest,
     to_be_removed,
-    verify_named,
 )
+
+_RUN_FILE = "run.json"
 
 
 class MirrorError(ConfigError):
     """The mirror cannot be reached or used."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What tells a run from all others."""
+
+    name: str
+    mark: str
+    """Drawn when the run begins; its manifests have it."""
+    replaces: tuple[str, ...] = ()
+    """Marks of the runs of this name that its user gave up for it (``--overwrite``)."""
 
 
 def check_url(url: str) -> None:
@@ -36,43 +50,91 @@ def check_url(url: str) -> None:
         raise MirrorError(f"checkpoint.mirror={url!r}: no file system is called {protocol!r}{hint}")
 
 
+def _open(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the place there."""
+    try:
+        import fsspec
+
+        files, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise MirrorError(f"checkpoint.mirror={url!r}: {error}") from None
+    files.invalidate_cache()  # others write there
+    return files, str(root).rstrip("/")
+
+
+def mark_at(url: str, name: str) -> str:
+    """The mark of the run of a name that has checkpoints at a mirror; empty if there is none.
+
+    `MirrorError` if there are several, none of which replaces the others, or the mirror does not answer.
+    """
+    files, root = _open(url)
+    try:
+        begun = {
+            str(path).rsplit("/", 2)[1]: json.loads(files.cat_file(path))
+            for path in files.glob(f"{root}/{name}/*/{_RUN_FILE}")
+        }
+        saved = {str(path).rsplit("/", 3)[1] for path in files.glob(f"{root}/{name}/*/step-*/{MANIFEST}")}
+        replaced = {mark for content in begun.values() for mark in content["replaces"]}
+    except Exception as error:  # file systems raise what they like
+        raise MirrorError(f"checkpoint.mirror={url!r} cannot be read: {error}") from None
+    found = sorted((begun.keys() & saved) - replaced)
+    if len(found) > 1:
+        raise MirrorError(
+            f"checkpoint.mirror={url!r} has checkpoints of {len(found)} runs named {name!r} "
+            f"({', '.join(found)}); write the mark of the one that is to go on into the file run-mark of the "
+            f"run's directory"
+        )
+    return found[0] if found else ""
+
+
 class Mirror:
-    """Copies of checkpoints at a URL."""
+    """Copies of one run's checkpoints at a URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, run: RunIdentity) -> None:
         """`MirrorError` if no file system answers to the URL."""
-        self.url = url
-        try:
-            import fsspec
-            from fsspec.implementations.local import LocalFileSystem
+        from fsspec.implementations.local import LocalFileSystem
 
-            self._files, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError, OSError) as error:
-            raise MirrorError(f"checkpoint.mirror={url!r}: {error}") from None
-        self._root = str(root).rstrip("/")
+        self.url, self.run = url, run
+        self._files, root = _open(url)
+        self._root = f"{root}/{run.name}/{run.mark}"
         local = isinstance(self._files, LocalFileSystem)
         self.store = CheckpointStore(Path(self._root)) if local else None
         """The mirror as a directory, if it is one: another disk, or a shared file system."""
 
+    def begin(self) -> None:
+        """Write down whose folder it is; to be called before anything is written there."""
+        place = f"{self._root}/{_RUN_FILE}"
+        content = {"name": self.run.name, "mark": self.run.mark, "replaces": list(self.run.replaces)}
+        try:
+            if not self._files.exists(place):
+                self._files.makedirs(self._root, exist_ok=True)
+                self._files.pipe_file(place, json.dumps(content).encode())
+        except Exception as error:
+            raise self._failed(f"{place} cannot be written", error) from None
+
     def put(self, checkpoint: Path) -> None:
         """Copy a published checkpoint, its manifest last."""
+        self.begin()
         target = f"{self._root}/{checkpoint.name}"
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        self._check_own(manifest.get("run"), checkpoint.name)
         try:
             if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
+                self._check_own(self._run_of(target), checkpoint.name)
                 self._files.rm_file(f"{target}/{MANIFEST}")
             for name in [*sorted(manifest["files"]), MANIFEST]:
                 place = f"{target}/{name}"
                 self._files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
                 self._files.put_file(str(checkpoint / name), place)
-        except Exception as error:  # file systems raise what they like
-            raise MirrorError(
-                f"checkpoint.mirror={self.url!r}: {checkpoint.name} was not copied: {error}"
-            ) from None
+        except MirrorError:
+            raise
+        except Exception as error:
+            raise self._failed(f"{checkpoint.name} was not copied", error) from None
 
     def steps(self) -> list[int]:
         """Steps whose copies are whole, oldest first."""
         try:
+            self._files.invalidate_cache()
             found = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
         except Exception as error:
             raise MirrorError(f"checkpoint.mirror={self.url!r} cannot be read: {error}") from None
@@ -83,28 +145,30 @@ class Mirror:
         """Remove old copies by the same rule as in the run's own directory; ``newest`` was copied last."""
         steps = [step for step in self.steps() if step <= newest]
         for step in to_be_removed(steps, keep, keep_every):
-            self._remove(f"{self._root}/step-{step}")
+            folder = f"{self._root}/step-{step}"
+            try:
+                self._check_own(self._run_of(folder), f"step-{step}")
+                self._files.rm_file(f"{folder}/{MANIFEST}")  # first: half a folder is no checkpoint
+                self._files.rm(folder, recursive=True)
+            except MirrorError:
+                raise
+            except Exception as error:
+                raise self._failed(f"{folder} cannot be removed", error) from None
 
-    def _remove(self, folder: str) -> None:
+    def manifest(self, step: int) -> Manifest:
+        """What a copy says of itself; `MirrorError` if it is another run's, or cannot be read."""
         try:
-            self._files.rm_file(f"{folder}/{MANIFEST}")  # first: half a folder is no checkpoint
-            self._files.rm(folder, recursive=True)
+            found = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
         except Exception as error:
-            raise MirrorError(
-                f"checkpoint.mirror={self.url!r}: {folder} cannot be removed: {error}"
-            ) from None
+            raise self._failed(f"step {step} cannot be copied", error) from None
+        self._check_own(found.run, f"step-{step}")
+        return found
 
-    def fetch(self, step: int, into: Path, run: str = "") -> Path:
-        """Copy a checkpoint back, into an empty folder; nothing of it is to be believed before `verify`.
-
-        run: of which it has to be; any, where that is not known.
-        """
+    def fetch(self, step: int, into: Path) -> None:
+        """Copy a checkpoint back, into an empty folder; nothing of it is good before it is verified."""
         source = f"{self._root}/step-{step}"
         try:
-            manifest: dict[str, Any] = json.loads(self._files.cat_file(f"{source}/{MANIFEST}"))
-            if run and manifest.get("run") != run:
-                raise self._of_another_run(step)
-            for name in [*manifest["files"], MANIFEST]:
+            for name in [*self.manifest(step).files, MANIFEST]:
                 place = (into / name).resolve()
                 if not place.is_relative_to(into.resolve()):
                     raise MirrorError(
@@ -115,28 +179,14 @@ class Mirror:
         except MirrorError:
             raise
         except Exception as error:
-            raise MirrorError(
-                f"checkpoint.mirror={self.url!r}: step {step} cannot be copied: {error}"
-            ) from None
-        return into
+            raise self._failed(f"step {step} cannot be copied", error) from None
 
-    def bring(self, step: int, store: CheckpointStore, run: str = "") -> tuple[Path, Manifest]:
-        """A good copy on this machine's file systems: in place, or brought into a run's own directory.
+    def _run_of(self, folder: str) -> Any:
+        return json.loads(self._files.cat_file(f"{folder}/{MANIFEST}")).get("run")
 
-        `CheckpointError` or `MirrorError` if it is damaged, of another run, or cannot be had.
-        """
-        if self.store is not None:
-            path = self.store.directory / f"step-{step}"
-            manifest = verify_named(path)
-            if run and manifest.run != run:
-                raise self._of_another_run(step)
-            return path, manifest
-        folder = store.begin(step, 0)
-        try:
-            manifest = store.adopt(self.fetch(step, folder, run))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return store.directory / f"step-{step}", manifest
+    def _check_own(self, mark: Any, what: str) -> None:
+        if mark != self.run.mark:
+            raise MirrorError(f"checkpoint.mirror={self.url!r}: {what} is of another run and is left alone")
 
-    def _of_another_run(self, step: int) -> MirrorError:
-        return MirrorError(f"checkpoint.mirror={self.url!r}: step {step} is of another run")
+    def _failed(self, what: str, error: Exception) -> MirrorError:
+        return MirrorError(f"checkpoint.mirror={self.url!r}: {what}: {error}")

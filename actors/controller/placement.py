@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,13 @@ class RayLauncher:
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
-        bundles = [dict(self._bundle) for _ in range(ranks)]
-        if avoid:
-            free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
-            for bundle, address in zip(bundles, free, strict=False):
-                bundle[f"node:{address}"] = 0.001  # every node has one of it
         if self._places:
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(self._places))
+        bundles = [dict(self._bundle) for _ in range(ranks)]
+        if avoid:
+            for bundle, address in zip(bundles, self._places_without(avoid, ranks), strict=True):
+                bundle[f"node:{address}"] = 0.001  # every node has one of it
         strategy = "SPREAD" if self._cluster.spread else "PACK"
         group = placement_group(bundles, strategy=strategy, name=self._places)
         if not group.wait(self._cluster.placement_timeout_s):
@@ -78,12 +78,32 @@ class RayLauncher:
             raise NoRoomError(self._too_small(ranks))
         return ActorGroup(group, ranks, self._bundle, self._config)
 
-    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
-        """Ranks there is room for on nodes that stay, and whether a node of the group is leaving."""
+    def _places_without(self, avoid: Sequence[str], ranks: int) -> list[str]:
+        """The address for each rank, none of those to avoid; `NoRoomError` where there are too few.
+
+        Places that were given back a moment ago may not be free yet.
+        """
+        deadline = time.monotonic() + self._cluster.placement_timeout_s
+        while True:
+            free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
+            if len(free) >= ranks:
+                return free[:ranks]
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
+            time.sleep(_LOOK_SECONDS / 4)
+
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
+        group is leaving."""
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
         own = group.node_ids if isinstance(group, ActorGroup) else []
         staying = [node for node in own if node not in leaving]
-        return len(staying) + sum(self._free((), leaving).values()), len(staying) < len(own)
+        wanted = [
+            node
+            for node, address in zip(own, group.addresses if group is not None else (), strict=False)
+            if node in staying and address not in avoid
+        ]
+        return len(wanted) + sum(self._free(avoid, leaving).values()), len(staying) < len(own)
 
     def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
         """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""

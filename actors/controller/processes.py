@@ -5,6 +5,7 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import signal
 import threading
 import traceback
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,8 @@ class ProcessLauncher:
         """A thread of this process at the end of a Unix socket."""
         return socket_collector(SpanFiles(files, bytes_per_rank))
 
-    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
-        """Machines do not grow."""
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        """Machines do not grow, and there is one."""
         return int(len(os.sched_getaffinity(0)) / self._cpus_per_rank), False
 
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
@@ -102,24 +104,22 @@ class ProcessGroup(WatchedGroup):
         process.start()
         theirs.close()
         their_pulse.close()
-        return _Child(process, calls, pulse)
+        return _Child(process, _Line(calls), _Line(pulse))
 
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._owed[rank] += 1
-        with contextlib.suppress(OSError):  # the pipe of a dead process: `_poll` says so
-            self._children[rank].calls.send((method, arguments))
+        self._children[rank].calls.send((method, arguments))
 
     def _ask(self, rank: int, question: str) -> None:
         if question == "interrupt" or rank not in self._asked:
-            with contextlib.suppress(OSError):
-                self._children[rank].pulse.send(question)
-                self._asked.add(rank)
+            self._children[rank].pulse.send(question)
+            self._asked.add(rank)
 
     def _poll(
         self, waiting: Collection[int], timeout_s: float
     ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
-        calls = {self._children[rank].calls: rank for rank in waiting}
-        pulses = {self._children[rank].pulse: rank for rank in self._asked}
+        calls = {self._children[rank].calls.connection: rank for rank in waiting}
+        pulses = {self._children[rank].pulse.connection: rank for rank in self._asked}
         ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
         beats: list[tuple[int, int | None]] = []
         for connection, rank in pulses.items():
@@ -139,7 +139,7 @@ class ProcessGroup(WatchedGroup):
     def _receive(self, rank: int) -> Outcome:
         child = self._children[rank]
         try:
-            outcome: Outcome = child.calls.recv()
+            outcome: Outcome = child.calls.connection.recv()
         except (EOFError, OSError):
             child.process.join(_EXIT_CODE_SECONDS)
             code = child.process.exitcode
@@ -173,15 +173,42 @@ class ProcessGroup(WatchedGroup):
         for rank, child in enumerate(self._children):
             if rank in self._busy:
                 child.process.kill()
-            with contextlib.suppress(OSError):
-                child.calls.send(("close", ()))
-            child.calls.close()
-            child.pulse.close()
+            child.calls.send(("close", ()))
         for child in self._children:
             child.process.join(_EXIT_SECONDS)
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
+            child.calls.close()
+            child.pulse.close()
+
+
+class _Line:
+    """Our end of a pipe. A thread of its own sends, as a process that is stopped takes nothing out of a pipe
+    that is full: whoever waited for that would hang with it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sending", daemon=True)
+        self._thread.start()
+
+    def send(self, content: Any) -> None:
+        """Send when the other side takes it; a closed pipe is noticed by whoever reads from it."""
+        self._unsent.put(ForkingPickler.dumps(content))
+
+    def _run(self) -> None:
+        while (one := self._unsent.get()) is not None:
+            try:
+                self.connection.send_bytes(one)
+            except (OSError, ValueError):  # the other side is gone
+                return
+
+    def close(self) -> None:
+        """The other side has ended."""
+        self._unsent.put(None)
+        self._thread.join()
+        self.connection.close()
 
 
 @dataclass(frozen=True)
@@ -189,8 +216,8 @@ class _Child:
     """A rank's process and our ends of its pipes."""
 
     process: BaseProcess
-    calls: Connection
-    pulse: Connection
+    calls: _Line
+    pulse: _Line
 
 
 Serve = Callable[[int, str], Any]

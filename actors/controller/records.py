@@ -7,19 +7,19 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import IO, Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
+from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
-from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.trace import OverlapNumbers, Span
+from braid.scheduling.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class StepRecord:
     launch_gap_seconds: float
     bubble_seconds: float
     peak_bytes: tuple[int, ...]
+    """Of this step, by rank."""
     validation_bits_per_byte: float | None = None
     time: float = 0.0
     """Wall clock at the step's end, seconds since 1970."""
@@ -47,7 +48,19 @@ class StepRecord:
     samples: int = 0
     """Digest of the step's samples: the same whatever their order and the number of ranks."""
     mfu: float | None = None
-    """Share of the ranks' peak FLOP/s (``cluster.peak_tflops``) that the model's took; None if not known."""
+    """Share of the ranks' peak FLOP/s (``cluster.peak_tflops``) that the model's took in ``wall_seconds``;
+    None if not known."""
+    wall_seconds: float = 0.0
+    """From the end of the step before (or of the start) to the end of this one, whatever lay between."""
+    between_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Parts of ``wall_seconds`` beside the step itself: ``validation``, ``save``, ``nodes`` (looking for
+    them), ``records`` (writing them)."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens over wall-clock, end of step to end of step."""
+        seconds = self.wall_seconds or self.seconds
+        return self.tokens / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +73,8 @@ class Started:
     layout: str
     run_directory: str
     notes: tuple[str, ...] = ()
+    at_risk: str = ""
+    """What a failure would cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +127,21 @@ _CHUNK_BYTES = 1 << 16
 
 _MARK = "run-mark"
 
+WINDOW = 20
+"""Records of the newest steps that are kept in memory; all are in the run's files."""
+
 
 class RunDirectory:
     """``runs/NAME``, locked for as long as this object is open."""
 
-    def __init__(self, config: Config, *, resume: bool, overwrite: bool) -> None:
+    def __init__(self, config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
+        """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
         self.path = config.run_directory
         resolved = self.path.resolve()
         if resolved.parent != config.runs.resolve():
             raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
         existed = self.path.is_dir()
-        if resume and not existed:
+        if resume and not existed and not mark:
             raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
@@ -130,12 +149,10 @@ class RunDirectory:
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
-        self.mark = self._read_mark() if resume else secrets.token_hex(8)
-        """Tells this run's checkpoints from others'; empty for one that goes on where its mark is lost."""
+        self.identity = _identity(self.path, config.name, mark if resume else "")
+        """Tells this run's checkpoints from others'."""
         self._waiting: dict[str, list[str]] = {}
         """Lines that the disk had no room for, by file."""
-        self._records: list[StepRecord] | None = None
-        """Of all steps, once they were read."""
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -160,11 +177,6 @@ class RunDirectory:
         lock.flush()
         return lock
 
-    def _read_mark(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return (self.path / _MARK).read_text(encoding="utf-8")
-        return ""
-
     def _empty(self) -> None:
         for path in self.path.iterdir():
             if path.name != ".lock":
@@ -182,7 +194,7 @@ class RunDirectory:
         if self._replaces:
             self._empty()
             self._replaces = False
-        self._write(_MARK, self.mark)
+        self._write(_MARK, "\n".join([self.identity.mark, *self.identity.replaces]))
         self._write("config.yaml", config.to_yaml())
         self._write("schedule.txt", schedule)
         self._write("cluster.json", json.dumps(cluster, indent=1))
@@ -206,7 +218,14 @@ class RunDirectory:
     @property
     def last_generation(self) -> int:
         """Of the run that goes on here; 0 if it begins. A generation's number is never used again."""
-        return 0 if self._replaces else last_line(self.path / "events.jsonl").get("generation", 0)
+        if self._replaces:
+            return 0
+        newest = 0
+        for line, _ in _backwards(self.path / "events.jsonl"):  # what an older one left may be told late
+            newest = max(newest, line.get("generation", 0))
+            if line.get("kind") == "started":
+                break
+        return newest
 
     def unfinished(self) -> Failure | None:
         """The end of a controller before this one, if it did not end as it should have."""
@@ -227,20 +246,22 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def rewind(self, first_step: int) -> list[StepRecord]:
-        """Drop the metrics of steps that will run again; returns the ones that stay."""
+        """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
             _cut_off(self.path / name, first_step)
             waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
             self._waiting[name] = waiting
-        if self._records is None:
-            self._records = read_metrics(self.metrics)
-        self._records = [record for record in self._records if record.step < first_step]
-        return list(self._records)
+        waiting = [json.loads(line) for line in self._waiting["metrics.jsonl"][-WINDOW:]]
+        older = [line for line, _ in islice(_backwards(self.metrics), WINDOW)]
+        return [_record(line) for line in [*reversed(older), *waiting][-WINDOW:]]
+
+    def records(self) -> Iterator[StepRecord]:
+        """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
+        yield from read_metrics(self.metrics)
+        yield from (_record(json.loads(line)) for line in self._waiting.get("metrics.jsonl", []))
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
-        if self._records is not None:
-            self._records.append(record)
         self._add("metrics.jsonl", asdict(record))
         self._add("ranks.jsonl", ranks)
 
@@ -300,9 +321,9 @@ def _record(content: dict[str, Any]) -> StepRecord:
     return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])})
 
 
-def read_metrics(path: Path) -> list[StepRecord]:
+def read_metrics(path: Path) -> Iterator[StepRecord]:
     """The records of a metrics file; a last line that a crash cut short is left out."""
-    return [_record(content) for content in read_lines(path)]
+    return (_record(content) for content in _lines(path))
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -334,102 +355,30 @@ def _backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one per line; a last one that was cut short is left out."""
-    lines = []
+    return list(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
-    return lines
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                with contextlib.suppress(json.JSONDecodeError):
+                    yield json.loads(line)
 
 
-def build_report(
-    records: list[StepRecord],
-    config: Config,
-    validation: float | None,
-    *,
-    complete: bool,
-    serial: SerialStep | None = None,
-) -> dict[str, Any]:
-    """The contents of ``report.json``."""
-    layout = config.layout()
-    timed = records[1:] or records
-    seconds = sum(record.seconds for record in timed)
-    peaks = [record.peak_bytes for record in records if len(record.peak_bytes) == layout.ranks]
-    return {
-        "complete": complete,
-        "steps": [
-            {key: getattr(r, key) for key in ("step", "loss", "grad_norm", "lr", "seconds", "tokens")}
-            for r in records
-        ],
-        "tokens_per_s": sum(r.tokens for r in timed) / seconds if seconds else 0.0,
-        "validation": {"bits_per_byte": validation},
-        "layout": {**asdict(layout), "ranks": layout.ranks, "schedule": config.overlap.schedule},
-        "memory": {"peak_bytes": [max(rank) for rank in zip(*peaks, strict=True)]},
-        "communication": {
-            "seconds": sum(r.communication_seconds for r in records),
-            "exposed_seconds": sum(r.exposed_seconds for r in records),
-        },
-        "overlap": overlap_report(timed, serial),
-    }
+def _identity(directory: Path, name: str, mark: str) -> RunIdentity:
+    """Of the run with a mark, which goes on in a directory; without one, of a run that begins there."""
+    before = read_identity(directory)
+    if mark:
+        return RunIdentity(name, mark, before.replaces if before is not None else ())
+    given_up = (before.mark, *before.replaces) if before is not None else ()
+    return RunIdentity(name, secrets.token_hex(8), given_up)
 
 
-def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
-    """What a line of ``ranks.jsonl`` says of every rank."""
-
-    def seconds(name: str) -> list[float | None]:
-        values = [getattr(result.overlap, f"{name}_ns") for result in results]
-        return [None if ns is None else ns / 1e9 for ns in values]
-
-    parts = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
-    return {
-        "seconds": [result.seconds for result in results],
-        **{f"{name}_seconds": seconds(name) for name in parts},
-        "peak_bytes": [result.peak_bytes for result in results],
-        "dropped_spans": [result.dropped_spans for result in results],
-        "sampled_every": [result.sampled_every for result in results],
-    }
-
-
-def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
-    """The fields of a step's record that come from spans: means over the ranks, in seconds."""
-
-    def mean(name: str) -> float:
-        return sum(getattr(rank, name) for rank in ranks) / len(ranks) / 1e9
-
-    communication, exposed = mean("communication_ns"), mean("exposed_ns")
-    known = all(rank.slowdown_ns is not None for rank in ranks)
-    return {
-        "communication_seconds": communication,
-        "exposed_seconds": exposed,
-        "hidden_fraction": 1.0 - exposed / communication if communication else 1.0,
-        "slowdown_seconds": mean("slowdown_ns") if known else None,
-        "launch_gap_seconds": mean("launch_gap_ns"),
-        "bubble_seconds": mean("bubble_ns"),
-    }
-
-
-def overlap_report(
-    records: Sequence[StepRecord], serial: SerialStep | None
-) -> dict[str, float | None] | None:
-    """Means per step of what overlap came to; what needs a profile is None without one."""
-    if not records:
+def read_identity(directory: Path) -> RunIdentity | None:
+    """Of the run that a directory holds; None if it does not say."""
+    try:
+        mark, *replaces = (directory / _MARK).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
         return None
-
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    communication = mean(r.communication_seconds for r in records) or 0.0
-    hidden = mean(r.communication_seconds - r.exposed_seconds for r in records) or 0.0
-    seconds = median(r.seconds for r in records)
-    return {
-        "communication_seconds": communication,
-        "hidden_seconds": hidden,
-        "hidden_fraction": hidden / communication if communication else 1.0,
-        "slowdown_seconds": mean(r.slowdown_seconds for r in records),
-        "launch_gap_seconds": mean(r.launch_gap_seconds for r in records),
-        "bubble_seconds": mean(r.bubble_seconds for r in records),
-        "alpha": serial.alpha if serial else None,
-        "limit_speedup": serial.limit_speedup if serial else None,
-        "recovered": serial.recovered(seconds) if serial else None,
-    }
+    return RunIdentity(directory.name, mark, tuple(replaces))

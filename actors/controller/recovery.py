@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from braid.actors.config import Config
 from braid.actors.stage.messages import Held
 from braid.scheduling.spec import ParallelLayout
 
@@ -83,6 +84,20 @@ class Changed:
             "steps_lost": self.step - first_step,
             "generation": generation,
         }
+
+
+def cost_of_a_failure(config: Config) -> str:
+    """What a run would lose with a rank, and with all of them, in words."""
+    keeping = config.checkpoint
+    copies, every, seconds = keeping.copies_every, keeping.every, keeping.seconds_between
+    parts = [f"{every} steps"] if every else []
+    parts += [f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"] if seconds else []
+    lost = " or ".join(parts)
+    alone = f"at most {lost}" + (", whichever is less" if len(parts) > 1 else "") if parts else "everything"
+    if not copies:
+        return f"a failure costs {alone} of training (checkpoint.every, checkpoint.every_s)"
+    step = "the step under way" if copies == 1 else f"at most {copies} steps"
+    return f"a lost rank costs {step} (checkpoint.copies_every), all ranks {alone} of training"
 
 
 @contextlib.contextmanager

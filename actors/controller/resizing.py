@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.elastic import Change, Membership, best_degrees
+from braid.actors.controller.elastic import Change, Membership, Quarantine, best_degrees
 from braid.actors.controller.group import Launcher, NoRoomError, WorkerGroup
 from braid.actors.controller.records import Event, Incident
 from braid.scheduling.stragglers import Straggler
@@ -22,6 +23,7 @@ class Resizing:
         self.membership = (
             Membership(config.elastic, self._fits) if config.elastic.max_ranks is not None else None
         )
+        self._quarantine = Quarantine(config.elastic.quarantine_s)
         self._asked = 0.0
         self.leaving = False
         """Whether a node that has ranks is being drained."""
@@ -39,14 +41,19 @@ class Resizing:
         if now - self._asked < _NODES_SECONDS:
             return None
         self._asked = now
-        capacity, self.leaving = self._launcher.capacity(group)
+        avoid = self._quarantine.active(now)
+        capacity, self.leaving = self._launcher.capacity(group, avoid)
         if self.membership is None:
             return None
         change = self.membership.look(config, capacity, self.leaving, now, step_s(), steps_left)
         if change is None and slowest is not None:
             address = group.addresses[slowest.rank]
-            change = self.membership.without(config, slowest, address, capacity, now, step_s(), steps_left)
-        return change
+            room, _ = self._launcher.capacity(group, (*avoid, address))
+            change = self.membership.without(config, slowest, address, room, now, step_s(), steps_left)
+            if change is not None:
+                seconds = self._quarantine.add(address, now)
+                change = replace(change, reason=f"{change.reason}, for {seconds:.0f} s")
+        return change and replace(change, avoid=self._quarantine.active(now))
 
     def what_is_left(
         self,
@@ -68,10 +75,14 @@ class Resizing:
         deadline = time.monotonic() + self._elastic.wait_s
         told = False
         while True:
-            capacity = max(left, self._launcher.capacity(None)[0])
+            avoid = self._quarantine.active(time.monotonic())
+            capacity = max(left, self._launcher.capacity(None, avoid)[0])
             best = best_degrees(config, capacity, self._fits, self._elastic)
             if best is not None:
-                return Change(best, f"{why}: {text}")
+                return Change(best, f"{why}: {text}", avoid)
+            if avoid:
+                self._quarantine.lift()  # better slow than not at all
+                continue
             if time.monotonic() > deadline or stopped():
                 raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
             if not told:

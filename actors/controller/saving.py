@@ -1,25 +1,32 @@
 """Checkpoints of a run while it trains: written by the ranks, published by a thread here, in the background.
 
-A save has two halves. The ranks copy their state to host memory, which is all that training waits for, and
-write it; then files are checksummed, published by one rename, read back and checked, old ones removed, and
-the new one copied to the mirror. Where there is no room in the run's directory, the same state is written to
-the mirror, if that is another disk. One save is under way at a time: the next one waits for it.
+A save has two halves. The ranks copy their state to host memory, which is all that training waits for, write
+it, hash it meanwhile and read it back; then the controller collects what the files are, gives the checkpoint
+its name and removes old ones. The mirror gets its copy later, from a thread of its own (`uploads.py`). A save
+that fails is tried again with the same state; where there is no room in the run's directory, in the mirror,
+if that is another disk. Whatever comes of it, training goes on. One save is under way at a time.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from braid.actors.config import CheckpointConfig
-from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.homes import Homes
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore, disk_is_full, verify
-from braid.actors.controller.mirror import MirrorError
+from braid.actors.controller.manifest import CheckpointStore, disk_is_full
 from braid.actors.controller.records import Incident, RunDirectory, Saved
+from braid.actors.controller.uploads import Uploads
+from braid.actors.stage.messages import Written
+
+_TRIES = 3
+"""Of one save; then training goes on to the next one."""
+_AGAIN_SECONDS = 60.0
+"""After a save that failed, until the next one is due whatever the configuration says."""
 
 
 @dataclass
@@ -30,28 +37,31 @@ class _Save:
     generation: int
     facts: Mapping[str, Any]
     home: CheckpointStore
-    folder: Path
     begun: float
+    folder: Path = Path()
+    tries: int = 0
     stalled_s: float = 0.0
-    published: "Future[tuple[Path, str]] | None" = field(default=None)
+    published: "Future[Path] | None" = field(default=None)
 
 
 class Saver:
     """Saves checkpoints of one run."""
 
-    def __init__(
-        self,
-        homes: Homes,
-        directory: RunDirectory,
-        keeping: CheckpointConfig,
-    ) -> None:
+    def __init__(self, homes: Homes, directory: RunDirectory, keeping: CheckpointConfig) -> None:
         self._homes, self._directory, self._keeping = homes, directory, keeping
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._uploads = Uploads(homes.mirror, keeping) if homes.mirror is not None else None
         self._save: _Save | None = None
+        self._late: list[_Save] = []
+        """Abandoned by their ranks, but written: their publication is told when it is over."""
         self.last_step: int | None = None
         """Of the newest checkpoint of this run."""
         self._asked = 0
         """The step that a checkpoint was last asked of; there may have been no room for it."""
+        self._asked_at = time.monotonic()
+        self._failed_at: float | None = None
+        self.why_not = ""
+        """What became of the save that failed last."""
 
     def step_done(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
@@ -68,12 +78,20 @@ class Saver:
             yield from self.finish(group)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted of a state: at every so many steps, and where one was lost.
+        """Whether a checkpoint is wanted of a state: at every so many steps, or so many seconds after the
+        last one, and where one was lost.
 
         That is so after a failure that copies in memory made up for: it also ended the save under way.
         """
-        every = self._keeping.every
-        return bool(every) and step > self._asked and (step % every == 0 or step - self._asked > every)
+        if step <= self._asked:
+            return False
+        every, now = self._keeping.every, time.monotonic()
+        if every and (step % every == 0 or step - self._asked > every):
+            return True
+        if self._failed_at is not None and now - self._failed_at > _AGAIN_SECONDS:
+            return True
+        seconds = self._keeping.seconds_between
+        return seconds > 0 and now - self._asked_at > seconds
 
     def resumed(self, done: int) -> None:
         """The run goes on from the state after ``done`` steps, which may have been in memory alone."""
@@ -86,99 +104,129 @@ class Saver:
         """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
         begun = time.perf_counter()
         yield from self.finish(group)  # the one before
-        self._asked = step
-        home = self._homes.store
-        save = self._save = _Save(step, generation, facts, home, home.begin(step, generation), begun)
+        self._asked, self._asked_at, self._failed_at = step, time.monotonic(), None
+        save = self._save = _Save(step, generation, facts, self._homes.store, begun)
         yield from self._write(group, save)
         save.stalled_s = time.perf_counter() - begun
 
     def _write(self, group: WorkerGroup, save: _Save) -> Iterator[Saved | Incident]:
-        """Let the ranks write into the save's folder."""
+        """Let the ranks write, into a folder of its own; the state is taken at the first try."""
+        save.tries += 1
+        save.published = None
         try:
-            if self._keeping.asynchronous:
-                again = save.home is not self._homes.store
-                group.call_all("begin_save", str(save.folder), save.step, again)
-            else:
-                group.call_all("save", str(save.folder), save.step)
-                self._publish(save)
-                yield from self.finish(group)
-        except WorkerError as error:
-            yield from self._failed(group, error)
+            save.folder = save.home.begin(save.step, save.generation)
+        except OSError as error:
+            yield from self._failed(group, save, error)
+            return
+        if self._keeping.asynchronous:
+            group.call_all("begin_save", str(save.folder), save.step, save.tries > 1)
+            return
+        written: list[Written] = group.call_all("save", str(save.folder), save.step)
+        yield from self._written(group, save, written)
+        yield from self.finish(group)
 
     def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[Saved | Incident]:
         """See how the save under way gets on; a step passes between two looks."""
-        save = self._save
-        if save is None:
+        yield from self._look_after_late_ones()
+        if (save := self._save) is None:
             return
-        try:
-            if save.published is None:
-                if not all(group.call_all("save_finished", wait)):
-                    return
-                self._publish(save)
-            assert save.published is not None
-            if wait or save.published.done():
-                published = save.published.result()
+        if save.published is None:
+            found: list[Written | None] = group.call_all("save_finished", wait)
+            if None in found:
+                return
+            yield from self._written(group, save, [one for one in found if one is not None])
+        if save is self._save and save.published is not None and (wait or save.published.done()):
+            try:
+                path = save.published.result()
+            except (OSError, ValueError) as error:
+                yield from self._failed(group, save, error)
+            else:
                 self._save = None
-                yield from self._told(save, *published)
-        except (OSError, WorkerError) as error:
-            yield from self._failed(group, error)
+                yield from self._told(save, path)
 
     def finish(self, group: WorkerGroup) -> Iterator[Saved | Incident]:
-        """Wait until nothing is under way."""
+        """Wait until no save is under way; copies to the mirror may be."""
         while self._save is not None:
             yield from self.look(group, wait=True)
 
-    def abandon(self) -> Iterator[Saved | Incident]:
-        """The ranks have failed: what they have written whole is still published, the rest is removed."""
+    def settle(self) -> Iterator[Saved | Incident]:
+        """Wait until all copies have come to the mirror, at the end of a run."""
+        if self._uploads is not None:
+            self._uploads.wait()
+        yield from self._look_after_late_ones()
+
+    def abandon(self) -> None:
+        """The ranks have failed: what they have written whole is still published, the rest is removed.
+
+        Nothing here is waited for: recovery comes first.
+        """
         save, self._save = self._save, None
         if save is None:
             return
         if save.published is None:
-            shutil.rmtree(save.folder, ignore_errors=True)
-            return
-        try:
-            path, _ = save.published.result()
-            yield from self._told(save, path, "")
-        except (OSError, CheckpointError):
-            shutil.rmtree(save.folder, ignore_errors=True)
+            self._publisher.submit(shutil.rmtree, save.folder, ignore_errors=True)
+        else:
+            self._late.append(save)
+
+    def _look_after_late_ones(self) -> Iterator[Saved | Incident]:
+        for save in [save for save in self._late if save.published is not None and save.published.done()]:
+            self._late.remove(save)
+            assert save.published is not None
+            if save.published.exception() is None:
+                yield from self._told(save, save.published.result())
+            else:
+                shutil.rmtree(save.folder, ignore_errors=True)
+        for one in self._uploads.trouble() if self._uploads is not None else ():
+            yield self._incident("save failed", one.step, one.generation, one.text)
 
     def rescue(
-        self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], object]
+        self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
     ) -> Iterator[Saved | Incident]:
         """Publish at once what ``write(folder)`` writes; raises what goes wrong with it."""
         home, begun = self._homes.store, time.perf_counter()
-        save = _Save(step, generation, facts, home, home.begin(step, generation), begun)
+        save = _Save(step, generation, facts, home, begun, home.begin(step, generation))
         try:
-            write(str(save.folder))
-            published = self._publish_now(save)
+            path = self._publish(save, _files(write(str(save.folder))))
         except Exception:
             shutil.rmtree(save.folder, ignore_errors=True)
             raise
         save.stalled_s = time.perf_counter() - begun
-        yield from self._told(save, *published)
+        yield from self._told(save, path)
 
     def close(self) -> None:
         """Nothing is under way any more."""
         self._publisher.shutdown()
+        if self._uploads is not None:
+            self._uploads.close()
 
-    def _publish(self, save: _Save) -> None:
-        save.published = self._publisher.submit(self._publish_now, save)
+    def _written(
+        self, group: WorkerGroup, save: _Save, written: Sequence[Written]
+    ) -> Iterator[Saved | Incident]:
+        """All ranks are done: publish what they wrote, unless one could not."""
+        if failures := list(dict.fromkeys(one.failure for one in written if one.failure)):
+            yield from self._failed(group, save, "; ".join(failures))
+        else:
+            save.published = self._publisher.submit(self._publish, save, _files(written))
 
-    def _publish_now(self, save: _Save) -> tuple[Path, str]:
-        """Returns the checkpoint, and what is wrong with its copy in the mirror, if anything is."""
-        home, keeping, mirror = save.home, self._keeping, self._homes.mirror
-        path = home.publish(save.folder, step=save.step, run=self._homes.run, **save.facts)
-        verify(path)  # old ones go only after a good successor
-        home.collect(keeping.keep, keeping.keep_every, save.step)
-        if mirror is not None and home is self._homes.store:
-            try:
-                mirror.put(path)
-                mirror.collect(keeping.keep, keeping.keep_every, save.step)
-            except MirrorError as error:
-                return path, str(error)
-        return path, ""
+    def _publish(self, save: _Save, files: Mapping[str, tuple[int, str]]) -> Path:
+        keeping = self._keeping
+        if save.home is self._homes.spare and self._homes.mirror is not None:
+            self._homes.mirror.begin()
+        path = save.home.publish(save.folder, files, step=save.step, run=self._homes.run, **save.facts)
+        in_home = save.home is self._homes.store
+        if self._uploads is not None and in_home:
+            self._uploads.add(save.step, save.generation, path)
+        save.home.collect(
+            keeping.keep,
+            keeping.keep_every,
+            save.step,
+            run=self._homes.run,
+            generation=save.generation,
+            spared=self._uploads.in_use() if self._uploads is not None and in_home else (),
+        )
+        return path
 
-    def _told(self, save: _Save, path: Path, trouble: str) -> Iterator[Saved | Incident]:
+    def _told(self, save: _Save, path: Path) -> Iterator[Saved | Incident]:
         self.last_step = save.step
         seconds = time.perf_counter() - save.begun
         if not self._keeping.asynchronous:  # told before `begin` is over
@@ -190,27 +238,34 @@ class Saver:
             "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
         )
         yield Saved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
-        if trouble:
-            self._directory.note("telemetry", save.step, save.generation, trouble)
-            yield Incident(kind="failed", text=trouble, step=save.step)
 
-    def _failed(self, group: WorkerGroup, error: Exception) -> Iterator[Saved | Incident]:
-        """A full disk is survived, and the mirror may have room; anything else is not ours to judge."""
-        save, self._save = self._save, None
-        assert save is not None
+    def _failed(self, group: WorkerGroup, save: _Save, error: Exception | str) -> Iterator[Saved | Incident]:
+        """Try again, elsewhere if the disk is full; after so many tries training goes on without."""
         full = disk_is_full(save.home.directory, error)
         shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
-        if not full:
-            raise error
-        spare = self._homes.spare
-        if spare is not None and save.home is not spare:
-            self._save = save
-            save.home, save.folder, save.published = spare, spare.begin(save.step, save.generation), None
+        spare, what = self._homes.spare, f"the checkpoint of step {save.step}"
+        if full and spare is not None and save.home is not spare:
+            save.home = spare
             yield from self._write(group, save)
             return
-        text = f"the checkpoint of step {save.step} does not fit on the disk; training goes on"
-        self._directory.note("telemetry", save.step, save.generation, text)
-        yield Incident(kind="failed", text=text, step=save.step)
+        if not full and save.tries < _TRIES:
+            text = f"{what} failed ({error}); it is tried again"
+            yield self._incident("save failed", save.step, save.generation, text)
+            yield from self._write(group, save)
+            return
+        self._save, self._failed_at = None, time.monotonic()
+        self.why_not = "does not fit on the disk" if full else f"failed ({error})"
+        text = f"{what} {self.why_not}; training goes on"
+        yield self._incident("save failed", save.step, save.generation, text)
+
+    def _incident(self, kind: str, step: int, generation: int, text: str) -> Incident:
+        self._directory.note(kind, step, generation, text)
+        return Incident(kind="failed", text=text, step=step)
+
+
+def _files(written: Sequence[Written]) -> dict[str, tuple[int, str]]:
+    """All ranks' files."""
+    return {name: digest for one in written for name, digest in one.files.items()}
 
 
 def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:

@@ -1,67 +1,103 @@
 """One step on all ranks: its record, its guards, its validation."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.records import (
-    Incident,
-    RunDirectory,
-    StepDone,
-    StepRecord,
-    overlap_fields,
-    rank_fields,
-)
+from braid.actors.controller.records import Incident, StepDone, StepRecord
+from braid.actors.controller.reporting import overlap_fields, rank_fields
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.scheduling.memory import model_flops
-from braid.scheduling.trace import Span
 
-WINDOW = 20
-"""Steps whose losses a spike is measured against."""
+
+class SpikeError(WorkerError):
+    """A step is to be repeated because of its loss: nothing is wrong with the ranks."""
+
+
+class StepClock:
+    """Wall-clock from the end of a step to the end of the next, and what it went to; seconds since 1970."""
+
+    def __init__(self, begun: float) -> None:
+        self._ended = begun
+        self._parts: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something that lies between two steps, or follows a step's update."""
+        begin = time.perf_counter()
+        yield
+        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - begin
+
+    def step_ends(self, now: float) -> tuple[float, dict[str, float]]:
+        """Seconds since the last end, and the parts of them that lay beside the step."""
+        wall, parts = max(0.0, now - self._ended), self._parts
+        self._ended, self._parts = now, {}
+        return wall, parts
+
+
+class Spikes:
+    """Steps that were repeated because of their loss, in all generations of a run."""
+
+    def __init__(self, budget: RestartBudget) -> None:
+        self.budget = budget
+        self.repeated: set[int] = set()
+
+    def repeats(self, step: int) -> bool:
+        """Whether a step is to be repeated: once, and not too many of them."""
+        if step in self.repeated or not self.budget.spend():
+            return False
+        self.repeated.add(step)
+        return True
 
 
 class Stepper:
     """Runs the steps of a generation."""
 
     def __init__(
-        self, plan: RunPlan, group: WorkerGroup, generation: int, facts: dict[str, Any], spiked: set[int]
+        self,
+        plan: RunPlan,
+        group: WorkerGroup,
+        generation: int,
+        facts: dict[str, Any],
+        spikes: Spikes,
+        clock: StepClock,
     ) -> None:
-        """``facts``: of the data. ``spiked``: steps that were repeated because of their loss; grows."""
+        """``facts``: of the data."""
         self._plan, self._group, self._generation, self._facts = plan, group, generation, facts
-        self._spiked = spiked
+        self._spikes, self._clock = spikes, clock
 
     def _validates_after(self, step: int, last: int) -> bool:
         every = self._plan.config.train.validate_every
         due = step == last or (every > 0 and step % every == 0)
         return due and self._plan.config.data.validation_fraction > 0
 
-    def run(
-        self, step: int, last: int, records: Sequence[StepRecord], directory: RunDirectory
-    ) -> tuple[StepDone, list[Incident]]:
-        """One step (from 0), and what was odd about it; the last one's trace is written down.
+    def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[Incident]]:
+        """One step (from 0), and what was odd about it. ``records``: of the steps before.
 
-        ``records``: of the steps before. Raises `WorkerError`.
+        Raises `WorkerError`.
         """
         results: list[StepResult] = self._group.call_all("train_step", step)
         train = self._plan.config.train
         tokens = train.global_batch * self._plan.shape.sequence
         loss = sum(result.loss_sum for result in results) / tokens
         told = self._odd(step, loss, results[0], records)
-        if step + 1 == last:
-            directory.write_trace(self._trace(step))
-        bits = self._validate() if self._validates_after(step + 1, last) else None
-        slowest = max(results, key=lambda result: result.seconds)
+        bits = None
+        if self._validates_after(step + 1, last):
+            with self._clock.part("validation"):
+                bits = self._validate()
         now = time.time()
+        wall_seconds, between = self._clock.step_ends(now)
         record = StepRecord(
             step=step + 1,
             loss=loss,
             grad_norm=results[0].gradient_norm,
             lr=results[0].lr,
-            seconds=slowest.seconds,
+            seconds=max(result.seconds for result in results),
             tokens=tokens,
             **overlap_fields([result.overlap for result in results]),
             peak_bytes=tuple(result.peak_bytes for result in results),
@@ -69,7 +105,9 @@ class Stepper:
             time=now,
             generation=self._generation,
             samples=sum(result.samples for result in results) % 2**64,
-            mfu=self._mfu(tokens, slowest.seconds),
+            mfu=self._mfu(tokens, wall_seconds),
+            wall_seconds=wall_seconds,
+            between_seconds=between,
         )
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), told
 
@@ -88,27 +126,23 @@ class Stepper:
         if result.discarded:
             what = "repeated" if result.applied else "skipped on all ranks"
             told.append(f"gradients of step {step + 1} were no numbers; the step was {what}")
-        before = [record.loss for record in records[-WINDOW:]]
+        before = [record.loss for record in records]
         if failure.spike and len(before) >= 5 and loss > failure.spike * median(before):
             text = f"the loss of step {step + 1} is {loss:.4g}, {loss / median(before):.1f} times the median"
-            if step not in self._spiked:
-                self._spiked.add(step)
-                raise WorkerError(0, f"{text} of the steps before it; it is repeated")
-            told.append(f"{text} of the steps before it, twice: it belongs to the data")
+            if self._spikes.repeats(step):
+                raise SpikeError(0, f"{text} of the steps before it; it is repeated")
+            why = (
+                "twice: it belongs to the data" if step in self._spikes.repeated else "as enough others were"
+            )
+            told.append(f"{text} of the steps before it, and it is not repeated, {why}")
         return [Incident(kind="guard", text=text, step=step + 1) for text in told]
 
     def _mfu(self, tokens: int, seconds: float) -> float | None:
         peak = self._plan.config.cluster.peak_tflops
-        if peak is None:
+        if peak is None or not seconds:
             return None
         ranks = self._plan.config.layout().ranks
         return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
-
-    def _trace(self, step: int) -> list[Span]:
-        """All ranks' spans of the step that ran last, from the first one's begin."""
-        spans: list[Span] = [span for own in self._group.call_all("spans", step) for span in own]
-        begin = min((span.start_ns for span in spans), default=0)
-        return [replace(s, start_ns=s.start_ns - begin, end_ns=s.end_ns - begin) for s in spans]
 
     def _validate(self) -> float:
         results = self._group.call_all("validate")

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from braid.actors.stage.guarded_reader import GuardedReader
+from braid.actors.stage.checked_files import CheckedWriter
+from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
 from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.messages import Written
 from braid.actors.stage.optimizer import Optimizer
 from braid.actors.stage.parameters import ParameterSlice, StageParameter
 
@@ -53,11 +55,11 @@ class SaveProgress:
             self._at_work = False
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(CheckedWriter):
     """Tells when this rank writes."""
 
     def __init__(self, directory: Path, progress: SaveProgress) -> None:
-        super().__init__(directory, sync_files=True)
+        super().__init__(directory)
         self._progress = progress
 
     def write_data(self, *arguments: Any, **named: Any) -> Any:
@@ -89,10 +91,16 @@ class _Planner(dcp.DefaultSavePlanner):
             return super().create_global_plan(*arguments)
 
 
-def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progress: SaveProgress) -> None:
-    with quietly():
-        writer = _Writer(directory, progress)
-        dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
+def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progress: SaveProgress) -> Written:
+    """Write this rank's share and read it back; raises what is not the files' fault, but the ranks'."""
+    writer = _Writer(directory, progress)
+    try:
+        with quietly():
+            dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
+        with progress.part():
+            return Written(files=writer.read_back())
+    except (FailedTogetherError, OSError) as error:
+        return Written(failure=str(error))
 
 
 class _BackgroundSave:
@@ -100,6 +108,7 @@ class _BackgroundSave:
 
     def __init__(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
         self.progress = SaveProgress()
+        self._written: Written | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._run, args=(directory, shards, group), name="save", daemon=True
@@ -108,7 +117,7 @@ class _BackgroundSave:
 
     def _run(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
         try:
-            _write(directory, shards, group, self.progress)
+            self._written = _write(directory, shards, group, self.progress)
         except Exception as error:
             # Without what holds on to the frames above, and with them to the group and its threads.
             error.add_note(traceback.format_exc())
@@ -121,10 +130,12 @@ class _BackgroundSave:
             self._thread.join()
         return not self._thread.is_alive()
 
-    def check(self) -> None:
-        """Raise what went wrong."""
+    def written(self) -> Written:
+        """What became of it; raises what went wrong with the ranks."""
         if self._error is not None:
             raise self._error
+        assert self._written is not None
+        return self._written
 
 
 class Saves:
@@ -140,16 +151,18 @@ class Saves:
         """``group``: of all ranks, for background saves alone; None if there are none."""
         self._parameters, self._optimizer, self._mesh, self._group = parameters, optimizer, mesh, group
         self._under_way: _BackgroundSave | None = None
+        self._written: Written | None = None
+        """What became of the newest background save, once it is over."""
         self._state: HostState | None = None
         """Of the background save that was begun last; the next one takes its memory."""
         self.awaited: SaveProgress | None = None
         """Of the save that a call waits for at present."""
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
         with self._waiting(SaveProgress()) as progress:
             shards = _global_state(self._parameters, self._optimizer.named_tensors(), self._mesh)
-            _write(directory, shards, None, progress)
+            return _write(directory, shards, None, progress)
 
     def take(self, step: int) -> None:
         """Copy the state after ``step`` steps to the host, for `begin`."""
@@ -167,18 +180,22 @@ class Saves:
         if self._under_way is not None:
             self._under_way.finished(wait=True)
         shards = _global_state(self._parameters, self._taken(), self._mesh)
+        self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
-    def finished(self, *, wait: bool) -> bool:
-        """Whether the save that was begun is written; raises what went wrong with it."""
+    def finished(self, *, wait: bool) -> Written | None:
+        """What became of the save that was begun; None while it is under way.
+
+        Raises what went wrong with the ranks rather than with the files.
+        """
         if self._under_way is None:  # said so before, when other ranks were not done
-            return True
+            return self._written
         with self._waiting(self._under_way.progress):
             if not self._under_way.finished(wait=wait):
-                return False
+                return None
         over, self._under_way = self._under_way, None
-        over.check()
-        return True
+        self._written = over.written()
+        return self._written
 
     @contextlib.contextmanager
     def _waiting(self, progress: SaveProgress) -> Iterator[SaveProgress]:

@@ -163,14 +163,18 @@ class TokenShards:
     starts: np.ndarray  # [shards + 1] int64: first token of every shard, then the total
 
     @classmethod
-    def open(cls, directory: Path | str, split: str, sequence: int) -> "TokenShards":
+    def open(
+        cls, directory: Path | str, split: str, sequence: int, index: DataIndex | None = None
+    ) -> "TokenShards":
         """Open ``split`` of the data set in ``directory`` for windows of ``sequence`` + 1 tokens.
+
+        index: the folder's, if it was read before: reading it asks for the size of every shard.
 
         Raises ValueError as `read_index` does, and if the split is too short for one sample.
         """
         assert sequence >= 1, sequence
         directory = Path(directory)
-        index = read_index(directory)
+        index = index or read_index(directory)
         shards = index.splits.get(split, ())
         total = sum(shard.tokens for shard in shards)
         if total < sequence + 1:

@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from braid.actors.stage.checkpoint import quietly
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.optimizer import Optimizer
@@ -153,7 +152,7 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Ten
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         state[f"parameter.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _quietly():
+    with quietly():
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
 
@@ -161,13 +160,3 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Ten
 def _stored(tensor: StoredTensor, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     stacked = torch.cat([parts[name] for name, _ in tensor.sources]).to(dtype)
     return stacked.t().contiguous() if tensor.transposed else stacked
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
-        try:
-            yield
-        except CheckpointException as error:
-            raise GuardedReader.plain(error) from None

@@ -47,6 +47,10 @@ class RefusedError(ValueError):
     """A checkpoint that holds something which no checkpoint needs."""
 
 
+class FailedTogetherError(RuntimeError):
+    """A save or load that failed on some rank and was given up by all: the ranks themselves are well."""
+
+
 class GuardedReader(FileSystemReader):
     """`FileSystemReader` that runs nothing and leaves the directory for nothing."""
 
@@ -95,7 +99,8 @@ class GuardedReader(FileSystemReader):
 
     @staticmethod
     def plain(error: CheckpointException) -> Exception:
-        """PyTorch's error of a load or save, itself no `Exception`, as one; `RefusedError` if it is that."""
+        """PyTorch's error of a load or save, itself no `Exception`, as one: refused, or failed together."""
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
-        return refused or RuntimeError("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items()))
+        told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        return refused or FailedTogetherError(told)

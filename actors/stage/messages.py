@@ -31,6 +31,16 @@ class Rescue:
     """For every rank, lost ones too, the survivor that has its state."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What became of a rank's share of a checkpoint."""
+
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Bytes and SHA-256 of the files that it wrote and read back, by their names."""
+    failure: str = ""
+    """Why they could not be written, by a rank that is well itself; empty if they are."""
+
+
 FaultKind = Literal["kill", "stop", "nan"]
 FaultPhase = Literal["forward", "backward", "optimizer", "save"]
 
@@ -110,6 +120,9 @@ class StepResult:
     seconds: float
     overlap: OverlapNumbers
     peak_bytes: int
+    """Most memory in use at once, of the step."""
+    lifetime_peak_bytes: int
+    """The same since the rank's process began."""
     applied: bool = True
     """Whether the parameters were updated: not if the gradients were no numbers."""
     samples: int = 0

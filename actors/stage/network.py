@@ -12,12 +12,17 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that holds an IPv4 address; None where it cannot be told."""
+    """The name of the network interface that holds an IPv4 address; None where it cannot be told.
+
+    The loopback interface answers to all of 127.0.0.0/8, and names one of them.
+    """
+    first = address.partition(".")[0]
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", name.encode()[:15])
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            if socket.inet_ntoa(answer[20:24]) == address:
+            held = socket.inet_ntoa(answer[20:24])
+            if held == address or (first == "127" and held.startswith("127.")):
                 return name
     return None
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import quietly
 from braid.actors.stage.copies import Copies
+from braid.actors.stage.digests import Digests
 from braid.actors.stage.host_state import split
 from braid.actors.stage.messages import Rescue
 from braid.actors.stage.model import StageModel
@@ -71,11 +73,12 @@ class _Planner(dcp.DefaultSavePlanner):
         return slices.at(index.offset)
 
 
-def write_slices(directory: Path, slices: Mapping[str, GlobalSlices]) -> None:
+def write_slices(directory: Path, slices: Mapping[str, GlobalSlices]) -> Digests:
     """Write what the ranks of the world have of global tensors; all of them call this."""
+    writer = CheckedWriter(directory)
     with quietly():
-        writer = dcp.FileSystemWriter(directory, sync_files=True)
         dcp.save(dict(slices), storage_writer=writer, planner=_Planner())
+    return writer.read_back()
 
 
 def held_slices(

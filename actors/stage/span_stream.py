@@ -27,7 +27,8 @@ class Sink(Protocol):
 
 
 CAPACITY = 1 << 16
-"""Records that the ring holds: 2 MiB."""
+"""Records that the ring holds: 2 MiB. It grows where a step has more of them, up to so many times that."""
+MOST_GROWTH = 16
 LARGEST_BATCH = 8192
 MOST_SKIPPED = 64
 _CLOSE_SECONDS = 2.0
@@ -49,6 +50,7 @@ class SpanStream:
         """``budget``: the share of time that streaming may take before steps are left out."""
         self._rank, self._generation, self._sink = rank, generation, sink
         self._ring: Records = np.zeros(capacity, RECORD)
+        self._usual, self._most = capacity, capacity * MOST_GROWTH
         self._first = self._count = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -79,6 +81,8 @@ class SpanStream:
         begin = time.perf_counter_ns()
         with self._lock:
             self._labels = labels
+            if (needed := self._count + len(records)) > len(self._ring) and len(records) > self._usual:
+                self._grow(min(needed, self._most))
             capacity = len(self._ring)
             kept = 0 if self._broken else min(len(records), capacity - self._count)
             self._dropped += len(records) - kept
@@ -90,6 +94,13 @@ class SpanStream:
             self._spent_ns += time.perf_counter_ns() - begin
         if self._count > capacity // 4:
             self._wake.set()
+
+    def _grow(self, capacity: int) -> None:
+        """Make the ring larger: a step comes at once, and is to be kept whole."""
+        waiting = np.roll(self._ring, -self._first)[: self._count]
+        self._ring = np.zeros(max(capacity, len(self._ring)), RECORD)
+        self._ring[: self._count] = waiting
+        self._first = 0
 
     def close(self) -> None:
         """Send what is left, for two seconds at most."""

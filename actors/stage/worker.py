@@ -7,7 +7,6 @@ The controller calls, in this order: `open_store` on rank 0, `setup` on all, the
 import gc
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -24,7 +23,8 @@ from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
-from braid.actors.stage.data import TokenShards, sample_ids, samples_digest
+from braid.actors.stage.data import TokenShards, read_index, sample_ids, samples_digest
+from braid.actors.stage.digests import damage_in_share
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.faults import Saboteur
@@ -32,11 +32,13 @@ from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter, NoUpdate
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult
+from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler, hardware
+from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import StepRecorder
@@ -65,6 +67,7 @@ class Worker:
         self._streams: Streams | None = None
         self._copies = Copies()
         self._saves: Saves | None = None
+        self._ahead: ReadingAhead[tuple[np.ndarray, torch.Tensor | None]] | None = None
 
     def pulse(self) -> int | None:
         """How much was done so far; called from another thread, as is `interrupt`."""
@@ -109,6 +112,7 @@ class Worker:
         self._build(plan, schedule)
         self._join_others(config, rendezvous, timeout)
         self._connections.made()
+        self._memory = PeakMemory(self._device)
         if plan.data:
             self._open_data(Path(plan.data))
 
@@ -182,20 +186,36 @@ class Worker:
     # -- data --------------------------------------------------------------------------------------------
 
     def _open_data(self, directory: Path) -> None:
-        sequence = self._shape.sequence
-        self._train_data = TokenShards.open(directory, "train", sequence)
+        sequence, index = self._shape.sequence, read_index(directory)
+        self._train_data = TokenShards.open(directory, "train", sequence, index)
         fraction = self._config.data.validation_fraction
-        self._validation_data = TokenShards.open(directory, "validation", sequence) if fraction else None
+        self._validation_data = (
+            TokenShards.open(directory, "validation", sequence, index) if fraction else None
+        )
         held = set(self._model.chunks)
         self._reads_data = 0 in held or self._layout.chunks - 1 in held
+        self._ahead = ReadingAhead(self._read_step)
 
-    def _batches(self, shards: TokenShards, ids: np.ndarray) -> list[MicroBatch | None]:
-        """This replica's samples as micro-batches on the device."""
+    def _read_step(self, step: int) -> tuple[np.ndarray, torch.Tensor | None]:
+        """This replica's samples of a training step, and their tokens if this rank needs them."""
+        batch = self._config.train.global_batch
+        ids = self._mine(sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch))
+        return ids, self._tokens(self._train_data, ids)
+
+    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> torch.Tensor | None:
+        """Samples' tokens on the host, in memory that a GPU can copy from by itself."""
+        if not self._reads_data:
+            return None
+        tokens_NS = torch.from_numpy(shards.tokens_at(ids))
+        return tokens_NS.pin_memory() if self._device.type == "cuda" else tokens_NS
+
+    def _batches(self, ids: np.ndarray, tokens_NS: torch.Tensor | None) -> list[MicroBatch | None]:
+        """Samples as micro-batches on the device."""
         size = self._config.train.micro_batch
         count = len(ids) // size
-        if not self._reads_data:
+        if tokens_NS is None:
             return [None] * count
-        tokens_NS = torch.from_numpy(shards.tokens_at(ids)).to(self._device)
+        tokens_NS = tokens_NS.to(self._device, non_blocking=True)
         inputs_MT = tokens_NS[:, :-1].reshape(count, -1)
         targets_MT = tokens_NS[:, 1:].reshape(count, -1)
         return [MicroBatch(inputs_MT[m], targets_MT[m]) for m in range(count)]
@@ -214,11 +234,11 @@ class Worker:
     def train_step(self, step: int) -> StepResult:
         """Run one optimizer step on the samples of step ``step`` (from 0)."""
         begin = time.perf_counter()
-        batch = self._config.train.global_batch
-        ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
-        mine = self._mine(ids)
-        batches = self._batches(self._train_data, mine)
-        discarded = 0
+        self._memory.begin()
+        assert self._ahead is not None
+        mine, tokens_NS = self._ahead.of(step)
+        batches = self._batches(mine, tokens_NS)
+        batch, discarded = self._config.train.global_batch, 0
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
             update = _Update(self._gradients, self._optimizer, step)
@@ -245,15 +265,16 @@ class Worker:
             overlap=self._recorder.numbers(records),
             dropped_spans=self._stream.dropped if self._stream else 0,
             sampled_every=self._stream.every if self._stream else 1,
-            peak_bytes=self._peak_bytes(),
+            peak_bytes=self._memory.of_step(),
+            lifetime_peak_bytes=self._memory.of_lifetime(),
         )
 
     def validate(self) -> tuple[float, int]:
         """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
         assert self._validation_data is not None
         count = self._validation_micro_batches() * self._config.train.micro_batch * self._layout.dp
-        ids = np.arange(count) % self._validation_data.samples
-        batches = self._batches(self._validation_data, self._mine(ids))
+        ids = self._mine(np.arange(count) % self._validation_data.samples)
+        batches = self._batches(ids, self._tokens(self._validation_data, ids))
         loss_sum = self._evaluator.run(batches, 0.0, None)
         counts = self._layout.chunks - 1 in self._model.chunks and self._mesh.position["tp"] == 0
         return (loss_sum, len(batches) * self._model.context.sizes.tokens) if counts else (0.0, 0)
@@ -268,11 +289,6 @@ class Worker:
         if self._validation_data is not None:
             facts["validation_bytes_per_token"] = self._validation_data.bytes_per_token
         return facts
-
-    def _peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
@@ -292,10 +308,9 @@ class Worker:
         meter = MemoryMeter(self._streams)
         executor = self._bind(schedule=self._schedule, parts=self._runs, recorder=meter)
         meter.executor = executor
-        batch = self._config.train.global_batch
-        ids = sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch)
-        batches = self._batches(self._train_data, self._mine(ids))
-        executor.run(batches, 1.0 / (batch * self._shape.sequence), NoUpdate())
+        batches = self._batches(*self._read_step(step))
+        tokens = self._config.train.global_batch * self._shape.sequence
+        executor.run(batches, 1.0 / tokens, NoUpdate())
         self._gradients.zero()
         return meter.peak_bytes
 
@@ -329,15 +344,16 @@ class Worker:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
         self._copies.restore(self._optimizer, step, sources)
 
-    def rescue(self, directory: str, plan: Rescue) -> None:
+    def rescue(self, directory: str, plan: Rescue) -> Written:
         """Write, with the other survivors, a checkpoint of what copies hold of all ranks' states.
 
         All survivors call this, after `leave`; it needs no other rank.
         """
         self._join(plan.meeting, plan.survivors.index(self.rank), len(plan.survivors))
         slices = held_slices(self._copies, self.rank, plan, self._layout, self._model_of)
-        write_slices(Path(directory), slices)
+        written = write_slices(Path(directory), slices)
         self.leave()
+        return Written(files=written)
 
     def begin_save(self, directory: str, step: int, again: bool = False) -> None:
         """Begin to write this rank's shards; training may go on as soon as this returns.
@@ -351,17 +367,21 @@ class Worker:
                 self._saboteur.during_save(step, Path(directory))
         self._saves.begin(Path(directory))
 
-    def save_finished(self, wait: bool) -> bool:
-        """Whether the save that was begun is written; raises what went wrong with it."""
+    def save_finished(self, wait: bool) -> Written | None:
+        """What became of the save that was begun; None while it is under way."""
         assert self._saves is not None
         return self._saves.finished(wait=wait)
 
-    def save(self, directory: str, step: int) -> None:
+    def save(self, directory: str, step: int) -> Written:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""
         assert self._saves is not None
         if self._saboteur is not None:
             self._saboteur.during_save(step, Path(directory))
-        self._saves.save(Path(directory))
+        return self._saves.save(Path(directory))
+
+    def damage(self, directory: str) -> str | None:
+        """What is wrong with this rank's share of a checkpoint's files, which all ranks check together."""
+        return damage_in_share(Path(directory), self.rank, self._layout.ranks)
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
@@ -386,6 +406,9 @@ class Worker:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         if self._streams is not None:
             self._streams.close()
             self._streams = None

@@ -138,7 +138,7 @@ class _Legs:
 
     def __init__(self, group: WorkerGroup, directory: RunDirectory, facts: dict[str, Any]) -> None:
         self._group, self._facts = group, facts
-        self._homes = Homes(CheckpointStore(directory.path / "checkpoints"), None, directory.mark)
+        self._homes = Homes(CheckpointStore(directory.path / "checkpoints"), None, directory.identity.mark)
         self._savers = {
             kind: Saver(self._homes, directory, CheckpointConfig(keep=1, asynchronous=background))
             for kind, background in ((SYNCHRONOUS, False), (ASYNCHRONOUS, True))
@@ -148,8 +148,8 @@ class _Legs:
     @property
     def checkpoint_bytes(self) -> int:
         """Of the newest checkpoint."""
-        path, _, _ = self._homes.newest_good()
-        return sum(file.stat().st_size for file in path.iterdir())
+        found = Path(self._homes.newest_good().path)
+        return sum(file.stat().st_size for file in found.iterdir())
 
     def leg(self, kind: str, steps: int) -> Leg:
         """Steps, after a save of some kind."""

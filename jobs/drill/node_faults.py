@@ -1,12 +1,89 @@
-"""Nodes that come and go under a run: the fault itself, what Ray knows of it, and how the run followed."""
+"""Nodes that come, go and slow down under a run: the fault itself, what Ray knows of it, and how the run
+followed."""
 
+import contextlib
+import json
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 from braid.actors.controller.records import read_lines
 from braid.jobs.drill.command import Command, DrillError
 from braid.jobs.drill.nodes import Nodes
 from braid.jobs.drill.plan import Planned
 from braid.jobs.drill.report import Outcome
+
+_STOPPED_S, _RUNS_S = 0.04, 0.02
+"""By turns, of a rank on a slow node: a third of its speed."""
+
+
+def slow_node(one: Planned, nodes: Nodes, command: Command, quarantine_s: float) -> Outcome:
+    """Slow a node down until the run goes on without it; it must stay out until its quarantine ends."""
+    begun = time.time()
+    outcome = Outcome(one, begun)
+    name = nodes.names[int(one.place * len(nodes.names))]
+    address = nodes.address_of(name)
+    with _slow(command, address):
+        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == _of(one) - 1)
+    left_out = command.incidents(begun, resized=True)[0]["time"]
+
+    def comes_back() -> bool:
+        if address in _addresses(command):
+            if time.time() < left_out + quarantine_s:
+                raise DrillError(f"{one.name}: {address} was taken again before its quarantine ended")
+            return _ranks(command) == _of(one)
+        return False
+
+    command.wait(f"{address} to be taken again after {quarantine_s:g} s", comes_back)
+    _describe(outcome, command, begun)
+    return outcome
+
+
+def _of(one: Planned) -> int:
+    assert one.nodes is not None
+    return one.nodes
+
+
+def _ranks(command: Command) -> int:
+    """Of the newest step."""
+    return len(command.newest().get("peak_bytes", ()))
+
+
+def _placed(command: Command) -> list[dict[str, str | int]]:
+    """Where the run's ranks are, as it says; nowhere while it writes that down."""
+    with contextlib.suppress(OSError, ValueError):
+        ranks: list[dict[str, str | int]] = json.loads((command.broken / "cluster.json").read_text())["ranks"]
+        return ranks
+    return []
+
+
+def _addresses(command: Command) -> set[str | int]:
+    return {rank["address"] for rank in _placed(command)}
+
+
+@contextlib.contextmanager
+def _slow(command: Command, address: str) -> Iterator[None]:
+    """Stop and continue the ranks on a node, many times a second."""
+    over = threading.Event()
+
+    def by_turns() -> None:
+        while not over.is_set():
+            processes = [int(rank["process"]) for rank in _placed(command) if rank["address"] == address]
+            for number, seconds in ((signal.SIGSTOP, _STOPPED_S), (signal.SIGCONT, _RUNS_S)):
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, number)
+                time.sleep(seconds)
+
+    thread = threading.Thread(target=by_turns, name="slow node")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def change_nodes(one: Planned, nodes: Nodes, command: Command) -> Outcome:

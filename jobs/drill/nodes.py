@@ -107,6 +107,7 @@ class Nodes:
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._nodes: dict[str, Any] = {}
+        self._joined = 0
 
     def start(self, count: int) -> None:
         """Start the head, and so many nodes."""
@@ -136,10 +137,15 @@ class Nodes:
         )
 
     def join(self) -> str:
-        """Start a node; returns its name. `DrillError` if it does not start."""
-        node = self._add(num_cpus=1)
+        """Start a node, with an address of its own; returns its name. `DrillError` if it does not start."""
+        self._joined += 1
+        node = self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}")
         self._nodes[node.node_id] = node
         return str(node.node_id)
+
+    def address_of(self, name: str) -> str:
+        """A node's address, which Ray and the run know it by."""
+        return str(self._nodes[name].node_ip_address)
 
     def lose(self, name: str) -> None:
         """SIGKILL for all that runs on a node, if there is still something."""

@@ -37,14 +37,18 @@ KINDS = {
     "node-joins": "a node joins the Ray cluster",
     "node-lost": "a node of the Ray cluster is lost: its raylet and its workers are killed",
     "node-drained": "Ray says that a node will be taken away; when no rank is left there, it is",
+    "node-slow": "a node computes at a third of its speed for a while",
 }
 """Faults by name."""
 
 NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"})
 """Faults of the two emulated hosts."""
 NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
-NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1}
+NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1, "node-slow": 0}
 """Faults of emulated Ray nodes, and what each does to their number."""
+SLOW = "node-slow"
+LEAST_TO_BE_SLOW = 3
+"""Nodes that there must be for one to be slow: with two, nobody can say which one is."""
 DAMAGE = frozenset({"torn-checkpoint", "flipped-byte"})
 """To the newest checkpoint, and the controller is killed."""
 HARMLESS = frozenset({"nan", "disk-full", "cut-short", "slow-link"})
@@ -133,8 +137,18 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
             f"elastic.min_ranks and elastic.max_ranks"
         )
     left, ordered, there = list(kinds), [], nodes.start
+
+    def possible(kind: str) -> bool:
+        enough = there >= LEAST_TO_BE_SLOW and there > nodes.least if kind == SLOW else True
+        return enough and nodes.least <= there + NODE_CHANGES.get(kind, 0) <= nodes.most
+
     while left:
-        kind = next(k for k in left if nodes.least <= there + NODE_CHANGES.get(k, 0) <= nodes.most)
+        kind = next(filter(possible, left), "")
+        if not kind:
+            raise ConfigError(
+                f"--faults {', '.join(left)}: with {there} nodes none of these can come; {SLOW} needs "
+                f"{LEAST_TO_BE_SLOW} nodes, and one more than elastic.min_ranks"
+            )
         left.remove(kind)
         ordered.append(kind)
         there += NODE_CHANGES.get(kind, 0)

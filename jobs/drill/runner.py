@@ -25,15 +25,17 @@ from braid.jobs.benchmarks.hosts import Hosts, two_hosts
 from braid.jobs.drill.census import Census, census
 from braid.jobs.drill.child import Spec
 from braid.jobs.drill.command import PATIENCE_S, Command, DrillError
-from braid.jobs.drill.node_faults import change_nodes
+from braid.jobs.drill.node_faults import change_nodes, slow_node
 from braid.jobs.drill.nodes import STEPS, Nodes, allowed_difference, degrees_on, node_range, ray_nodes
 from braid.jobs.drill.plan import (
     DAMAGE,
     HARMLESS,
     KINDS,
+    LEAST_TO_BE_SLOW,
     NEED_HOSTS,
     NEED_ROOT,
     NODE_CHANGES,
+    SLOW,
     Planned,
     plan_drill,
     steps_of,
@@ -43,6 +45,8 @@ from braid.jobs.drill.report import Outcome, Report, describe
 _SHORT_CUT_S = 1.5
 _SLOW_S = 3.0
 _DISK_MB = 256
+_QUARANTINE_S = 20.0
+"""Of a slow node, unless the configuration says otherwise: drills are short."""
 
 
 def possible_faults(config: Config) -> list[str]:
@@ -52,6 +56,8 @@ def possible_faults(config: Config) -> list[str]:
     elsewhere = config.cluster.address or os.environ.get("RAY_ADDRESS")
     if not ray or config.elastic.max_ranks is None or elsewhere:
         impossible |= NODE_CHANGES.keys()
+    elif config.elastic.max_ranks < LEAST_TO_BE_SLOW:
+        impossible.add(SLOW)
     possible = [kind for kind in KINDS if kind not in impossible]
     return [kind for kind in possible for _ in range(2 if kind == "node-joins" else 1)]
 
@@ -86,6 +92,7 @@ class Drill:
         self._needs_hosts = bool(set(kinds) & NEED_HOSTS)
         self._nodes: Nodes | None = None
         counts = [one.nodes for one in self._planned] + [one.nodes_after for one in self._planned]
+        counts += [one.nodes - 1 for one in self._planned if one.kind == SLOW and one.nodes is not None]
         self._counts = [count for count in counts if count is not None]
         """Numbers of nodes that the run has; empty without faults of nodes."""
         self._allowed = allowed_difference(config, self._counts) if self._counts else 0.0
@@ -158,7 +165,7 @@ class Drill:
         content = base.model_dump(mode="json", exclude_unset=True)
         checkpoint = {"every": 5, "copies_every": 1, **content.get("checkpoint", {})}
         checkpoint["mirror"] = (self._mirror / name).as_uri()
-        failure = {**content.get("failure", {}), "max_restarts": 10 * len(self._planned) + 10}
+        failure = {**content.get("failure", {}), "max_restarts": -1}
         train = {**content.get("train", {}), "steps": max(base.train.steps, steps_of(self._planned))}
         cluster = {"group_timeout_s": 15.0, **content.get("cluster", {})}
         if self._hosts is not None:
@@ -167,6 +174,7 @@ class Drill:
         if self._counts:
             train["steps"] = STEPS
             cluster |= {"device": "cpu", "cpus_per_rank": 1.0}
+            changed["elastic"] = {"quarantine_s": _QUARANTINE_S, **content.get("elastic", {})}
         if self._nodes is not None:
             cluster = {"placement_timeout_s": 5.0, **cluster, "address": self._nodes.address}
             degrees = degrees_on(base, len(self._nodes.names))  # also for a run that is started again
@@ -226,6 +234,8 @@ class Drill:
             raise DrillError(f"fault {one.name} had fired before")
         if one.kind in NODE_CHANGES:
             assert self._nodes is not None
+            if one.kind == SLOW:
+                return slow_node(one, self._nodes, command, self._config("broken").elastic.quarantine_s)
             return change_nodes(one, self._nodes, command)
         outcome = Outcome(one, fired_at(mark.parent, one.name))
         after = command.step()
@@ -346,7 +356,9 @@ class Drill:
     # -- what came of it -------------------------------------------------------------------------------------
 
     def _compare(self, seconds: float, held: list[Census]) -> Report:
-        whole, broken = (read_metrics(self._folder / name / "metrics.jsonl") for name in ("whole", "broken"))
+        whole, broken = (
+            list(read_metrics(self._folder / name / "metrics.jsonl")) for name in ("whole", "broken")
+        )
         tensors = [self._tensors(name, whole) for name in ("whole", "broken")]
         same = tensors[0].keys() == tensors[1].keys() and all(
             torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items()

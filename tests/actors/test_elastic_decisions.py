@@ -1,7 +1,7 @@
 """When a run takes other ranks, and which layout then: against all layouts, and against plain arithmetic."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,9 @@ def test_a_straggler_is_left_out_if_that_is_faster(
     just_now = members.without(config, slow, "10.0.0.2", capacity, 104.9, step_s, steps_left)
     assert just_now is None, "nodes have come or gone: that is looked at first"
     change = members.without(config, slow, "10.0.0.2", capacity, 105.0, step_s, steps_left)
-    # dp must divide four micro-batches of the global batch; at least one rank fewer than there is room for.
-    left = max((n for n in (1, 2, 4) if n <= min(capacity - 1, ranks)), default=0)
-    if best := best_degrees(config_of(dp=ranks), min(capacity - 1, ranks), fits, ROOMY):
+    # dp must divide four micro-batches of the global batch; the room is that without the slow node.
+    left = max((n for n in (1, 2, 4) if n <= min(capacity, ranks)), default=0)
+    if best := best_degrees(config_of(dp=ranks), min(capacity, ranks), fits, ROOMY):
         left = best.ranks
     later_s = step_s * ranks / (left * times) if left else math.inf
     gain_s = steps_left * (step_s - later_s)
@@ -157,14 +157,13 @@ def test_a_straggler_is_left_out_if_that_is_faster(
     worth = left > 0 and step_s / later_s > 1.1 and gain_s > members.cost_s
     assert (change is not None) == worth
     if change is not None:
-        assert change.avoid == ("10.0.0.2",)
         assert change.degrees.ranks == left
         assert change.reason.startswith(f"rank 1 on 10.0.0.2 takes {times:.2f} times as long")
 
 
 def test_where_all_ranks_are_needed_a_straggler_stays() -> None:
     slow = Straggler(rank=0, stage=0, times=50.0)
-    for capacity, stays in ((2, True), (3, False)):
+    for capacity, stays in ((1, True), (2, False)):
         members = Membership(ElasticConfig(min_ranks=2, max_ranks=2, settle_s=0.0), fits)
         members.look(config_of(dp=2), capacity, False, 0.0, 10.0, 1000)
         change = members.without(config_of(dp=2), slow, "10.0.0.1", capacity, 0.0, 10.0, 1000)
@@ -177,7 +176,7 @@ class Nodes:
     def __init__(self, *capacities: int) -> None:
         self._capacities = iter(capacities)
 
-    def capacity(self, group: object) -> tuple[int, bool]:
+    def capacity(self, group: object, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         return next(self._capacities), False
 
 
@@ -202,6 +201,89 @@ def test_survivors_have_room(left: int, counted: list[int], ranks: int) -> None:
     assert change.degrees.ranks == ranks
     assert change.reason == "a node is lost: gone"
     assert len(told) == len(counted) - 1, "waited for nodes"
+
+
+class Cluster:
+    """Nodes of two ranks each, by address."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = list(addresses)
+
+    def capacity(self, group: object, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        return 2 * sum(address not in avoid for address in self.addresses), False
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("braid.actors.controller.resizing.time.monotonic", lambda: self.now)
+
+
+class Group:
+    """Where a run's ranks are."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+
+
+def test_a_slow_node_stays_out_until_its_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its ranks, at every later change too; twice as long when it is slow again."""
+    clock, cluster = Clock(monkeypatch), Cluster("10.0.0.1", "10.0.0.2")
+    config = config_of(dp=4)
+    elastic = ElasticConfig(max_ranks=8, settle_s=5.0, quarantine_s=100.0)
+    launcher: Any = cluster
+    resizing = Resizing(config.model_copy(update={"elastic": elastic}), launcher, BYTES_VOCABULARY)
+    both: Any = Group("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    one: Any = Group("10.0.0.1", "10.0.0.1")
+    slow = Straggler(rank=3, stage=0, times=4.0)
+
+    def look(config: Config, group: Any, slowest: Straggler | None, seconds: float) -> Change | None:
+        """Looks once a second for so long; the first change."""
+        for _ in range(int(seconds)):
+            clock.now += 1.0
+            if change := resizing.look(group, config, slowest, lambda: 1.0, 100_000):
+                return change
+        return None
+
+    for quarantine in (100, 200):
+        change = look(config, both, slow, 10)
+        assert change is not None
+        assert change.degrees.ranks == 2, "none of the node's two ranks is kept"
+        assert change.avoid == ("10.0.0.2",)
+        assert change.reason.endswith(f"on without it, for {quarantine} s")
+        smaller = change.degrees.of(config)
+        left_out = clock.now
+        assert look(smaller, one, None, quarantine - 20) is None, "there is no room for more"
+        cluster.addresses.append("10.0.0.3")
+        change = look(smaller, one, None, 10)
+        assert change is not None
+        assert change.degrees.ranks == 4
+        assert change.avoid == ("10.0.0.2",), "a change for another reason does not take it again"
+        cluster.addresses.remove("10.0.0.3")
+        change = look(smaller, one, None, 100)
+        assert change is not None
+        assert (change.degrees.ranks, change.avoid) == (4, ())
+        assert quarantine <= clock.now - left_out <= quarantine + 7
+
+
+def test_a_slow_node_is_taken_again_where_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, cluster = Clock(monkeypatch), Cluster("10.0.0.1", "10.0.0.2")
+    elastic = ElasticConfig(max_ranks=8, settle_s=0.0)
+    config = config_of(dp=4).model_copy(update={"elastic": elastic})
+    launcher: Any = cluster
+    group: Any = Group("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    resizing = Resizing(config, launcher, BYTES_VOCABULARY)
+    clock.now += 2.0
+    change = resizing.look(group, config, Straggler(rank=2, stage=0, times=4.0), lambda: 1.0, 100_000)
+    assert change is not None
+    assert change.avoid == ("10.0.0.2",)
+    cluster.addresses.remove("10.0.0.1")
+    follow = resizing.what_is_left(config, NoRoomError("gone"), "lost", 0, 7, lambda: False)
+    with pytest.raises(StopIteration) as end:
+        next(follow)
+    assert (end.value.value.degrees.ranks, end.value.value.avoid) == (2, ())
 
 
 def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:

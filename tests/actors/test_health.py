@@ -133,3 +133,15 @@ def test_verdicts_agree_with_the_whole_history(beats: list[tuple[int, int, float
         assert progress.get(trouble.rank, 0) == min(progress.values(), default=0)
     else:
         assert trouble is None
+
+
+def test_what_the_controller_does_itself_is_nobodys_silence() -> None:
+    """It reads a large answer for 20 s, and hears nobody meanwhile."""
+    watched = vigil()
+    for rank in range(3):
+        watched.beat(rank, 1, 101.0)
+    watched.forgive(20.0)
+    assert watched.verdict(125.0) is None
+    trouble = watched.verdict(126.5)
+    assert trouble is not None
+    assert trouble.seconds == pytest.approx(5.5)

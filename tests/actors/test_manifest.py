@@ -20,6 +20,7 @@ from braid.actors.controller.manifest import (
     verify,
     write_durably,
 )
+from tests.actors.saved import digests
 
 _CRASHED = 42
 
@@ -35,12 +36,14 @@ def written(store: CheckpointStore, step: int, content: str) -> Path:
 
 def publish(store: CheckpointStore, step: int, content: str) -> Path:
     facts: dict[str, Any] = {"layout": {"dp": 1}, "data": {"seed": 1}, "shape": {"layers": 2}}
-    return store.publish(written(store, step, content), step=step, **facts)
+    folder = written(store, step, content)
+    return store.publish(folder, digests(folder), step=step, **facts)
 
 
 def newest(store: CheckpointStore) -> tuple[int, str]:
     """Step and content of what would be loaded."""
-    path, manifest, _ = Homes(store, None, "").newest_good()
+    found = Homes(store, None, "").newest_good(verify)
+    path, manifest = Path(found.path), found.manifest
     assert verify(path) == manifest
     assert path.name == f"step-{manifest.step}"
     return manifest.step, (path / ".metadata").read_text().removeprefix("table of ")
@@ -252,9 +255,9 @@ def test_any_flipped_byte_and_any_torn_file_is_found(
         os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
     with pytest.raises(CheckpointError, match=file.name):
         verify(path)
-    _, manifest, complaints = Homes(store, None, "").newest_good()
-    assert manifest.step == 1
-    assert [file.name in complaint for complaint in complaints] == [True]
+    found = Homes(store, None, "").newest_good(verify)
+    assert found.manifest.step == 1
+    assert [file.name in complaint for complaint in found.notes] == [True]
 
 
 @pytest.mark.parametrize(
@@ -281,10 +284,10 @@ def test_a_manifest_that_was_tampered_with_is_refused(tmp_path: Path, change: An
     content = json.loads(file.read_text())
     changed = json.dumps({**content, **change}) if isinstance(change, dict) else change
     file.write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    path, _, complaints = Homes(store, None, "").newest_good()
-    assert path.name == "step-1"
-    assert len(complaints) == 1
-    assert str(tmp_path / "step-2") in complaints[0]
-    flip(path / ".metadata")
+    found = Homes(store, None, "").newest_good(verify)
+    assert found.manifest.step == 1
+    assert len(found.notes) == 1
+    assert str(tmp_path / "step-2") in found.notes[0]
+    flip(Path(found.path) / ".metadata")
     with pytest.raises(CheckpointError, match="no older checkpoint is left"):
-        Homes(store, None, "").newest_good()
+        Homes(store, None, "").newest_good(verify)

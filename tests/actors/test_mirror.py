@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.config import ConfigError
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
-from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.homes import Homes, begun_mark
+from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
+from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity
+from tests.actors.saved import digests
 
 FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
 
@@ -31,16 +33,36 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def publish(store: CheckpointStore, step: int, content: bytes | None = None, run: str = "") -> Path:
+RUN = RunIdentity("ours", "a1")
+
+
+def mirror_of(url: str, run: RunIdentity = RUN) -> Mirror:
+    return Mirror(url, run)
+
+
+def publish(store: CheckpointStore, step: int, content: bytes | None = None, run: str = RUN.mark) -> Path:
     folder = store.begin(step, 1)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_bytes(content if content is not None else os.urandom(1000))
-    return store.publish(folder, step=step, run=run, **FACTS)
+    return store.publish(folder, digests(folder), step=step, run=run, **FACTS)
 
 
 def fetched(mirror: Mirror, step: int, into: Path) -> Path:
     into.mkdir()
-    return mirror.fetch(step, into)
+    mirror.fetch(step, into)
+    return into
+
+
+def found(store: CheckpointStore, mirror: Mirror) -> tuple[Path, Manifest, list[str]]:
+    """The newest good one, as a run with ranks finds it."""
+    one = Homes(store, mirror, mirror.run.mark).newest_good(verify)
+    return Path(one.path), one.manifest, list(one.notes)
+
+
+def place_of(url: str) -> tuple[Any, str]:
+    """The file system, and this run's folder there."""
+    files, root = fsspec.core.url_to_fs(url)
+    return files, f"{root}/{RUN.name}/{RUN.mark}"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -48,12 +70,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_there_and_back(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     assert mirror.steps() == []
     paths = {step: publish(store, step) for step in (5, 10, 100)}
     for path in paths.values():
         mirror.put(path)
-    assert Mirror(url).steps() == [5, 10, 100]
+    assert mirror_of(url).steps() == [5, 10, 100]
     for step, path in paths.items():
         copy = fetched(mirror, step, tmp_path / f"copy-{step}")
         assert contents(copy) == contents(path)
@@ -61,13 +83,14 @@ def test_there_and_back(url: str, store: CheckpointStore, tmp_path: Path) -> Non
 
 
 def test_old_copies_are_removed_by_the_same_rule(url: str, store: CheckpointStore) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     for step in (4, 5, 6, 7, 9):
         mirror.put(publish(store, step))
     mirror.collect(keep=2, keep_every=3, newest=7)
     assert mirror.steps() == [6, 7, 9], "9 is of a future that the run fell back from"
-    files, root = fsspec.core.url_to_fs(url)
+    files, root = place_of(url)
     assert sorted(str(path).rsplit("/", 1)[1] for path in files.ls(root, detail=False)) == [
+        "run.json",
         "step-6",
         "step-7",
         "step-9",
@@ -79,11 +102,11 @@ def test_half_a_copy_is_no_checkpoint(
     url: str, store: CheckpointStore, copied: int, monkeypatch: Any
 ) -> None:
     """The mirror goes away after so many files, also when the step is copied there for the second time."""
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     mirror.put(publish(store, 5))
     mirror.put(publish(store, 9, b"first"))
     assert mirror.steps() == [5, 9]
-    files, _ = fsspec.core.url_to_fs(url)
+    files, _ = place_of(url)
     put, left = type(files).put_file, [copied]
 
     def failing(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -110,17 +133,17 @@ def brought(url: str, step: int) -> str:
 
 
 def test_the_newest_good_one_is_found(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     paths = {step: publish(store, step) for step in (5, 10, 15)}
     for path in paths.values():
         mirror.put(path)
-    files, root = fsspec.core.url_to_fs(url)
+    files, root = place_of(url)
     files.pipe_file(f"{root}/step-15/__0_0.distcp", b"\0" * 1000)
     files.makedirs(f"{root}/step-20")
     files.pipe_file(f"{root}/step-20/{MANIFEST}", b"not JSON")
     empty = CheckpointStore(tmp_path / "another")
     empty.directory.mkdir()
-    path, manifest, [told] = Homes(empty, mirror, "").newest_good()
+    path, manifest, [told] = found(empty, mirror)
     assert "step-20" in told or "step 20 cannot be copied" in told
     assert "checksum of file __0_0.distcp" in told
     assert told.endswith(brought(url, 10))
@@ -140,88 +163,170 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     folder = tmp_path_factory.mktemp("homes")
     store, other = CheckpointStore(folder / "own"), CheckpointStore(folder / "other")
     url = f"file://{folder}/mirror"
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     for step in there:
         mirror.put(publish(other, step))
     for step in here:
         publish(store, step)
-    for places, root in ((here, store.directory), (there, folder / "mirror")):
+    copies = folder / "mirror" / RUN.name / RUN.mark
+    for places, root in ((here, store.directory), (there, copies)):
         for step, good in places.items():
             if not good:
                 (root / f"step-{step}" / ".metadata").write_bytes(b"damaged")
-    homes = Homes(store, mirror, "")
+    homes = Homes(store, mirror, RUN.mark)
     assert homes.steps() == sorted({*here, *there})
     good = [step for step in homes.steps() if here.get(step) or there.get(step)]
     if not good:
         with pytest.raises(
             CheckpointError, match="start without --resume" if not (here or there) else "left"
         ):
-            homes.newest_good()
+            homes.newest_good(verify)
         return
-    path, manifest, notes = homes.newest_good()
-    expected = store.directory if here.get(good[-1]) else folder / "mirror"
+    path, manifest, notes = found(store, mirror)
+    expected = store.directory if here.get(good[-1]) else copies
     assert (path, manifest.step) == (expected / f"step-{good[-1]}", good[-1])
     newer = sum(step > good[-1] for places in (here, there) for step in places)
     assert " ".join(notes).count("has 7 bytes instead of 1000") >= newer
 
 
-def test_copies_of_another_run_are_left_alone(url: str, store: CheckpointStore) -> None:
-    """A run that replaces another of its name has the same mirror."""
-    mirror = Mirror(url)
-    old, mine = CheckpointStore(store.directory / "old"), CheckpointStore(store.directory / "mine")
-    mirror.put(publish(old, 90, run="old"))
-    mirror.put(publish(old, 5, run="old"))
-    mine.directory.mkdir(parents=True)
-    homes = Homes(mine, mirror, "mine")
-    assert homes.steps() == []
-    with pytest.raises(CheckpointError, match="step 90 is of another run"):
-        homes.newest_good()
-    assert not list(mine.directory.iterdir())
-    path = publish(mine, 5, run="mine")
-    mirror.put(path)
-    assert homes.newest_good()[0] == path
-    (path / ".metadata").write_bytes(b"damaged")
-    assert homes.newest_good()[2][0].endswith(brought(url, 5))
+OTHERS = [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1"), RunIdentity("theirs", "b2")]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda run: f"{run.name}-{run.mark}")
+def test_runs_that_share_a_mirror_do_not_touch_each_other(
+    url: str, tmp_path: Path, other: RunIdentity
+) -> None:
+    """Of the same name, of the same mark, of neither: each keeps two of its own, and goes on from them."""
+    stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
+    for run, steps in ((RUN, (500, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
+        mirror = mirror_of(url, run)
+        for step in steps:
+            mirror.put(publish(stores[run], step, run=run.mark))
+            mirror.collect(keep=2, keep_every=0, newest=step)
+    assert mirror_of(url).steps() == [1000, 1500]
+    assert mirror_of(url, other).steps() == [1020, 1030]
+    for run, step in ((RUN, 1500), (other, 1030)):
+        empty = CheckpointStore(tmp_path / f"lost-{run.name}-{run.mark}")
+        empty.directory.mkdir()
+        path, manifest, _ = found(empty, mirror_of(url, run))
+        assert (manifest.step, manifest.run) == (step, run.mark)
+        assert contents(path) == contents(stores[run].directory / f"step-{step}")
+
+
+def test_what_another_run_put_into_a_runs_folder_is_refused_and_left_alone(url: str, tmp_path: Path) -> None:
+    store, mirror = CheckpointStore(tmp_path / "ours"), mirror_of(url)
+    foreign = CheckpointStore(tmp_path / "foreign")
+    publish(foreign, 90, run="b2")
+    with pytest.raises(MirrorError, match="step-90 is of another run and is left alone"):
+        mirror.put(foreign.directory / "step-90")
+    files, root = place_of(url)
+    for path in (publish(foreign, 5, run="b2"), foreign.directory / "step-90"):
+        files.makedirs(f"{root}/{path.name}", exist_ok=True)
+        for name, content in contents(path).items():
+            files.pipe_file(f"{root}/{path.name}/{name}", content)
+    empty = CheckpointStore(tmp_path / "empty")
+    empty.directory.mkdir()
+    with pytest.raises(CheckpointError, match="step-90 is of another run"):
+        found(empty, mirror)
+    assert not list(empty.directory.iterdir())
+    for step in (5, 6, 7):
+        path = publish(store, step)
+        if step == 5:
+            with pytest.raises(MirrorError, match="step-5 is of another run"):
+                mirror.put(path)
+        else:
+            mirror.put(path)
+    with pytest.raises(MirrorError, match="step-5 is of another run"):
+        mirror.collect(keep=1, keep_every=0, newest=7)
+    assert mirror.steps() == [5, 6, 7, 90]
+
+
+def config_of(tmp_path: Path, url: str, name: str = RUN.name) -> Config:
+    return parse_config({"name": name, "runs": str(tmp_path / "runs"), "checkpoint": {"mirror": url}})
+
+
+def test_who_a_run_is_stands_in_its_directory_its_checkpoints_and_its_mirror(
+    url: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, url)
+    assert begun_mark(config) == ""
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    mirror_of(url).begin()
+    assert begun_mark(config) == "", "nothing is saved yet"
+    mirror_of(url).put(publish(store, 5))
+    mirror_of(url, RunIdentity("theirs", "c3")).put(publish(CheckpointStore(tmp_path / "x"), 9, run="c3"))
+    assert begun_mark(config) == RUN.mark
+    (config.run_directory / "run-mark").write_text("d4\nb2")
+    assert begun_mark(config) == "d4"
+    shutil.rmtree(config.run_directory)
+    assert begun_mark(config) == RUN.mark
+    assert Homes.of(config, RUN).begun()
+
+
+def test_of_runs_of_one_name_the_one_that_was_not_replaced_goes_on(url: str, tmp_path: Path) -> None:
+    config, store = config_of(tmp_path, url), CheckpointStore(tmp_path / "store")
+    for run in (RUN, RunIdentity(RUN.name, "b2", ("a1",)), RunIdentity(RUN.name, "c3", ("b2", "a1"))):
+        mirror_of(url, run).put(publish(store, 5, run=run.mark))
+        assert begun_mark(config) == run.mark
+    mirror_of(url, RunIdentity(RUN.name, "d4")).put(publish(store, 5, run="d4"))
+    with pytest.raises(ConfigError, match=r"checkpoints of 2 runs named 'ours' \(c3, d4\); write the mark"):
+        begun_mark(config)
+
+
+def test_a_run_does_not_begin_anew_because_its_mirror_does_not_answer(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, url)
+    files, _ = place_of(url)
+
+    def silent(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(type(files), "glob", silent)
+    with pytest.raises(MirrorError, match="cannot be read: no answer"):
+        begun_mark(config)
+    with pytest.raises(MirrorError, match="cannot be read: no answer"):
+        Homes.of(config, RUN).begun()
 
 
 def test_a_mirror_that_does_not_answer_does_not_matter_where_the_own_one_is_good(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = Mirror(f"memory://{uuid.uuid4()}")
+    mirror = mirror_of(f"memory://{uuid.uuid4()}")
     path = publish(store, 5)
 
     def silent(*_: Any, **__: Any) -> Any:
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(mirror._files, "glob", silent)
-    found, _, notes = Homes(store, mirror, "").newest_good()
-    assert found == path
+    best, _, notes = found(store, mirror)
+    assert best == path
     assert "cannot be read: no answer" in notes[0]
 
 
 def test_nothing_good_to_bring(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in .* or {url}"):
-        Homes(store, mirror, "").newest_good()
-    files, root = fsspec.core.url_to_fs(url)
+        found(store, mirror)
+    files, root = place_of(url)
     mirror.put(publish(store, 5))
     files.pipe_file(f"{root}/step-5/.metadata", b"other")
     empty = CheckpointStore(tmp_path / "another")
     empty.directory.mkdir()
     with pytest.raises(CheckpointError, match=r"\.metadata has 5 bytes"):
-        Homes(empty, mirror, "").newest_good()
+        found(empty, mirror)
     assert not list(empty.directory.iterdir())
 
 
 def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     path = publish(store, 5)
     mirror.put(path)
-    files, root = fsspec.core.url_to_fs(url)
+    files, root = place_of(url)
     files.makedirs(f"{root}/step-50")
     for name, content in contents(path).items():
         files.pipe_file(f"{root}/step-50/{name}", content)
-    _, manifest, [told] = Homes(CheckpointStore(tmp_path / "another"), mirror, "").newest_good()
+    _, manifest, [told] = found(CheckpointStore(tmp_path / "another"), mirror)
     assert "says step 5; it was renamed" in told
     assert told.endswith(brought(url, 5))
     assert manifest.step == 5
@@ -231,10 +336,10 @@ def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointS
 def test_names_that_lead_outside_are_refused(
     url: str, store: CheckpointStore, tmp_path: Path, name: str
 ) -> None:
-    mirror = Mirror(url)
+    mirror = mirror_of(url)
     path = publish(store, 5)
     mirror.put(path)
-    files, root = fsspec.core.url_to_fs(url)
+    files, root = place_of(url)
     name = name.format(outside=tmp_path)
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"] = {name: manifest["files"][".metadata"]}
@@ -249,4 +354,4 @@ def test_names_that_lead_outside_are_refused(
 @pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "s4://x"])
 def test_a_url_that_nothing_answers_to_names_the_key(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint.mirror='{wrong}': Protocol not known"):
-        Mirror(wrong)
+        mirror_of(wrong)

@@ -39,9 +39,34 @@ class Rank:
         os.closerange(3, 256)
         time.sleep(60.0)
 
+    def takes_long_to_read(self, seconds: float) -> "SlowToRead":
+        """Rank 0's answer; rank 1 is at work a little longer."""
+        if self._rank == 1:
+            time.sleep(seconds + 1.0)
+        return SlowToRead(seconds if self._rank == 0 else 0.0)
+
+    def size(self, content: bytes) -> int:
+        """Of what was sent."""
+        return len(content)
+
     def echo(self, word: str) -> str:
         """The word, with the rank."""
         return f"{word} {self._rank}"
+
+
+class SlowToRead:
+    """Unpickling takes its time, as that of a million spans does."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_slowly, (self.seconds,)
+
+
+def _read_slowly(seconds: float) -> SlowToRead:
+    time.sleep(seconds)
+    return SlowToRead(seconds)
 
 
 def serve(rank: int, address: str) -> Rank:
@@ -105,5 +130,37 @@ def test_an_end_that_takes_long_is_told_before_it_is_over(tmp_path: Path) -> Non
         assert group.interrupt() == [0]
         group.replace([0])
         assert group.call(0, "echo", "second") == "second 0"
+    finally:
+        group.shutdown()
+
+
+def test_a_large_answer_that_is_read_makes_no_rank_silent(tmp_path: Path) -> None:
+    config = small_config(tmp_path, failure={"silence_s": 1.5})
+    group = ProcessLauncher(config, serve=serve).start(2)
+    try:
+        group.call_all("echo", "awake")
+        while group._awake != {0, 1}:  # type: ignore[attr-defined]
+            group.call_all("takes_long_to_read", 0.1)
+        assert [one.seconds for one in group.call_all("takes_long_to_read", 4.0)] == [4.0, 0.0]
+    finally:
+        group.shutdown()
+
+
+def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(tmp_path: Path) -> None:
+    """A call larger than any pipe: who is stopped never takes it, and is given up for its silence."""
+    config = small_config(tmp_path, failure={"silence_s": 1.5})
+    group = ProcessLauncher(config, serve=serve).start(2)
+    try:
+        large = bytes(32 << 20)
+        assert group.call_all("size", large) == [32 << 20] * 2
+        while group._awake != {0, 1}:  # type: ignore[attr-defined]
+            group.call_all("takes_long_to_read", 0.1)
+        child = group._children[1].process  # type: ignore[attr-defined]
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="rank 1: has not answered"):
+            group.call_all("size", large)
+        assert group.interrupt() == [1]
+        group.replace([1])
+        assert group.call_all("size", large) == [32 << 20] * 2
     finally:
         group.shutdown()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from braid.actors.controller import records
 from braid.actors.controller.records import RunDirectory, StepRecord, last_line, read_lines, read_metrics
+from braid.actors.controller.reporting import build_report
+from braid.actors.controller.steps import StepClock
 from tests.end_to_end.runs import small_config
 
 ODD = st.sampled_from(["", "7", "[]", "{", '"x"', "nonsense {}", "\\u00e9"])
@@ -87,6 +89,8 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     assert failure is not None
     assert failure.step == 6
     assert directory.last_generation == 2
+    directory.note("saved", 4, 1, "told late, of ranks that are gone")
+    assert directory.last_generation == 2
     found = directory.rewind(6)
     assert [(record.step, record.generation) for record in found] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
     append(directory, range(6, 7), 3)
@@ -96,3 +100,49 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     directory.note("finished", 6, 3, "complete")
     assert directory.unfinished() is None
     directory.close()
+
+
+def test_of_a_long_run_only_the_newest_records_are_kept(tmp_path: Path) -> None:
+    """And the report counts all of them, from the file."""
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    for step in range(1, 5 * records.WINDOW):
+        directory.append(a_record(step), {"step": step})
+    newest = directory.rewind(4 * records.WINDOW + 1)
+    assert [record.step for record in newest] == list(range(3 * records.WINDOW + 1, 4 * records.WINDOW + 1))
+    assert len(list(directory.records())) == 4 * records.WINDOW
+    held = [value for value in vars(directory).values() if isinstance(value, list | dict) and len(value) > 5]
+    assert held == []
+    directory.close()
+
+
+def test_tokens_per_second_are_of_the_wall_clock(tmp_path: Path) -> None:
+    """Two tokens a second while it steps, one if all that lies between counts."""
+    config = small_config(tmp_path)
+    lines = [
+        a_record(step, seconds=4.0, wall_seconds=8.0, between_seconds={"save": 3.5}, peak_bytes=(step,))
+        for step in range(1, 4)
+    ]
+    assert lines[0].tokens_per_s == 1.0
+    report = build_report(iter(lines), config, complete=True)
+    assert report["tokens_per_s"] == 1.0
+    assert [step["wall_seconds"] for step in report["steps"]] == [8.0] * 3
+    assert report["memory"]["peak_bytes"] == [3]
+    old = a_record(1, seconds=4.0)
+    assert old.tokens_per_s == 2.0, "a record from before there was a wall clock"
+
+
+def test_the_clock_says_what_lay_between_two_steps() -> None:
+    clock = StepClock(begun=100.0)
+    with clock.part("save"):
+        pass
+    wall, parts = clock.step_ends(107.5)
+    assert wall == 7.5
+    assert list(parts) == ["save"]
+    with clock.part("nodes"), clock.part("records"):
+        pass
+    with clock.part("records"):
+        pass
+    wall, parts = clock.step_ends(110.0)
+    assert wall == 2.5
+    assert sorted(parts) == ["nodes", "records"]
+    assert clock.step_ends(109.0)[0] == 0.0, "the host's clock was set back"

@@ -68,6 +68,21 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.parametrize("waiting", [0, 300])
+def test_a_step_that_is_longer_than_the_ring_arrives_whole(waiting: int) -> None:
+    taken = Taken()
+    taken.busy.set()
+    stream = SpanStream(0, 1, taken, capacity=1000, interval_s=0.01, budget=1e9)
+    sent = [records_of(1, waiting), records_of(2, 5000)]
+    for step, records in enumerate(sent):
+        stream.put(LABELS, records, step)
+    taken.busy.clear()
+    until(lambda: len(taken.records) + stream.dropped == waiting + 5000)
+    stream.close()
+    assert stream.dropped == 0
+    assert taken.records.tobytes() == np.concatenate(sent).tobytes()
+
+
 def test_everything_arrives_in_order_and_labels_once() -> None:
     taken = Taken()
     stream = SpanStream(3, 2, taken, interval_s=0.01, budget=1e9)

@@ -145,9 +145,9 @@ class KeptRanks:
         """As for ranks that are started anew."""
         return self._fresh.collector(files, bytes_per_rank)
 
-    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """As for ranks that are started anew."""
-        return self._fresh.capacity(group)
+        return self._fresh.capacity(group, avoid)
 
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""

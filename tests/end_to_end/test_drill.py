@@ -76,10 +76,10 @@ NODES: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes(tmp_path: Path) -> None:
-    """Nodes that join, are lost and are drained, between other faults: the bits of two ranks throughout."""
+    """Nodes that join, are slow, lost and drained, between other faults: the bits of two ranks throughout."""
     write_corpus(tmp_path)
     write_config(tmp_path, **NODES)
-    faults = "node-joins,node-joins,node-lost,node-drained,kill-backward,kill-controller"
+    faults = "node-joins,node-joins,node-slow,node-lost,node-drained,kill-backward,kill-controller"
     process = start(tmp_path, "drill", "run.yaml", "--faults", faults, "--seed", "2", "--json")
     try:
         output, errors = process.communicate(timeout=850)

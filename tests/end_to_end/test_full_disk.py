@@ -82,10 +82,12 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
     assert isinstance(events[-1], Finished)
     assert events[-1].complete
     assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
-    assert sorted(path.name for path in mirror.glob("step-*")) == ["step-10", "step-12", "step-5"]
+    mark = (config.run_directory / "run-mark").read_text()
+    copies = mirror / config.name / mark
+    assert sorted(path.name for path in copies.glob("step-*")) == ["step-10", "step-12", "step-5"]
     for name in ("step-10", "step-12"):
-        assert verify(mirror / name).run == (config.run_directory / "run-mark").read_text()
-    (mirror / "step-12" / MANIFEST).unlink()
+        assert verify(copies / name).run == mark
+    (copies / "step-12" / MANIFEST).unlink()
     again = run(RunOptions(resume=True))
     expected = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
     steps = {event.record.step: event.record.loss for event in again if isinstance(event, StepDone)}

@@ -100,7 +100,7 @@ class Shrinking(ProcessLauncher):
 
     room = 4
 
-    def capacity(self, group: WorkerGroup | None) -> tuple[int, bool]:
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         return self.room, False
 
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:

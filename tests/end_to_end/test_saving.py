@@ -1,5 +1,6 @@
 """Checkpoints while training goes on: the same bits, one at a time, and a disk that is full for a while."""
 
+import errno
 import json
 import os
 import subprocess
@@ -13,12 +14,14 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
+from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone, read_lines
 from braid.actors.stage import checkpoint
+from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.messages import Fault, RunPlan
+from braid.actors.stage.messages import Fault, RunPlan, Written
 from braid.actors.stage.worker import Worker
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
@@ -45,16 +48,17 @@ def slow(rank: int, address: str) -> Worker:
     """A rank whose saves wait for a gate, if there is one, and tell when they begin and end."""
     write = checkpoint._write
 
-    def slowly(directory: Path, *rest: Any) -> None:
+    def slowly(directory: Path, *rest: Any) -> Written:
         log = Path(os.environ[LOG]) / str(rank)
         with log.open("a") as file:
             file.write(f"begin {directory.name} ")
         while GATE in os.environ and not Path(os.environ[GATE]).exists():
             time.sleep(0.01)
         time.sleep(0.2)
-        write(directory, *rest)
+        written = write(directory, *rest)
         with log.open("a") as file:
             file.write(f"end {directory.name} ")
+        return written
 
     checkpoint._write = slowly
     return Worker(rank, address)
@@ -197,6 +201,85 @@ def test_a_save_waits_for_the_one_before_it(
 
 def pair(step: int) -> list[str]:
     return ["begin", f"step-{step}.tmp-1", "end", f"step-{step}.tmp-1"]
+
+
+FAILURES = {
+    "what is read back differs": "what is read back is not what was written: the checksum of file",
+    "input/output error": os.strerror(errno.EIO),
+    "stale file handle": os.strerror(errno.ESTALE),
+}
+
+
+def failing(rank: int, address: str) -> Worker:
+    """A rank that fails at some of its saves, as the environment says."""
+    kind, times = os.environ[GATE].rsplit("*", 1)
+    left = [int(times) if rank == 1 else 0]
+    read_back = CheckedWriter.read_back
+
+    def once(self: CheckedWriter) -> Any:
+        if left[0]:
+            left[0] -= 1
+            if kind == "what is read back differs":
+                path = next(path for path in self._directory.glob("__1_*"))
+                content = bytearray(path.read_bytes())
+                content[len(content) // 2] ^= 1
+                path.write_bytes(content)
+            else:
+                number = errno.EIO if kind == "input/output error" else errno.ESTALE
+                raise OSError(number, os.strerror(number))
+        return read_back(self)
+
+    CheckedWriter.read_back = once  # type: ignore[method-assign]
+    return Worker(rank, address)
+
+
+def failing_launcher(config: Any) -> ProcessLauncher:
+    return ProcessLauncher(config, serve=failing)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_save_that_fails_is_tried_again_with_the_same_state(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool
+) -> None:
+    monkeypatch.setenv(GATE, f"{kind}*2")
+    keeping = {"every": 2, "keep": 9, "asynchronous": asynchronous}
+    events = list(controller_of(tmp_path / "runs", data, failing_launcher, checkpoint=keeping).run())
+    told = [event.text for event in events if isinstance(event, Incident)]
+    assert len(told) == 2
+    assert all(text.startswith("the checkpoint of step 2 failed") and FAILURES[kind] in text for text in told)
+    assert all(text.endswith("it is tried again") for text in told)
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert saved == [2, 4, 6]
+    lines = read_lines(next((tmp_path / "runs").glob("*/events.jsonl")))
+    assert [line["kind"] for line in lines].count("save failed") == 2
+    assert isinstance(events[-1], Finished)
+    whole = tensors(list(controller_of(tmp_path / "whole", data, checkpoint=keeping).run()))
+    for step, ours in tensors(events).items():
+        assert not [name for name in ours if not torch.equal(ours[name], whole[step][name])]
+
+
+def test_training_goes_on_without_a_save_that_fails_every_time(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GATE, "input/output error*3")
+    events = list(controller_of(tmp_path / "runs", data, failing_launcher, checkpoint={"every": 3}).run())
+    told = [event.text for event in events if isinstance(event, Incident)]
+    assert len(told) == 3
+    assert told[2].startswith("the checkpoint of step 3 failed")
+    assert told[2].endswith("training goes on")
+    assert [event.record.step for event in events if isinstance(event, StepDone)] == list(range(1, 7))
+    assert [event.step for event in events if isinstance(event, Saved)] == [6]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GATE, "stale file handle*3")
+    with pytest.raises(
+        CheckpointError, match=r"step 6 is done, but its checkpoint failed \(.*Stale file handle"
+    ):
+        list(controller_of(tmp_path / "runs", data, failing_launcher).run())
 
 
 @pytest.fixture

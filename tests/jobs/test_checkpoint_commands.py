@@ -25,6 +25,7 @@ from braid.actors.controller.records import Event, StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.checkpoints import new_directory
 from braid.jobs.cli import main
+from tests.actors.saved import digests
 from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
 from tests.foreign_models import opened
 
@@ -91,9 +92,9 @@ def republish(checkpoint: Path, **changes: Any) -> None:
     """Give a checkpoint that was tampered with a manifest that agrees, as a forger would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").unlink()
-    aside = checkpoint.rename(checkpoint.parent / "step-0.tmp-0")
     facts = {key: manifest[key] for key in ("step", "layout", "data", "shape")} | changes
-    CheckpointStore(checkpoint.parent).publish(aside, **facts)
+    aside = checkpoint.rename(checkpoint.parent / f"step-{facts['step']}.tmp-0")
+    CheckpointStore(checkpoint.parent).publish(aside, digests(aside), **facts)
     verify(checkpoint)
 
 

@@ -1,0 +1,68 @@
+"""Brings the ranks of a new generation to the state that training goes on from."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import Config
+from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.homes import Homes
+from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.recovery import Failure, newest_common
+from braid.actors.stage.messages import RunPlan
+
+
+def restore(
+    group: WorkerGroup,
+    homes: Homes,
+    plan: RunPlan,
+    facts: dict[str, Any],
+    failure: Failure | None,
+    *,
+    goes_on: bool,
+) -> tuple[int, tuple[str, ...]]:
+    """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
+
+    After a failure that is the newest one among the copies in memory and the good checkpoints; else the
+    newest good checkpoint if the run ``goes_on``, or initial weights. ``facts``: of the data.
+    """
+    config = plan.config
+    copies = config.checkpoint.copies_every
+    if failure is not None and copies:
+        common = newest_common(group.call_all("copies_held"), config.layout(), failure.step)
+        # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+        saved = max((step for step in homes.steps() if step <= failure.step), default=0)
+        if common is not None and common[0] >= saved:
+            group.call_all("restore_copies", *common)
+            failure.source = "copies in memory"
+            return common[0], ()
+    done = 0
+    notes: tuple[str, ...] = ()
+    if goes_on:
+        found = homes.newest_of(plan.shape, partial(_verify, group))
+        if failure is not None:
+            failure.source = f"checkpoint step-{found.manifest.step}"
+        found.check_data(data_cursor(config, facts))
+        group.call_all("load", found.path, found.manifest.step)
+        done, notes = found.manifest.step, found.notes
+    elif config.model.initial is not None:
+        group.call_all("load_initial", str(config.model.initial))
+    if copies:
+        group.call_all("keep_copy", done)
+    return done, notes
+
+
+def data_cursor(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
+    """What fixes, together with the step, which samples come next (design section 10, rule 3)."""
+    return {
+        "fingerprint": facts["fingerprint"],
+        "seed": config.train.seed,
+        "global_batch": config.train.global_batch,
+    }
+
+
+def _verify(group: WorkerGroup, checkpoint: Path) -> None:
+    """Let the ranks read a checkpoint's files, each its share; `CheckpointError` names a damaged one."""
+    found: list[str | None] = group.call_all("damage", str(checkpoint))
+    if damaged := sorted({text for text in found if text is not None}):
+        raise CheckpointError(f"checkpoint {checkpoint}: {damaged[0]}")

@@ -1,0 +1,48 @@
+"""Checksums of a checkpoint's files.
+
+A checkpoint of a large model is hashed by its ranks, each its share, and never by one process alone: while
+they write it (`checked_files.py`), when they read back what they wrote, and before they read it again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that says what all others are (`braid.actors.controller.manifest`)."""
+
+Digests = Mapping[str, tuple[int, str]]
+"""Bytes and SHA-256 of files, by their names in a checkpoint's folder."""
+
+
+def damage(directory: Path, files: Digests) -> str | None:
+    """The first file that differs from its digest, and how; None if none does."""
+    for name, (size, digest) in files.items():
+        try:
+            with (directory / name).open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != size:
+                    return f"file {name} has {found} bytes instead of {size}"
+                if _sha256(file) != digest:
+                    return f"the checksum of file {name} is wrong"
+        except OSError as error:
+            return f"file {name} cannot be read: {error.strerror}"
+    return None
+
+
+def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
+    """`damage` in one rank's share of the files in a checkpoint's manifest: of about as many bytes each."""
+    files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+    largest_first = sorted(files, key=lambda name: (-files[name][0], name))
+    return damage(directory, {name: (files[name][0], files[name][1]) for name in largest_first[rank::ranks]})
+
+
+def _sha256(file: BufferedReader) -> str:
+    """Of what is on the disk, not of what the kernel still remembers of its writing."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hashlib.file_digest(file, "sha256").hexdigest()

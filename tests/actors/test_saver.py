@@ -1,0 +1,275 @@
+"""Saves of a run as the controller drives them: what is waited for, what is due, what is told."""
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from braid.actors.config import parse_config
+from braid.actors.controller import saving
+from braid.actors.controller.homes import Homes
+from braid.actors.controller.manifest import disk_is_full
+from braid.actors.controller.mirror import Mirror
+from braid.actors.controller.records import Incident, RunDirectory, Saved, read_lines
+from braid.actors.controller.recovery import cost_of_a_failure
+from braid.actors.controller.saving import Saver
+from braid.actors.stage.messages import Written
+from tests.actors.saved import digests
+from tests.end_to_end.runs import small_config
+
+FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
+SECONDS = 20.0
+"""What takes longer has waited for something that never comes."""
+
+
+class Ranks:
+    """One rank that writes at once, or when it may."""
+
+    def __init__(self) -> None:
+        self.may_write = True
+        self.failures: list[str] = []
+        self._folder = Path()
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        if method in ("begin_save", "save"):
+            self._folder = Path(arguments[0])
+            (self._folder / ".metadata").write_bytes(b"table")
+            (self._folder / "__0_0.distcp").write_bytes(b"state" * 100)
+            return [self._written()] if method == "save" else [None]
+        assert method == "save_finished"
+        return [self._written() if self.may_write else None]
+
+    def _written(self) -> Written:
+        if self.failures:
+            return Written(failure=self.failures.pop(0))
+        return Written(files=digests(self._folder))
+
+
+class Run:
+    """A run's saver and what it told."""
+
+    def __init__(self, tmp_path: Path, **keeping: Any) -> None:
+        config = small_config(tmp_path / "runs", checkpoint=keeping)
+        self.directory = RunDirectory(config, resume=False, overwrite=False)
+        self.homes = Homes.of(config, self.directory.identity)
+        self.saver = Saver(self.homes, self.directory, config.checkpoint)
+        self.ranks = Ranks()
+        self.told: list[Saved | Incident] = []
+
+    def step(self, step: int) -> None:
+        group: Any = self.ranks
+        self.told += self.saver.step_done(group, step, 1, FACTS)
+
+    def begin(self, step: int) -> None:
+        group: Any = self.ranks
+        self.told += self.saver.begin(group, step, 1, FACTS)
+
+    def finish(self) -> None:
+        group: Any = self.ranks
+        self.told += self.saver.finish(group)
+        self.told += self.saver.settle()
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.told if isinstance(event, Saved)]
+
+    def close(self) -> None:
+        self.saver.close()
+        self.directory.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies to the mirror wait for it."""
+    may = threading.Event()
+    put = Mirror.put
+
+    def slowly(self: Mirror, checkpoint: Path) -> None:
+        assert may.wait(2 * SECONDS)
+        put(self, checkpoint)
+
+    monkeypatch.setattr(Mirror, "put", slowly)
+    yield may
+    may.set()
+
+
+@pytest.fixture
+def mirrored(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, every=1, keep=1, mirror=f"memory://{uuid.uuid4()}/copies")
+    yield run
+    run.close()
+
+
+def test_neither_training_nor_recovery_waits_for_the_mirror(mirrored: Run, gate: threading.Event) -> None:
+    begin = time.monotonic()
+    for step in (1, 2, 3):
+        mirrored.begin(step)
+    group: Any = mirrored.ranks
+    mirrored.told += mirrored.saver.finish(group)
+    assert mirrored.saved == [1, 2, 3], "published, while the first one is on its way still"
+    mirrored.begin(4)
+    mirrored.saver.abandon()
+    assert time.monotonic() - begin < SECONDS
+    assert mirrored.homes.mirror is not None
+    assert mirrored.homes.mirror.steps() == []
+    gate.set()
+    mirrored.finish()
+    assert mirrored.homes.mirror.steps() == [3], "what was overtaken while it waited is left out"
+    kept = mirrored.homes.store.steps()
+    assert kept[-1] == 3
+
+
+def test_what_is_on_its_way_to_the_mirror_is_not_removed(mirrored: Run, gate: threading.Event) -> None:
+    group: Any = mirrored.ranks
+    mirrored.begin(1)
+    mirrored.told += mirrored.saver.finish(group)
+    while not mirrored.saver._uploads.in_use():  # type: ignore[union-attr]
+        time.sleep(0.01)
+    mirrored.begin(2)
+    mirrored.told += mirrored.saver.finish(group)
+    assert mirrored.homes.store.steps() == [1, 2], "1 is read, though one is enough to keep"
+    gate.set()
+    mirrored.finish()
+    mirrored.begin(3)
+    mirrored.finish()
+    assert mirrored.homes.store.steps() == [3]
+
+
+def test_a_mirror_that_fails_is_told_and_changes_nothing_else(
+    mirrored: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, _ = fsspec.core.url_to_fs("memory://x")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no room in the bucket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), "put_file", full)
+        mirrored.begin(1)
+        mirrored.finish()
+    mirrored.begin(2)
+    mirrored.finish()
+    assert mirrored.saved == [1, 2]
+    (told,) = [event.text for event in mirrored.told if isinstance(event, Incident)]
+    assert "step-1 was not copied: no room in the bucket" in told
+    lines = read_lines(mirrored.directory.path / "events.jsonl")
+    assert [(line["kind"], line["generation"]) for line in lines if line["kind"] == "save failed"] == [
+        ("save failed", 1)
+    ]
+    assert mirrored.homes.mirror is not None
+    assert mirrored.homes.mirror.steps() == [2]
+
+
+def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, every=1, keep=5)
+    may, publish = threading.Event(), saving.CheckpointStore.publish
+
+    def slowly(*arguments: Any, **named: Any) -> Path:
+        assert may.wait(2 * SECONDS)
+        return publish(*arguments, **named)
+
+    monkeypatch.setattr(saving.CheckpointStore, "publish", slowly)
+    group: Any = run.ranks
+    run.begin(1)
+    run.told += run.saver.look(group)  # written: it is being published
+    run.saver.abandon()
+    run.ranks.may_write = False
+    run.begin(2)
+    run.saver.abandon()
+    assert run.saved == []
+    may.set()
+    run.saver._publisher.shutdown()
+    run.told += run.saver.look(group)
+    assert run.saved == [1]
+    assert [path.name for path in run.homes.store.directory.glob("step-*")] == ["step-1"]
+    run.close()
+
+
+def test_a_late_publication_leaves_what_later_ranks_write(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=1, keep=1)
+    run.begin(1)
+    later = run.homes.store.begin(2, generation=2)
+    run.finish()
+    assert later.is_dir()
+    run.homes.store.collect(keep=1, generation=2)
+    assert not later.exists()
+    run.close()
+
+
+def test_checkpoints_are_due_by_time_where_no_steps_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [5000.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    run = Run(tmp_path)
+    for step in range(1, 41):
+        now[0] += 60.0
+        run.step(step)
+    run.finish()
+    assert run.saved == [16, 32], "every 15 minutes"
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("keeping", "seconds", "words"),
+    [
+        ({}, 900.0, "a failure costs at most 15 minutes of training"),
+        ({"every_s": 30}, 30.0, "a failure costs at most 30 s of training"),
+        ({"every_s": 0}, 0.0, "a failure costs everything of training"),
+        ({"every": 10}, 0.0, "a failure costs at most 10 steps of training"),
+        ({"every": 10, "every_s": 60}, 60.0, "at most 10 steps or 1 minutes, whichever is less of training"),
+        ({"copies_every": 1}, 900.0, "a lost rank costs the step under way"),
+        (
+            {"copies_every": 5, "every_s": 0},
+            0.0,
+            "costs at most 5 steps (checkpoint.copies_every), all ranks",
+        ),
+    ],
+)
+def test_what_a_failure_costs_is_told(keeping: dict[str, Any], seconds: float, words: str) -> None:
+    config = parse_config({"checkpoint": keeping})
+    assert config.checkpoint.seconds_between == seconds
+    assert words in cost_of_a_failure(config)
+
+
+def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
+    """Of a rank there is but a text."""
+    assert disk_is_full(tmp_path, "rank 3: [Errno 122] Disk quota exceeded")
+    assert disk_is_full(tmp_path, OSError(122, "Disk quota exceeded"))
+    assert disk_is_full(tmp_path, "rank 0: [Errno 28] No space left on device: 'x'")
+    assert not disk_is_full(tmp_path, "rank 0: [Errno 5] Input/output error")
+    assert not disk_is_full(tmp_path / "gone", "rank 0: [Errno 116] Stale file handle")
+
+
+def test_a_full_disk_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=2)
+    run.ranks.failures = ["rank 0: [Errno 122] Disk quota exceeded"]
+    for step in range(1, 7):
+        run.step(step)
+    run.finish()
+    assert run.saved == [4, 6]
+    (told,) = [event.text for event in run.told if isinstance(event, Incident)]
+    assert told == "the checkpoint of step 2 does not fit on the disk; training goes on"
+    run.close()
+
+
+def test_after_a_save_that_failed_the_next_one_is_due_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [5000.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    run = Run(tmp_path, every=1000)
+    run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * 3
+    for step in range(1000, 1020):
+        now[0] += 7.0
+        run.step(step)
+    run.finish()
+    assert run.saved == [1012], "a minute after the third try, not a thousand steps"
+    run.close()
