@@ -1,7 +1,6 @@
 """Start a run: prepare the data, plan, drive the controller, hand its events to a display."""
 
 import contextlib
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,31 +8,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from braid.actors.config import AUTO, Config
+from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.mirror import check_url
-from braid.actors.controller.planning import (
-    Candidate,
-    build_schedule,
-    predict,
-    rank_schedules,
-    schedule_costs,
-    serial_step,
-)
+from braid.actors.controller.planning import Candidate, build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
 from braid.actors.stage.hub_files import check_initial
-from braid.actors.stage.messages import Fault, RunPlan, SerialStep
+from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks
 from braid.jobs.corpus import Corpus
 from braid.jobs.page import LivePage
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
 from braid.jobs.session import check_lasting, ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
-from braid.scheduling.chrome_trace import chrome_trace
-from braid.scheduling.simulate import Simulation
 from braid.scheduling.spec import ModelShape
 
 
@@ -132,27 +123,22 @@ def plan_run(
             show(Profiling())
         known = find_or_measure(config, shape, launcher, nodes)
         show(known)
-    profile = known.profile if known is not None else None
-    if config.overlap.schedule == AUTO:
-        assert profile is not None
-        candidates = rank_schedules(config, shape, profile)
-        show(Chosen(candidates=tuple(candidates)))
-        config = config.with_schedule(candidates[0].schedule)
-    schedule = build_schedule(config, shape, profile)
-    plan = RunPlan(config=config, shape=shape, schedule=schedule.to_text(), data=data)
-    if profile is None:
-        return plan
-    simulation, serial = predict(config, shape, profile, schedule), serial_step(config, shape, profile)
-    return replace(
-        plan,
-        solo_ns=schedule_costs(config, shape, profile, schedule).solo_ns,
-        profile=profile.source,
-        serial=serial,
-        files={
-            "profile.json": profile.to_json(),
-            "predicted.json": json.dumps(prediction(simulation, config, serial, profile.source), indent=1),
-            "trace/predicted.json": chrome_trace(simulation.spans()),
-        },
+    if known is None:
+        return RunPlan(
+            config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=data
+        )
+    decided = find_or_decide(config, shape, known.profile)
+    if decided.candidates:
+        show(Chosen(candidates=decided.candidates))
+    return RunPlan(
+        config=config.with_schedule(decided.name),
+        shape=shape,
+        schedule=decided.schedule,
+        data=data,
+        solo_ns=decided.solo_ns,
+        profile=known.profile.source,
+        serial=decided.serial,
+        files={"profile.json": known.profile.to_json(), **decided.files},
     )
 
 
@@ -160,31 +146,6 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     """The plan of a run that goes on in another layout, profiled anew where that is needed."""
     made = plan_run(config, before.shape, before.data, launcher, ray_nodes(), lambda event: None)
     return replace(made, faults=before.faults)
-
-
-_PREDICTED = (
-    "step_seconds",
-    "hidden_fraction",
-    "communication_seconds",
-    "exposed_seconds",
-    "slowdown_seconds",
-    "launch_gap_seconds",
-    "bubble_seconds",
-)
-
-
-def prediction(
-    simulation: Simulation, config: Config, serial: SerialStep, source: str
-) -> dict[str, float | str]:
-    """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
-    numbers = simulation.numbers(config.train.micro_batch)
-    return {
-        "source": source,
-        **{name: getattr(numbers, name) for name in _PREDICTED},
-        "serial_seconds": serial.seconds,
-        "alpha": serial.alpha,
-        "limit_speedup": serial.limit_speedup,
-    }
 
 
 def prepare_data(config: Config, executor: Executor, show: Show) -> Prepared:

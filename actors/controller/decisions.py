@@ -1,0 +1,176 @@
+"""What is decided for a run with measured costs, kept beside the profiles: a restart searches nothing anew.
+
+A search takes seconds. Its result is a pure function of what the key covers: the profile, the operators'
+graphs, shape, layout, batch, what the configuration says about schedules, and the planner's own sources.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import braid
+import braid.scheduling
+from braid.actors.config import AUTO, Config
+from braid.actors.controller import planning
+from braid.actors.controller.manifest import write_durably
+from braid.actors.controller.planning import Candidate
+from braid.actors.stage.messages import SerialStep
+from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.profile import Profile
+from braid.scheduling.records import from_mapping, to_mapping
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.spec import ModelShape
+
+KEPT = 32
+"""Decisions that are kept in a folder of profiles: those used last."""
+PLANNER = (Path(braid.scheduling.__file__).parent, Path(planning.__file__), Path(__file__))
+"""The sources that decide: folders and files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """A run's schedule and what is expected of it, by simulation with a measured profile."""
+
+    name: str
+    """Of the schedule: the configuration's, or the one that ``overlap.schedule: auto`` takes."""
+    candidates: tuple[Candidate, ...]
+    """What ``auto`` compared, the one to take first; else empty."""
+    schedule: str
+    """Its text."""
+    solo_ns: Mapping[str, int]
+    """Measured times of operators alone, and of the chunks that the schedule cuts them into."""
+    serial: SerialStep
+    files: Mapping[str, str]
+    """``predicted.json`` and ``trace/predicted.json`` of the run directory."""
+
+
+def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
+    """The decisions that were made before for the same run and profile, else new ones, which are kept.
+
+    `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.build_schedule`.
+    """
+    key = decisions_key(config, shape, profile)
+    path = config.runs / "profiles" / f"decisions-{key}.json"
+    if (found := _read(path, key)) is not None:
+        return found
+    made = decide(config, shape, profile)
+    with contextlib.suppress(OSError):  # a disk that is full: the next start decides anew
+        _keep(path, key, made)
+    return made
+
+
+def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
+    """Search and simulate. `ValueError` as `find_or_decide`."""
+    candidates: tuple[Candidate, ...] = ()
+    if config.overlap.schedule == AUTO:
+        candidates = tuple(planning.rank_schedules(config, shape, profile))
+        config = config.with_schedule(candidates[0].schedule)
+    schedule = planning.build_schedule(config, shape, profile)
+    simulation = planning.predict(config, shape, profile, schedule)
+    serial = planning.serial_step(config, shape, profile)
+    predicted = prediction(simulation, config, serial, profile.source)
+    return Decisions(
+        name=config.overlap.schedule,
+        candidates=candidates,
+        schedule=schedule.to_text(),
+        solo_ns=planning.schedule_costs(config, shape, profile, schedule).solo_ns,
+        serial=serial,
+        files={
+            "predicted.json": json.dumps(predicted, indent=1),
+            "trace/predicted.json": chrome_trace(simulation.spans()),
+        },
+    )
+
+
+_PREDICTED = (
+    "step_seconds",
+    "hidden_fraction",
+    "communication_seconds",
+    "exposed_seconds",
+    "slowdown_seconds",
+    "launch_gap_seconds",
+    "bubble_seconds",
+)
+
+
+def prediction(
+    simulation: Simulation, config: Config, serial: SerialStep, source: str
+) -> dict[str, float | str]:
+    """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
+    numbers = simulation.numbers(config.train.micro_batch)
+    return {
+        "source": source,
+        **{name: getattr(numbers, name) for name in _PREDICTED},
+        "serial_seconds": serial.seconds,
+        "alpha": serial.alpha,
+        "limit_speedup": serial.limit_speedup,
+    }
+
+
+# -- used again --------------------------------------------------------------------------------------------
+
+
+def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
+    """What decisions are good for; equal keys, equal decisions."""
+    overlap, train = config.overlap, config.train
+    content = {
+        "braid": braid.__version__,
+        "planner": sources_digest(PLANNER),
+        "profile": to_mapping(profile),
+        "graphs": to_mapping(planning.model_graphs(config, shape)),
+        "shape": asdict(shape),
+        "layout": asdict(config.layout()),
+        "parallel": config.parallel.model_dump(mode="json"),
+        "workload": asdict(config.workload()),
+        "dtype": train.dtype,
+        "recompute": train.recompute,
+        "kernels": train.kernels,
+        "overlap": overlap.model_dump(mode="json", exclude={"profile", "plan", "schedule_file"}),
+        "files": [_digest(file) for file in (overlap.plan, overlap.schedule_file)],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sources_digest(places: Iterable[Path]) -> str:
+    """Digest of Python sources: of files, and of all below folders."""
+    files = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else (place,))]
+    return hashlib.sha256("".join(_digest(file) or "" for file in sorted(files)).encode()).hexdigest()
+
+
+def _digest(file: Path | None) -> str | None:
+    """SHA-256 of a file; None without one, which whoever needs it reports."""
+    try:
+        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _keep(path: Path, key: str, made: Decisions) -> None:
+    """Write the newest decisions and remove the oldest ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(to_mapping(made))
+    write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
+    files = sorted(path.parent.glob("decisions-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    for old in files[:-KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _read(path: Path, key: str) -> Decisions | None:
+    """The decisions in a file; None if it is not there, is damaged, or is for something else."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] != key or kept["sha256"] != _checksum(kept["decisions"]):
+            return None
+        found = from_mapping(Decisions, json.loads(kept["decisions"]), str(path))
+        os.utime(path)  # used: the last to go
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return found
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Decisions are kept: a restart neither searches nor simulates, and nothing stale is ever used."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config
+from braid.actors.controller import decisions, planning
+from braid.actors.controller.decisions import KEPT, find_or_decide, sources_digest
+from braid.actors.controller.planning import model_graphs
+from braid.actors.controller.profiling import combine
+from braid.actors.stage.messages import RunPlan
+from braid.jobs.train import Chosen, plan_run
+from braid.scheduling.profile import Profile
+from tests.actors.test_profiling import VOCABULARY, config_of, samples_of
+
+
+def profile_of(config: Config, oef: float = 0.75) -> Profile:
+    parts = model_graphs(config, config.check(VOCABULARY))
+    return combine([samples_of(config, random.Random(1), oef)], parts)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every search and every simulation fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("searched again")
+
+    for name in ("decide_run", "run", "simulate"):
+        monkeypatch.setattr(planning, name, fail)
+
+
+def start(config: Config, profile: Profile) -> tuple[RunPlan, list[Any]]:
+    """The plan that a command makes, with a profile that is there, and what it shows."""
+    shown: list[Any] = []
+    path = config.runs / "measured.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json(), encoding="utf-8")
+    overlap = config.overlap.model_copy(update={"profile": path})
+    launcher: Any = None
+    config = config.model_copy(update={"overlap": overlap})
+    made = plan_run(config, config.check(VOCABULARY), "data", launcher, (), shown.append)
+    return made, [one for one in shown if isinstance(one, Chosen)]
+
+
+def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, overlap={"schedule": "auto"}, model={"layers": 1})
+    profile = profile_of(config)
+    first, chosen = start(config, profile)
+    assert len(chosen) == 1
+    assert first.config.overlap.schedule == chosen[0].candidates[0].schedule
+    assert set(first.files) == {"profile.json", "predicted.json", "trace/predicted.json"}
+    forbid(monkeypatch)
+    assert start(config, profile) == (first, chosen)
+    train = config.train.model_copy(update={"steps": 1000, "lr": 0.5})
+    longer = config.model_copy(update={"train": train})
+    assert start(longer, profile)[0].schedule == first.schedule, "these decide nothing"
+
+
+def test_whatever_decides_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    profile = profile_of(config)
+    find_or_decide(config, config.check(VOCABULARY), profile)
+    forbid(monkeypatch)
+    slower = {name: 2 * ns for name, ns in profile.solo_ns.items()}
+    for other, costs in (
+        (config, replace(profile, solo_ns=slower)),
+        (config_of(tmp_path, model={"layers": 3}), profile),
+        (config_of(tmp_path, parallel={"tp": 4}), profile),
+        (config_of(tmp_path, train={"global_batch": 16}), profile),
+        (config_of(tmp_path, overlap={"schedule": "dhelix"}), profile),
+        (config_of(tmp_path, overlap={"memory_slack": 0.1}), profile),
+    ):
+        with pytest.raises(AssertionError, match="searched again"):
+            find_or_decide(other, other.check(VOCABULARY), costs)
+
+
+def test_another_planner_decides_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    profile, shape = profile_of(config), config.check(VOCABULARY)
+    find_or_decide(config, shape, profile)
+    assert Path(planning.__file__) in decisions.PLANNER
+    assert any((place / "planner" / "compose.py").is_file() for place in decisions.PLANNER)
+    source = tmp_path / "planner" / "search.py"
+    source.parent.mkdir()
+    source.write_text("WIDTH = 4", encoding="utf-8")
+    before = sources_digest([source.parent])
+    source.write_text("WIDTH = 8", encoding="utf-8")
+    assert sources_digest([source.parent]) != before
+    monkeypatch.setattr(decisions, "PLANNER", (*decisions.PLANNER, source.parent))
+    forbid(monkeypatch)
+    with pytest.raises(AssertionError, match="searched again"):
+        find_or_decide(config, shape, profile)
+
+
+def halved(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def altered(text: str) -> str:
+    kept = json.loads(text)
+    return json.dumps({**kept, "decisions": kept["decisions"].replace('"wavelet"', '"dhelix"')})
+
+
+def foreign(text: str) -> str:
+    return json.dumps({**json.loads(text), "key": "another"})
+
+
+@pytest.mark.parametrize("damage", [halved, altered, foreign, lambda text: "[]"])
+def test_damaged_and_foreign_files_are_made_anew(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    config = config_of(tmp_path, overlap={"schedule": "wavelet"})
+    shape, profile = config.check(VOCABULARY), profile_of(config)
+    made = find_or_decide(config, shape, profile)
+    (path,) = (config.runs / "profiles").glob("decisions-*.json")
+    whole = path.read_text(encoding="utf-8")
+    assert damage(whole) != whole
+    path.write_text(damage(whole), encoding="utf-8")
+    assert find_or_decide(config, shape, profile) == made
+    assert path.read_text(encoding="utf-8") == whole
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    shape, profile = config.check(VOCABULARY), profile_of(config)
+    made = find_or_decide(config, shape, profile)
+    monkeypatch.setattr(decisions, "decide", lambda *_: made)
+    for number in range(KEPT):
+        find_or_decide(config, shape, replace(profile, source=f"measured: {number}"))
+        find_or_decide(config, shape, profile)  # in use, so it stays
+    assert len(list((config.runs / "profiles").glob("decisions-*.json"))) == KEPT
+    monkeypatch.undo()
+    forbid(monkeypatch)
+    assert find_or_decide(config, shape, profile) == made
