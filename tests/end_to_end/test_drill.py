@@ -19,9 +19,9 @@ from tests.end_to_end.test_two_hosts import require_hosts
 
 
 def drill(folder: Path, faults: str, *options: str) -> dict[str, Any]:
-    """The report of a drill with tensor parallelism 2."""
+    """The report of a drill with tensor parallelism 2 and a schedule that is searched."""
     write_corpus(folder)
-    write_config(folder, parallel={"tp": 2}, cluster={"cpus_per_rank": 0.5})
+    write_config(folder, parallel={"tp": 2}, overlap={"schedule": "braid"}, cluster={"cpus_per_rank": 0.5})
     outcome = braid(folder, "drill", "run.yaml", "--faults", faults, "--json", *options, timeout=400)
     assert outcome.code == 0, outcome.errors + outcome.output
     report: dict[str, Any] = json.loads(outcome.output)

@@ -1,4 +1,9 @@
-"""Memory of the two-strand W pipeline against 1F1B (DHelix section 6.5); that of pairs counted exactly."""
+"""What the memory model counts for two strands in the W pipeline against 1F1B (DHelix section 6.5).
+
+Bytes of the fullest of two stages, with the states of ZeRO 1, modelled: no rank is measured here. Layers are
+scheduled one by one; runs of layers, which `braid` takes where they are faster, have a test of their own, as
+have embedding and head.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -14,15 +19,23 @@ from braid.scheduling.schedule import Action, Barrier, Direction, is_late
 from braid.scheduling.spec import ParallelLayout, Workload
 
 A40 = cluster_preset("a40")
-# Layers alone; what folding both tables to stage 0 costs has a test of its own below.
+# Layers alone: embedding and head, both on stage 0 of a folded model, are as good as left out.
 LAYERS = replace(model_preset("llama-25b"), vocabulary=64)
 
 
 @cache
 def peak(
-    schedule: str, layers: int, gradient_width: int | None = None, tables: bool = False, late: int = 0
+    schedule: str,
+    layers: int,
+    gradient_width: int | None = None,
+    tables: bool = False,
+    late: int = 0,
+    fused: int = 0,
 ) -> int:
-    """Bytes of the fullest rank for the paper's layers, DP 4, TP 8, PP 2, micro-batch 1, ZeRO 1."""
+    """Bytes of the fullest rank for the paper's layers, DP 4, TP 8, PP 2, micro-batch 1, ZeRO 1.
+
+    ``fused``: most layers that are scheduled as one.
+    """
     model = replace(LAYERS, layers=layers, vocabulary=128256 if tables else 64)
     base = Setting(
         model=model,
@@ -31,7 +44,7 @@ def peak(
         zero=1,
     )
     setting = with_schedule(base, schedule)
-    setting = replace(setting, layout=replace(setting.layout, late_layers=late))
+    setting = replace(setting, layout=replace(setting.layout, late_layers=late), fused=fused)
     bench = prepare(setting, A40)
     choices, _ = decide(bench)
     made = lower(bench, choices)
@@ -54,12 +67,18 @@ def largest(schedule: str, gradient_width: int | None = None, tables: bool = Fal
 
 
 @pytest.mark.parametrize("schedule", ["dhelix", "braid"])
-def test_two_strands_take_at_most_three_percent_more(schedule: str) -> None:
+def test_layers_one_by_one_without_tables_take_at_most_three_percent_more(schedule: str) -> None:
+    """Of the whole, states too, of 28 layers; embedding and head are left out, and so are runs of layers."""
     assert peak(schedule, 28) <= 1.03 * peak("megatron", 28)
 
 
+def test_runs_of_two_layers_take_five_percent_more() -> None:
+    """An order over several layers lets the forward pass run ahead, so that more is alive at once."""
+    assert 1.04 <= peak("braid", 28, fused=2) / peak("megatron", 28) <= 1.055
+
+
 @pytest.mark.parametrize("schedule", ["dhelix", "braid"])
-def test_the_largest_model_is_nearly_that_of_one_strand(schedule: str) -> None:
+def test_as_many_layers_fit_but_one_in_forty_where_tables_are_left_out(schedule: str) -> None:
     assert largest(schedule) >= 0.975 * largest("megatron")
 
 
