@@ -7,7 +7,7 @@ from braid.dashboards.run_files import NotReadableError, read_text
 from braid.scheduling.fusion import split_place
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.profile import Profile, parse_profile
-from braid.scheduling.schedule import Barrier, Direction, PairProgram, Schedule, Start, Wait
+from braid.scheduling.schedule import Barrier, Direction, PairProgram, Schedule, Start, Wait, is_late
 from braid.scheduling.schedule_parser import parse
 
 _MOST_ACTIONS: Final = 600
@@ -82,7 +82,7 @@ def _actions(names: tuple[str, str], program: PairProgram, profile: Profile | No
                 "operator": action.operator,
                 "side": None if action.side is None else action.side.value,
                 "stream": action.stream.value if isinstance(action, Start) else None,
-                "late": verb == "compute" and getattr(action, "late", False),
+                "late": is_late(action),
                 "ns": solo.get(_key(part, action.operator)),
             }
         )

@@ -146,7 +146,8 @@ def _draw(outcome: "Outcome", path: Path) -> None:
     run = paired_run(outcome.simulation)
     if run is not None:
         beside = path.with_name(f"{path.stem}-pair{path.suffix}")
-        planning.write_text(beside, pair_svg(run, f"{setting.schedule}: a paired block (simulated)"), "--svg")
+        title = f"{setting.schedule}: a paired block (simulated)"
+        planning.write_text(beside, pair_svg(outcome.simulation, run, title), "--svg")
 
 
 def explain(

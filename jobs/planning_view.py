@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from braid.scheduling.planner.tensor_degrees import DegreePlan
 
 GIB = 2**30
-_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "": ""}
+_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "P": "black on dark_sea_green2", "": ""}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -261,9 +261,13 @@ def _show_pair(console: Console, outcome: Outcome) -> None:
     run = paired_run(outcome.simulation)
     if run is None:
         return
-    console.print("a paired block: forward strand blue, backward strand green")
     width = max(40, min(console.width, 160) - 10)
-    for name, pieces in pair_text(run, width):
+    rows = pair_text(outcome.simulation, run, width)
+    legend = "a paired block: forward strand blue, backward strand green"
+    if any(kind == "P" for _, pieces in rows for _, kind in pieces):
+        legend += ", pale with P: what the layer or the block before has put off"
+    console.print(legend)
+    for name, pieces in rows:
         line = Text(f"{name:<8} ")
         for text, kind in pieces:
             line.append(text, style=_STYLES[kind])

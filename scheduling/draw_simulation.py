@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from html import escape
 
+from braid.scheduling.fusion import split_place
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block, Gradients
+from braid.scheduling.schedule import Block, Gradients, is_late
 from braid.scheduling.simulate import Simulation
+from braid.scheduling.simulator.compile import Place
 from braid.scheduling.simulator.engine import BlockRun, Executed
 
 COLOURS = {
@@ -13,10 +15,14 @@ COLOURS = {
     "B": "#3aa76d",
     "I": "#3aa76d",
     "W": "#a3c585",
+    "P": "#c5e6d3",
     "pair": "#d9a520",
     "idle": "#eef0f3",
 }
-"""Of passes; a paired block is drawn as its forward over its backward pass."""
+"""Of passes, and of what a backward pass has put off (P); a paired block is drawn as its forward over its
+backward pass."""
+_DARK = {"P": "#14532d"}
+"""The text, and the frame, where white would not show."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class Bar:
     end: float
     label: str
     kind: str
-    """The letter of its pass; behind it ``^`` or ``_`` for the upper or the lower half of its row."""
+    """The letter of its pass, P for what a backward pass has put off; behind it ``^`` or ``_`` for the upper
+    or the lower half of its row."""
 
 
 def pass_letter(block: Block) -> str:
@@ -60,43 +67,63 @@ def paired_run(simulation: Simulation) -> BlockRun | None:
     return None
 
 
-def pair_bars(run: BlockRun) -> list[Bar]:
+def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
     """What a paired block executes from the begin of one pair of layers to the next; rows are streams.
 
-    It is the second pair where there is one: there the weight gradients that the first one put off show.
+    It is the first pair that takes up what the one before has put off, else the second where there is one.
+    Layers that are fused to a run count as one.
     """
-    tasks = [e for e in run.course.executed if e.place is not None and _in_layer(e)]
+    tasks = [(e, e.place) for e in run.course.executed if e.place is not None and _in_layer(e)]
     starts: dict[int, float] = {}
+    backward: list[int] = []
     for forward in (True, False):
-        own = [e for e in tasks if e.place and e.place.forward is forward]
-        positions = sorted({e.place.position for e in own if e.place})
-        for n, position in enumerate(positions):
-            first = min(e.start for e in own if e.place and e.place.position == position)
+        own = [(e, place) for e, place in tasks if place.forward is forward and not place.before]
+        backward = sorted({place.position for _, place in own})
+        for n, position in enumerate(backward):
+            first = min(e.start for e, place in own if place.position == position)
             starts[n] = min(first, starts.get(n, first))
-    chosen = 1 if len(starts) > 1 else 0
-    begin = starts[chosen]
-    end = starts.get(chosen + 1, max(e.end for e in tasks))
-    streams = list(Stream)
-    return [
-        Bar(
-            streams.index(e.task.stream),
-            (max(e.start, begin) - begin) / (end - begin),
-            (min(e.end, end) - begin) / (end - begin),
-            e.task.operator,
-            "F" if e.place and e.place.forward else "B",
-        )
-        for e in tasks
-        if e.start < end and e.end > begin
-    ]
+    programs = simulation.job.schedule.pairs.values()
+    late = {action.operator for program in programs for action in program if is_late(action)}
+
+    def bars(chosen: int) -> list[Bar]:
+        begin = starts[chosen]
+        end = starts.get(chosen + 1, max(e.end for e, _ in tasks))
+
+        def kind(e: Executed, place: Place) -> str:
+            if place.forward:
+                return "F"
+            left = e.start >= begin and e.task.operator in late and place.position in backward[:chosen]
+            return "P" if place.before or left else "B"
+
+        return [
+            _pair_bar(e, kind(e, place), begin, end) for e, place in tasks if e.start < end and e.end > begin
+        ]
+
+    pairs = [bars(n) for n in range(1, len(starts))] or [bars(0)]
+    return next((found for found in pairs if any(bar.kind == "P" for bar in found)), pairs[0])
+
+
+def _pair_bar(executed: Executed, kind: str, begin: float, end: float) -> Bar:
+    placed = split_place(executed.task.operator)
+    name = executed.task.operator if placed is None else placed[2]
+    return Bar(
+        list(Stream).index(executed.task.stream),
+        (max(executed.start, begin) - begin) / (end - begin),
+        (min(executed.end, end) - begin) / (end - begin),
+        f"P:{name}" if kind == "P" else name,
+        kind,
+    )
 
 
 def _in_layer(executed: Executed) -> bool:
     return executed.task.key.startswith("layer/")
 
 
-def pair_text(run: BlockRun, width: int = 100) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B or blank)."""
-    bars = pair_bars(run)
+def pair_text(
+    simulation: Simulation, run: BlockRun, width: int = 100
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, P or blank)."""
+    bars = pair_bars(simulation, run)
     rows = []
     for number, stream in enumerate(Stream):
         pieces: list[tuple[str, str]] = []
@@ -118,12 +145,13 @@ def pair_text(run: BlockRun, width: int = 100) -> list[tuple[str, list[tuple[str
 _ROW, _LEFT = 34, 90
 
 
-def pair_svg(run: BlockRun, title: str) -> str:
-    """The paired block as SVG: blue is the forward strand, green the backward one."""
-    bars = pair_bars(run)
-    return _svg(
-        bars, [stream.value for stream in Stream], title, "blue: forward strand, green: backward strand"
-    )
+def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
+    """The paired block as SVG: blue is the forward strand, green the backward one, pale what it put off."""
+    bars = pair_bars(simulation, run)
+    note = "blue: forward strand, green: backward strand"
+    if any(bar.kind == "P" for bar in bars):
+        note += ", pale with P: what the layer or the block before has put off"
+    return _svg(bars, [stream.value for stream in Stream], title, note)
 
 
 def pipeline_svg(simulation: Simulation, title: str) -> str:
@@ -159,12 +187,14 @@ def _rect(bar: Bar, span: int) -> str:
     half = bar.kind[1:]
     high = (_ROW - 6) / (2 if half else 1)
     y = 32 + bar.row * _ROW + (high if half == "_" else 0)
+    fill, dark = COLOURS[bar.kind[0]], _DARK.get(bar.kind[0])
     text = ""
     room = int(wide / 6.2)
     if room >= 2 or (room >= 1 and len(bar.label) == 1):
         shown = bar.label if len(bar.label) <= room else bar.label[: max(1, room - 1)] + "…"
-        text = f'<text x="{x + 2:.1f}" y="{y + high / 2 + 4:.1f}" fill="white">{escape(shown)}</text>'
+        place = f'x="{x + 2:.1f}" y="{y + high / 2 + 4:.1f}"'
+        text = f'<text {place} fill="{dark or "white"}">{escape(shown)}</text>'
     return (
         f'<g><title>{escape(bar.label)}</title><rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" '
-        f'height="{high:.1f}" fill="{COLOURS[bar.kind[0]]}" stroke="white" stroke-width="0.6"/>{text}</g>'
+        f'height="{high:.1f}" fill="{fill}" stroke="{dark or "white"}" stroke-width="0.6"/>{text}</g>'
     )

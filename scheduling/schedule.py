@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeGuard
 
 from braid.scheduling.operators import Stream
 
@@ -330,7 +330,7 @@ PairKey = tuple[str, str]
 """Part or run whose forward pass runs, part or run whose backward pass runs."""
 
 
-def is_late(action: PairAction) -> bool:
+def is_late(action: PairAction) -> TypeGuard[Action]:
     """Whether it is done for the backward pass that the paired program before has left."""
     return not isinstance(action, Barrier) and action.side is Late.BACKWARD
 

@@ -38,7 +38,7 @@ function facts(state) {
 }
 
 function pairingHelp() {
-  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one strand to the computation of the other that hides it." });
+  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one strand to the computation of the other that hides it. A dashed frame: put off by the layer or the block before (P: in the schedule)." });
 }
 
 /** Boxes one after the other, rails from start to wait, bonds between a rail and what the other strand computes. */
@@ -98,22 +98,25 @@ function strands({ actions }) {
     const forward = rail.side === "F";
     const y = forward ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
     const alone = !boxes.some((box) => box.x < rail.end && box.x + box.wide > rail.x);
-    const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden });
-    picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to"]));
+    const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden, ...lateFrame(rail) });
+    picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to", ...lateNote(rail)]));
   }
   for (const box of boxes) {
     const forward = box.side === "F";
     const fill = forward ? colours.strands[1][0] : colours.strands[2][0];
     const y = forward ? top : bottom;
     const group = svg("g", {});
-    group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, stroke: box.late ? colours.ink : "none", "stroke-dasharray": "3 2" }));
+    group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, ...lateFrame(box) }));
     const most = Math.floor((box.wide - 6) / 6);
     const name = box.operator.split("/").at(-1);
     if (most > 2) group.append(label(box.x + 4, y + 16, name.length > most ? `${name.slice(0, most - 1)}…` : name, forward ? "#001a2b" : "#201500"));
-    picture.append(named(group, [box.operator, ["pass", forward ? "forward" : "backward"], ["alone", nanoseconds(box.ns)], ...(box.late ? ["put off from the layer before"] : [])]));
+    picture.append(named(group, [box.operator, ["pass", forward ? "forward" : "backward"], ["alone", nanoseconds(box.ns)], ...lateNote(box)]));
   }
   return el("div", { class: "strands", tabindex: 0, role: "group", "aria-label": "Pairing; scroll sideways" }, picture);
 }
+
+const lateFrame = ({ late }) => (late ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
+const lateNote = ({ late }) => (late ? ["put off by the layer or the block before"] : []);
 
 /** Give overlapping rails lanes of their own; returns how many there are. */
 function stack(rails) {

@@ -296,3 +296,12 @@ def test_time_in_some_intervals_and_in_no_others(
     wanted = {t for a, b in some for t in range(a, b)} - {t for a, b in others for t in range(a, b)}
     assert {t for a, b in found for t in range(a, b)} == wanted
     assert length_ns(found) == len(wanted)
+
+
+def test_what_is_put_off_is_marked(finished: Path) -> None:
+    text = (finished / "schedule.txt").read_text(encoding="utf-8")
+    state = read(finished).state()
+    marked = [one for pair in state["schedule"]["pairs"] for one in pair["actions"] if one.get("late")]
+    assert marked
+    assert all(f"{one['verb']} P:{one['operator']}" in text for one in marked)
+    assert len(marked) == text.count(" P:")
