@@ -50,11 +50,13 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
 }
-PEERS: Mapping[str, tuple[str, ...]] = {
-    "tp2": ("torch_tp",),
-    "pp2": ("torch_1f1b", "torch_dualpipev", "torch_dualpipev_threads"),
-    "tp2pp2": ("torch_tp_1f1b",),
+GLOO, MESSAGES = False, True
+PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
+    "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
+    "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
+    "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
 }
+"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
 
@@ -161,7 +163,7 @@ def run(
             believed = modelled_profile(config.layout(), parts, profile, mbit)
             sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
         if peers and not ray:
-            sides += [bench.start_peer(name, stack) for name in PEERS[case.layout]]
+            sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
         _alternate(sides, rounds, case, progress)
         if memory:
             for side in sides:
@@ -306,13 +308,15 @@ class _Bench:
         simulation = predict(config, self.shape, profile, schedule)
         return Side(shown, group, predicted=simulation.numbers(1).step_seconds)
 
-    def start_peer(self, name: str, stack: contextlib.ExitStack) -> Side:
+    def start_peer(self, kind: str, messages: bool, stack: contextlib.ExitStack) -> Side:
         """The ranks of a peer, ready to train."""
+        name = f"{kind}, Braid's exchange" if messages else kind
         self._progress(f"starting {name}")
         config = self._case.config("megatron")
         group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
         stack.callback(group.shutdown)
-        _meet(group, PeerPlan(kind=name, config=config, shape=self.shape, data=self._data))
+        plan = PeerPlan(kind=kind, messages=messages, config=config, shape=self.shape, data=self._data)
+        _meet(group, plan)
         return Side(name, group)
 
 

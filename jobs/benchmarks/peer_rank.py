@@ -23,6 +23,7 @@ class PeerPlan:
     """What the ranks of a peer are told."""
 
     kind: str
+    messages: bool
     config: Config
     shape: ModelShape
     data: str
@@ -55,6 +56,7 @@ class PeerRank:
         dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=world, timeout=timeout)
         settings = PeerSettings(
             kind=plan.kind,
+            messages=plan.messages,
             sizes=PeerSizes.of(plan.shape),
             micro_batch=train.micro_batch,
             micro_batches=train.global_batch // train.micro_batch,

@@ -1,4 +1,6 @@
-"""The ways a PyTorch user has today to train one Llama on several ranks; nothing of Braid in it.
+"""The ways a PyTorch user has today to train one Llama on several ranks.
+
+Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its exchange of messages on CPU.
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
@@ -33,6 +35,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDu
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.nn import functional as F
+
+from braid.jobs.benchmarks.peer_messages import MessageCollectives
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action, _PipelineContext
@@ -77,6 +81,9 @@ class PeerSettings:
     weight_decay: float
     clip_norm: float
     seed: int
+    messages: bool = False
+    """Collectives of tensor-parallel ranks are Braid's messages between pairs of ranks, not gloo's, whose
+    reduce-scatter moves twice the bytes (`braid.jobs.benchmarks.peer_messages`)."""
 
     @property
     def tokens(self) -> int:
@@ -272,6 +279,8 @@ class Peer:
         if self._is_sharded:
             mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
             self._group = mesh.get_group("pipeline")
+            if settings.messages:
+                self._messages = MessageCollectives(mesh.get_group("tensor"))
             for stage in self.stages.values():
                 shard(stage, mesh["tensor"])
         self._schedule = self._pipelined(count) if pipeline > 1 else None

@@ -113,6 +113,8 @@ def run_rank(
     with pytest.raises(ValueError, match="the settings say"):
         peer.step(batches()[0][1:])
     losses = [peer.step(tokens) for tokens in batches()]
+    if kind in (TP, TP_PIPELINE):
+        check_messages(kind, rank, world_size, weights, losses)
     assert peer.peak_bytes() > 2**20
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(BACKWARD_THREAD)]
     assert len(threads) == (kind == DUALPIPEV_THREADS)
@@ -120,6 +122,18 @@ def run_rank(
     results.put((rank, losses, parameters))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_messages(
+    kind: str, rank: int, world_size: int, weights: Mapping[str, Any], losses: Sequence[float]
+) -> None:
+    """The same peer with Braid's exchange instead of gloo's: the same bits, in all its collectives."""
+    peer = Peer(settings(kind, messages=True), rank, world_size)
+    peer.load({name: torch.tensor(value) for name, value in weights.items()})
+    assert [peer.step(tokens) for tokens in batches()] == losses
+    layers = sum(len(stage.layers) for stage in peer.stages.values())
+    least = 2 * 4 * layers * MICRO_BATCHES * STEPS  # a gather and a scatter beside attention and MLP, twice
+    assert peer._messages.calls >= least
 
 
 def result_of(processes: Sequence[BaseProcess], results: "Queue[Any]") -> Any:
