@@ -113,7 +113,7 @@ def bench_agreement(
     files: Annotated[list[Path], typer.Argument(help="Results of bench overlap --json.", metavar="FILE...")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """The simulator against measured steps: rank correlation, errors, and whether it picks the fastest."""
+    """The simulator against measured steps: ranks within a case, errors, whether it picks the fastest."""
     from braid.jobs.benchmarks.agreement import agreement, show
 
     result = agreement(files)

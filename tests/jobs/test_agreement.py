@@ -1,0 +1,68 @@
+"""`braid bench agreement`: ranks within one model and link, whatever cases of another size add."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from braid.actors.config import ConfigError
+from braid.jobs.bench_cli import bench
+from braid.jobs.benchmarks.agreement import agreement, show
+
+
+def write(path: Path, model: str, steps: Mapping[str, tuple[float, float]], alpha: float = 0.4) -> Path:
+    """A result with a simulated and a measured step (seconds) per schedule; a peer has no simulated one."""
+    rows = [
+        {"schedule": name, "predicted_seconds": simulated, "seconds_per_step": measured, "alpha": alpha}
+        for name, (simulated, measured) in steps.items()
+    ]
+    rows.append({"schedule": "torch_tp", "predicted_seconds": None, "seconds_per_step": 9.0, "alpha": None})
+    path.write_text(json.dumps({"model": model, "link_mbit": 500.0, "rows": rows}), encoding="utf-8")
+    return path
+
+
+def test_wrong_ranks_show_within_cases_though_not_over_all(tmp_path: Path) -> None:
+    """Every case is ranked the wrong way round; models differ tenfold."""
+    files = [
+        write(
+            tmp_path / f"{scale}.json",
+            f"model {scale}",
+            {name: (scale * (1 + 0.01 * n), scale * (1.03 - 0.01 * n)) for n, name in enumerate("abc")},
+        )
+        for scale in (1, 10, 100, 1000)
+    ]
+    found = agreement(files)
+    assert found.pooled_spearman > 0.85
+    assert [case.spearman for case in found.cases] == [pytest.approx(-1)] * 4
+    assert [(case.pairs, case.in_order) for case in found.cases] == [(3, 0)] * 4
+    assert found.cases[0].picked == "a"
+    assert found.cases[0].fastest == "c"
+    assert found.cases[0].loss == pytest.approx(1.03 / 1.01 - 1)
+    console = Console(width=200, record=True)
+    show(console, found)
+    text = console.export_text()
+    assert "within a case: Spearman -1.00 at the median, -1.00 at the least; 0 of 12 pairs" in text
+    assert "over all cases at once" in text
+
+
+def test_orders_count_but_are_not_picked(tmp_path: Path) -> None:
+    steps = {"megatron": (2.0, 2.1), "braid": (1.5, 1.4), "braid, modelled costs": (1.4, 1.3)}
+    path = write(tmp_path / "one.json", "a model", steps)
+    case = agreement([path]).cases[0]
+    assert (case.steps, case.spearman, case.picked, case.loss) == (3, pytest.approx(1), "braid", 0)
+    outcome = CliRunner().invoke(bench, ["agreement", str(path), "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    assert json.loads(outcome.output)["cases"][0]["in_order"] == 3
+
+
+def test_what_is_no_result_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"other.json is no result of `braid bench overlap --json`"):
+        agreement([path])
+    few = write(tmp_path / "few.json", "a model", {"megatron": (1.0, 1.0)})
+    with pytest.raises(ConfigError, match="1 measured steps are too few"):
+        agreement([few])
