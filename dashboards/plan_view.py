@@ -96,7 +96,7 @@ def _key(part: str, operator: str) -> str:
 
 
 def plan_view(plan: Plan) -> dict[str, Any]:
-    """Partition of collectives, decisions of the tiers, and what the runners-up would have cost."""
+    """What runners-up would have cost, and estimates that are not executed: partitions, Centauri's tiers."""
     return {
         "cluster": plan.cluster,
         "profile": plan.profile,

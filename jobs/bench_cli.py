@@ -50,7 +50,9 @@ def bench_overlap(
         float | None,
         typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
     ] = None,
-    schedules: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
+    schedules: Annotated[
+        str | None, typer.Option(help="Comma-separated (default: all of that layout's).")
+    ] = None,
     memory_slack: Annotated[
         float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)
     ] = None,
@@ -65,7 +67,7 @@ def bench_overlap(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """All schedules and the peers on two emulated hosts (needs root), alternating in one run."""
+    """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
     from braid.jobs.benchmarks import overlap, overlap_rows
     from braid.jobs.benchmarks.hosts import HostsError
 

@@ -36,7 +36,7 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best layout, schedule, pairing and partition of a job on a cluster."""
+    """Find the best layout, schedule and pairing of a job on a cluster."""
     from braid.jobs import planning, planning_view
 
     if profile is not None and profile.suffix == ".csv":

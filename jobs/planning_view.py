@@ -9,7 +9,7 @@ from rich.text import Text
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.compare_traces import TraceComparison
 from braid.scheduling.draw_simulation import pair_text, paired_run, pass_letter
-from braid.scheduling.plan import Plan
+from braid.scheduling.plan import Plan, TierNote
 from braid.scheduling.planner.compose import Outcome
 from braid.scheduling.planner.explain import Explanation
 from braid.scheduling.presets.library import (
@@ -87,7 +87,7 @@ def presets_json() -> dict[str, Any]:
 
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
-    """The decisions, the score, the runners-up and what the tiers say."""
+    """The decisions, the score, the runners-up, and what is not executed of it."""
     setting = plan.setting
     table = Table(
         show_header=False, title=f"plan for {cluster.gpus:,} GPUs of {cluster.name}", title_justify="left"
@@ -105,11 +105,6 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
             f"{note.runner_up} {note.runner_up_ns / 1e6:.2f}, "
             f"busiest stream {note.lower_bound_ns / 1e6:.2f})",
         )
-    for tier in plan.tiers:
-        table.add_row(
-            f"{tier.tier} tier",
-            f"{tier.decision}: {tier.ns / 1e6:.2f} ms ({tier.runner_up}: {tier.runner_up_ns / 1e6:.2f} ms)",
-        )
     score = plan.score
     table.add_row(
         "simulated step",
@@ -118,8 +113,21 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     )
     table.add_row("memory", f"{score.peak_bytes / GIB:.1f} of {cluster.usable_bytes / GIB:.1f} GiB usable")
     table.add_row("costs", plan.profile)
+    if plan.not_executed:
+        table.add_row("not executed yet", f"`braid train` does not have {', '.join(plan.not_executed)}")
+    for tier in plan.tiers:
+        table.add_row("not executed yet", _tier(tier))
     console.print(table)
     _show_runners_up(console, plan)
+
+
+def _tier(tier: TierNote) -> str:
+    """A tier's estimate, in words that make no decision of it."""
+    gain = (tier.runner_up_ns - tier.ns) / 1e6
+    return (
+        f"{tier.tier} tier (Centauri): {tier.decision} would gain {gain:.2f} ms over {tier.runner_up} "
+        f"({tier.ns / 1e6:.2f} instead of {tier.runner_up_ns / 1e6:.2f})"
+    )
 
 
 def _samples(plan: Plan) -> str:
@@ -294,24 +302,25 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
             f"would cost {gain:.1%} more; one after the other {note.serial_ns / note.ns - 1:.1%} more"
         )
     if plan.collectives:
-        table = Table(title="partition of collectives in blocks that run alone", title_justify="left")
-        for name in ("collective", "best", "ms", "whole, ms", "runner-up", "ms"):
+        title = "not executed yet: partition of collectives in blocks that run alone (Centauri)"
+        table = Table(title=title, title_justify="left")
+        for name in ("collective", "best would be", "ms", "would gain", "whole, ms", "runner-up", "ms"):
             table.add_column(name)
         for c in plan.collectives:
             table.add_row(
                 c.collective,
                 c.scheme,
                 f"{c.ns / 1e6:.3f}",
+                f"{1 - c.ns / c.unpartitioned_ns:.1%}",
                 f"{c.unpartitioned_ns / 1e6:.3f}",
                 c.runner_up,
                 f"{c.runner_up_ns / 1e6:.3f}",
             )
         console.print(table)
     for tier in plan.tiers:
-        console.print(
-            f"{tier.tier} tier: {tier.decision} ({tier.ns / 1e6:.3f} ms); {tier.runner_up} would take "
-            f"{tier.runner_up_ns / 1e6:.3f} ms"
-        )
+        console.print(f"not executed yet: {_tier(tier)}")
+    if plan.not_executed:
+        console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
     table = Table(title="what would help most", title_justify="left")
     for name in ("change", "s/step", "tokens/s", "layout"):
         table.add_column(name)

@@ -15,7 +15,14 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.simulate import Numbers
-from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
+from braid.scheduling.spec import (
+    CONTEXT_MODES,
+    RUNNABLE_FAMILIES,
+    ModelShape,
+    ParallelLayout,
+    Workload,
+    check_fit,
+)
 
 VERSION: Final = 2
 
@@ -100,7 +107,7 @@ class PairingNote:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveNote:
-    """Centauri's operation tier for one collective of a layer: the best partition, and none."""
+    """Centauri's operation tier for one collective of a layer: the best partition, and none; not executed."""
 
     collective: str
     scheme: str
@@ -112,7 +119,7 @@ class CollectiveNote:
 
 @dataclass(frozen=True, kw_only=True)
 class TierNote:
-    """A decision of Centauri's layer or model tier with the price of its alternative."""
+    """What Centauri's layer or model tier would decide, with the price of its alternative; not executed."""
 
     tier: str
     decision: str
@@ -148,9 +155,12 @@ class RunnerUp:
     reason: str
 
 
+_HEAD = "# collectives and tiers are estimates: not simulated, not executed yet\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions of a run's schedule."""
+    """All decisions of a run's schedule (``setting``, ``choices``), and what else was found out."""
 
     cluster: str
     profile: str
@@ -170,13 +180,33 @@ class Plan:
                 f"braid_plan={self.braid_plan} is not version {VERSION}; make the plan anew with `braid plan`"
             )
 
+    @property
+    def not_executed(self) -> tuple[str, ...]:
+        """What of the setting is planned and simulated, but not executed in this version."""
+        setting = self.setting
+        found = [
+            f"{axis} {setting.layout.degree(axis)}"
+            for axis in ("cp", "ep")
+            if setting.layout.degree(axis) > 1
+        ]
+        if setting.zero:
+            found.append(f"ZeRO {setting.zero}")
+        if setting.model.family not in RUNNABLE_FAMILIES:
+            found.append(f"models of the family {setting.model.family}")
+        if not SCHEDULES[setting.schedule].executable:
+            found.append(f"the schedule {setting.schedule}")
+        if setting.layout.head_layers:
+            found.append("fewer layers on the stage with the head")
+        return tuple(found)
+
     def to_yaml(self) -> str:
         """The plan as YAML that `parse_plan` reads back to an equal object."""
         import yaml  # here, since pairings are searched for where it is not installed, too
 
         content = to_mapping(self)
         ordered = {"braid_plan": content.pop("braid_plan"), **content}
-        return yaml.safe_dump(ordered, sort_keys=False, width=100)
+        text: str = yaml.safe_dump(ordered, sort_keys=False, width=100)
+        return _HEAD + text
 
 
 def score_of(numbers: Numbers) -> Score:

@@ -86,6 +86,7 @@ class ParallelConfig(Section):
     """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
 
     ``parallel: auto`` lets `braid plan` search them; ``{auto: true, tp: 8}`` fixes those that are given.
+    ``zero`` is not searched: such plans have 1 wherever several ranks share parameters.
     """
 
     dp: Positive = 1

@@ -148,11 +148,11 @@ function partition(state) {
   }
   if (plan.collectives.length) {
     const rows = plan.collectives.map((one) => [one.collective, one.scheme, nanoseconds(one.ns), nanoseconds(one.unpartitioned_ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
-    parts.push(el("h3", { text: "Partition of collectives" }), el("div", { class: "scroll" }, table(["collective", "partition", "takes", "whole", "runner-up", "takes"], rows)));
+    parts.push(el("h3", { text: "Not executed yet: partition of collectives (Centauri)" }), el("div", { class: "scroll" }, table(["collective", "best would be", "would take", "whole", "runner-up", "would take"], rows)));
   }
   if (plan.tiers.length) {
     const rows = plan.tiers.map((one) => [one.tier, one.decision, nanoseconds(one.ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
-    parts.push(el("h3", { text: "Tiers" }), table(["tier", "decision", "takes", "runner-up", "takes"], rows));
+    parts.push(el("h3", { text: "Not executed yet: Centauri's tiers" }), table(["tier", "would decide", "would take", "runner-up", "would take"], rows));
   }
   if (plan.runners_up.length) {
     const rows = plan.runners_up.map((one) => [one.layout, one.schedule, seconds(one.step_seconds), bytes(one.peak_bytes), one.reason]);

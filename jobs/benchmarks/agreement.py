@@ -146,7 +146,8 @@ def show(console: Console, result: Agreement) -> None:
         )
     console.print(table)
     known = [case.spearman for case in result.cases if case.spearman is not None]
-    lines = [f"{result.steps} measured steps in {len(result.cases)} cases (one model over one link each)"]
+    cases = "1 case" if len(result.cases) == 1 else f"{len(result.cases)} cases"
+    lines = [f"{result.steps} measured steps in {cases} (one model over one link each)"]
     if known:
         lines.append(
             f"within a case: Spearman {median(known):.2f} at the median, {min(known):.2f} at the least; "

@@ -50,6 +50,8 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
 }
+"""Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
+overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
 GLOO, MESSAGES = False, True
 PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),

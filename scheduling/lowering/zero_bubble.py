@@ -1,4 +1,4 @@
-"""Pipelines that put weight gradients off, to compare with: DualPipeV and ZB-V, over the folded model."""
+"""Pipelines that put weight gradients off, over the folded model: DualPipeV (also of `braid_v`) and ZB-V."""
 
 from braid.scheduling.lowering.pipelines import BlockOrder, backward_block, forward_block, on_strands
 from braid.scheduling.schedule import Block, Direction, Gradients, Pair

@@ -1,4 +1,7 @@
-"""Centauri's three tiers for a plan: what each would decide on this job, with the price of the runner-up."""
+"""Centauri's three tiers for a plan: what each would decide on this job, with the price of the runner-up.
+
+These are estimates beside a plan, no part of its schedule: nothing of them is simulated or executed yet.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Every layout and every schedule trains as one rank does, and that rank as a loop of plain PyTorch does.
+"""Layouts of up to four ranks and two stages train as one rank does, and that as plain PyTorch does.
 
 Inputs are fresh in every session: the seed stands in the tests' names, and BRAID_TEST_SEED sets it.
 """

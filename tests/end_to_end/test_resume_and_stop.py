@@ -1,4 +1,4 @@
-"""A stopped run goes on as if it had not been stopped, in any layout; stopping leaves nothing behind."""
+"""A stopped run goes on as if it had not been stopped, in other layouts too; nothing is left behind."""
 
 import json
 import os

@@ -106,6 +106,19 @@ def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
     assert "stage 1" in shown.stdout
     assert "a paired block" in shown.stdout
     assert "F4B2" in shown.stdout
+    planned = braid(
+        "plan", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={auto: true, dp: 2}",
+        "--output", "plan.yaml", cwd=folder,
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr
+    explained = braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder)
+    assert explained.returncode == 0, explained.stderr
+    for shown_plan in (planned.stdout, explained.stdout):
+        text = " ".join(shown_plan.translate({ord("│"): " "}).split())
+        assert "`braid train` does not have ZeRO 1" in text
+        assert "layer tier (Centauri): activation gradient first would gain" in text
+        assert text.count("tier (Centauri)") <= text.count("not executed yet")
+    assert "estimates: not simulated, not executed yet" in (folder / "plan.yaml").read_text()
 
 
 def test_costs_from_a_profile_file(folder: Path) -> None:
