@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from braid.actors.config import Config
+from braid.actors.config import Config, TelemetryConfig
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
@@ -16,10 +16,10 @@ from braid.actors.controller.mirror import check_url
 from braid.actors.controller.planning import Candidate, build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
-from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone
+from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
 from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.messages import Fault, RunPlan
-from braid.dashboards.sinks import Sinks
+from braid.dashboards.sinks import Sinks, WandbRun
 from braid.jobs.corpus import Corpus
 from braid.jobs.page import LivePage
 from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
@@ -83,7 +83,7 @@ def train(
     events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
     telemetry = config.telemetry
     with contextlib.ExitStack() as stack:
-        sinks = Sinks(tensorboard=telemetry.tensorboard, wandb=telemetry.wandb)
+        sinks = _sinks(telemetry, lambda text: show(Incident(kind="telemetry", text=text, step=0)))
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
@@ -97,12 +97,20 @@ def train(
                     begun = True
                     if telemetry.page:
                         _open_page(page, config, show)
-                    sinks.begin(config.run_directory, config.name, config.model_dump(mode="json"))
+                    run = config.run_directory
+                    identity = read_identity(run)
+                    mark = identity.mark if identity is not None else ""
+                    sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
                 case StepDone(record=record):
                     sinks.step(asdict(record))
                 case Finished():
                     report = event.report
     return report
+
+
+def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
+    wandb = None if telemetry.wandb.mode == "off" else WandbRun(**telemetry.wandb.model_dump())
+    return Sinks(tensorboard=telemetry.tensorboard, wandb=wandb, tell=tell)
 
 
 def _open_page(page: LivePage, config: Config, show: Show) -> None:

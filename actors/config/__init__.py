@@ -207,6 +207,24 @@ class FailureConfig(Section):
     spike: Annotated[float, Field(ge=0)] = 0.0
 
 
+class WandbConfig(Section):
+    """A run of Weights & Biases beside this one; ``wandb: online`` is short for ``wandb: {mode: online}``."""
+
+    mode: Literal["off", "offline", "online"] = "off"  # offline: kept in runs/NAME/wandb, for `wandb sync`
+    project: str = "braid"
+    entity: str | None = None  # user or team; default: that of the key
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, content: Any) -> Any:
+        """The mode as a word, which YAML 1.1 reads as a truth value where it is ``off``."""
+        if content is False:
+            return {}
+        return {"mode": content} if isinstance(content, str) else content
+
+
 class TelemetryConfig(Section):
     """What is written down while training."""
 
@@ -214,7 +232,7 @@ class TelemetryConfig(Section):
     spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
     trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
     tensorboard: bool = False  # also event files in runs/NAME/tensorboard
-    wandb: Literal["off", "offline", "online"] = "off"  # also a run of Weights & Biases
+    wandb: WandbConfig = WandbConfig()
     page: bool = True  # the live page of the run, on this machine's loopback
     page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
 

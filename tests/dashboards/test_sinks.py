@@ -1,20 +1,23 @@
 """What other tools read: TensorBoard's own reader, and the files of an offline run of Weights & Biases."""
 
 import importlib.util
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from braid.actors.config import ConfigError, WandbConfig, parse_config
 from braid.dashboards import sinks as module
-from braid.dashboards.sinks import Sinks, scalars
+from braid.dashboards.sinks import Sinks, WandbRun, scalars
 
 LINES: list[dict[str, Any]] = [
     {
         "step": step,
         "time": 1.7e9 + step,
-        "loss": 5.0 / step,
+        "loss": 5.1007 / step,
         "grad_norm": 1.0,
         "lr": 1e-3,
         "seconds": 0.5,
@@ -39,21 +42,41 @@ def test_what_is_not_known_is_not_written() -> None:
     assert scalars(LINES[3])["validation_bits_per_byte"] == 3.0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+AGAIN = [{**line, "loss": line["loss"] + 1.62519, "time": line["time"] + 10} for line in LINES[2:]]
+"""Steps 3 and 4 once more, as after a recovery."""
+
+
+def opened(
+    run: Path, *, tensorboard: bool = False, wandb: WandbRun | None = None, mark: str = "a1b2"
+) -> tuple[Sinks, list[str]]:
+    """The sinks of a run that has started, and what they tell."""
+    told: list[str] = []
+    sinks = Sinks(tensorboard=tensorboard, wandb=wandb, tell=told.append)
+    sinks.begin(run, mark, "run", {"train": {"lr": 1e-3}})
+    return sinks, told
+
+
+@needs_tensorboard
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    """Of steps that ran twice, in this command or in the one that resumed it, the later ones."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sinks = Sinks(tensorboard=True, wandb="off")
-    sinks.begin(tmp_path, "run", {})
-    for line in LINES:
-        sinks.step(line)
-    sinks.close()
+    for lines in (LINES + AGAIN[:1], AGAIN):
+        sinks, told = opened(tmp_path, tensorboard=True)
+        for line in lines:
+            sinks.step(line)
+        sinks.close()
+        assert told == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     losses = found.Scalars("loss")
+    last = [*LINES[:2], *AGAIN]
     assert [event.step for event in losses] == [1, 2, 3, 4]
-    assert [event.value for event in losses] == pytest.approx([line["loss"] for line in LINES])
-    assert [event.wall_time for event in losses] == [line["time"] for line in LINES]
+    assert [event.value for event in losses] == pytest.approx([line["loss"] for line in last])
+    assert [event.wall_time for event in losses] == [line["time"] for line in last]
     assert [event.step for event in found.Scalars("validation_bits_per_byte")] == [4]
     assert set(found.Tags()["scalars"]) == {name for line in LINES for name in scalars(line)}
 
@@ -61,21 +84,85 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
-    sinks = Sinks(tensorboard=False, wandb="offline")
-    sinks.begin(tmp_path, "run", {"train": {"lr": 1e-3}})
+    """Under the run's own id, with the rows of steps that were repeated."""
+    wanted = WandbRun(mode="offline", project="mine", group="tests", tags=["small", "cpu"])
+    sinks, told = opened(tmp_path, wandb=wanted, mark="0123456789abcdef")
+    for line in LINES + AGAIN:
+        sinks.step(line)
+    sinks.close()
+    assert told == []
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-0123456789abcdef.wandb")
+    deadline = time.monotonic() + 30
+    last = json.dumps(AGAIN[-1]["loss"]).encode()
+    while last not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # wandb's service closes the file a moment after it has said that it is done
+    for line in LINES + AGAIN:
+        assert json.dumps(line["loss"]).encode() in content, line
+    for word in (b"hidden_fraction", b"tokens_per_second", b"mine", b"tests", b"small", b"cpu"):
+        assert word in content
+
+
+@needs_tensorboard
+def test_a_sink_that_cannot_begin_is_told_of_once_and_left_out(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    sinks, told = opened(tmp_path, tensorboard=True)
     for line in LINES:
         sinks.step(line)
     sinks.close()
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 30
-    while b"tokens_per_second" not in (content := file.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # wandb's service closes the file a moment after it has said that it is done
-    assert b"hidden_fraction" in content
-    assert b"tokens_per_second" in content
+    (text,) = told
+    assert text.startswith("telemetry.tensorboard gets no more numbers of this run, which goes on: ")
+    assert "tensorboard" in text.partition("goes on: ")[2]
+
+
+@pytest.mark.parametrize("failing", ["step", "close"])
+def test_a_sink_that_fails_later_is_told_of_once_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    calls: list[str] = []
+
+    class Full:
+        def __init__(self, folder: Path) -> None:
+            pass
+
+        def _called(self, name: str) -> None:
+            calls.append(name)
+            if name == failing:
+                raise OSError(28, "No space left on device")
+
+        def step(self, line: dict[str, Any]) -> None:
+            self._called("step")
+
+        def close(self) -> None:
+            self._called("close")
+
+    monkeypatch.setattr(module, "TensorBoardSink", Full)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: True)
+    sinks, told = opened(tmp_path, tensorboard=True)
+    for line in LINES[:2]:
+        sinks.step(line)
+    sinks.close()
+    assert calls == (["step"] if failing == "step" else ["step", "step", "close"])
+    assert [text.rpartition("] ")[2] for text in told] == ["No space left on device"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    online = WandbRun(mode="online", project="braid")
     with pytest.raises(ValueError, match=r"telemetry\.wandb needs the package wandb: pip install wandb"):
-        Sinks(tensorboard=False, wandb="online")
-    Sinks(tensorboard=False, wandb="off").close()
+        Sinks(tensorboard=False, wandb=online, tell=print)
+    Sinks(tensorboard=False, wandb=None, tell=print).close()
+
+
+def test_wandb_is_a_word_or_a_section() -> None:
+    def wandb(value: Any) -> WandbConfig:
+        return parse_config({"telemetry": {"wandb": value}}).telemetry.wandb
+
+    assert wandb("online") == WandbConfig(mode="online")
+    assert wandb("off") == wandb(False) == WandbConfig()  # YAML 1.1 reads the word so
+    assert wandb({"mode": "offline", "tags": ["a"]}) == WandbConfig(mode="offline", tags=("a",))
+    again = yaml.safe_load(parse_config({"telemetry": {"wandb": "offline"}}).to_yaml())
+    assert parse_config(again).telemetry.wandb == WandbConfig(mode="offline")
+    with pytest.raises(ConfigError, match=r"telemetry\.wandb\.mode='on'.*'online'"):
+        wandb("on")
+    with pytest.raises(ConfigError, match=r"did you mean 'telemetry\.wandb\.project'"):
+        wandb({"projct": "x"})
