@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,53 +13,83 @@ import yaml
 from aiohttp import web
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, Sink, layout_of
+from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_text
+from braid.scheduling.spec import ParallelLayout
 
 
 class MetricsFeed:
-    """The files of one run, read from where they were left."""
+    """The files of one run, each line told once; one feed for a sink, or counters would count twice.
 
-    def __init__(self, run: Path, sink: Sink) -> None:
-        config = _content(run / "config.yaml", yaml.safe_load)
-        self._run = run
-        self._exporter = Exporter(sink, str(config.get("name", run.name)), layout_of(config))
-        self._read: dict[str, int] = {}
-        self._predicted = False
+    A run that goes back some steps cuts its files: the steps that run again are told again, others are not.
+    """
+
+    def __init__(self, run: Path, sink: Sink, since: float = -math.inf) -> None:
+        """Lines with a ``time`` up to ``since`` (Unix time in seconds) are history and not told."""
+        name = str(_content(run / "config.yaml", yaml.safe_load).get("name", run.name))
+        self._exporter = exporter = Exporter(sink, name, ParallelLayout())
+        self._described: tuple[tuple[Path, Callable[[str], Any], Callable[[dict[str, Any]], None]], ...] = (
+            (run / "config.yaml", yaml.safe_load, self._lay_out),
+            (run / "predicted.json", json.loads, exporter.predicted),
+        )
+        self._facts: dict[Path, tuple[int, int, int] | None] = {}
+        self._files = tuple(
+            (_NewLines(run / name, newest=since), take)
+            for name, take in (
+                ("events.jsonl", exporter.event),
+                ("metrics.jsonl", exporter.metrics),
+                ("ranks.jsonl", exporter.ranks),
+            )
+        )
 
     def refresh(self) -> None:
         """Pass on what is new; files that are missing or half written are left for later."""
-        if not self._predicted and (predicted := _content(self._run / "predicted.json", json.loads)):
-            self._exporter.predicted(predicted)
-            self._predicted = True
-        for name, take in (
-            ("events.jsonl", self._exporter.event),
-            ("metrics.jsonl", self._exporter.metrics),
-            ("ranks.jsonl", self._exporter.ranks),
-        ):
-            for line in self._lines(name):
-                take(line)
+        for path, parse, tell in self._described:
+            if (facts := file_facts(path)) != self._facts.get(path):
+                self._facts[path] = facts
+                tell(_content(path, parse))
+        for lines, take in self._files:
+            for batch in lines.batches():
+                for line in batch:
+                    take(line)
 
-    def _lines(self, name: str) -> Iterator[Mapping[str, Any]]:
+    def _lay_out(self, config: Mapping[str, Any]) -> None:
+        self._exporter.layout = layout_of(config)
+
+
+@dataclass
+class _NewLines(GrowingLines):
+    """Of a file that was cut or replaced, only lines that are newer than those that were read before it."""
+
+    newest: float = -math.inf
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """See `GrowingLines`."""
+        for batch in super().batches():
+            self.newest = max([self.newest, *(line["time"] for line in batch if "time" in line)])
+            yield batch
+
+    def _begin(self, inode: int, size: int) -> None:
+        super()._begin(inode, size)
+        if self.newest > -math.inf:
+            behind = bisect_right(
+                range(size), self.newest, key=self._time
+            )  # one into the last line of before
+            if behind:
+                begin, self._last = self.next_line(behind - 1)
+                self._offset = begin + len(self._last)
+
+    def _time(self, offset: int) -> float:
+        """Of the first line from there on: they stand in order of time."""
         try:
-            with (self._run / name).open("rb") as file:
-                file.seek(self._read.get(name, 0))
-                data = file.read()
-        except OSError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[name] = self._read.get(name, 0) + len(whole)
-        for text in whole.splitlines():
-            try:
-                content = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
-                yield content
+            return float(json.loads(self.next_line(offset)[1])["time"])
+        except (ValueError, KeyError, TypeError):
+            return math.inf
 
 
-def metrics_route(run: Path) -> web.RouteDef:
+def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:
     """``GET /metrics``: a run in Prometheus' text format. Files are read when somebody asks."""
     sink = PrometheusSink()
-    feed = MetricsFeed(run, sink)
+    feed = MetricsFeed(run, sink, since)
     reading = asyncio.Lock()
 
     async def metrics(request: web.Request) -> web.Response:
@@ -71,7 +104,7 @@ def metrics_route(run: Path) -> web.RouteDef:
 def _content(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """A file's mapping; an empty one where there is none."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse(read_text(path) or "")
+    except (NotReadableError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

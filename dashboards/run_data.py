@@ -131,7 +131,7 @@ class RunData:
             self._refresh_descriptions()
             changed = self._refresh_metrics()
             self._refresh_ranks()
-            anew, lines = self._events.refresh()
+            anew, lines = _refreshed(self._events)
             self._event_lines = lines if anew else [*self._event_lines, *lines]
             self._refresh_trace(at_once=changed)
             return self._versions()
@@ -162,7 +162,7 @@ class RunData:
             self._answers.clear()
 
     def _refresh_metrics(self) -> bool:
-        anew, lines = self._metrics.refresh()
+        anew, lines = _refreshed(self._metrics)
         if anew:
             self._columns = {name: [] for name in self._columns}
         for line in lines:
@@ -173,7 +173,7 @@ class RunData:
         return bool(lines)
 
     def _refresh_ranks(self) -> None:
-        anew, lines = self._ranks.refresh()
+        anew, lines = _refreshed(self._ranks)
         if anew:
             self._rank_lines.clear()
             self._means = {name: [] for name in self._means}
@@ -274,6 +274,12 @@ class RunData:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(key)
             return self._answers[key]
+
+
+def _refreshed(file: GrowingLines) -> tuple[bool, list[dict[str, Any]]]:
+    """`GrowingLines.refresh`, with numbers that JSON has."""
+    anew, lines = file.refresh()
+    return anew, finite(lines)
 
 
 def _numbers(line: Mapping[str, Any], name: str) -> list[float]:

@@ -1,12 +1,14 @@
 """Reads the files of a run while they grow: never a symbolic link, never more than a file may hold."""
 
+import contextlib
 import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 MOST_BYTES: Final = 64 << 20
 """No description of a run is larger."""
@@ -28,12 +30,19 @@ def file_facts(path: Path) -> tuple[int, int, int] | None:
     return (facts.st_ino, facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else None
 
 
-def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
-    """Up to ``most`` bytes of a regular file. `OSError` for what is none, links among them."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, to be read. `OSError` for what is none, links among them."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise OSError(f"{path.name} is no regular file")
+        yield file
+
+
+def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
+    """Up to ``most`` bytes of a regular file. `OSError` for what is none, links among them."""
+    with opened(path) as file:
         file.seek(offset)
         return file.read(most)
 
@@ -76,57 +85,71 @@ def finite(value: Any) -> Any:
 class GrowingLines:
     """A file with a JSON object per line, read from where the last reading stopped.
 
-    A file that was replaced or cut (a run that was resumed) is read anew, and ``epoch`` says so.
+    A file that was replaced or cut (a run that went back some steps) is read anew, and ``epoch`` says so.
     """
 
     path: Path
     most: int | None = None
     """Where the file is longer at first sight, only so many of its last bytes are read."""
     epoch: int = 0
-    damaged: int = 0
-    """Lines that were no objects."""
     _inode: int = -1
     _offset: int = 0
-    _rest: bytes = field(default=b"", repr=False)
+    _last: bytes = field(default=b"", repr=False)
+    """The line before the offset; where it does not stand any more, the file was cut, and has grown since."""
 
     def refresh(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the file began anew, and the whole lines that were not read before."""
+        before = self.epoch
+        lines = [line for batch in self.batches() for line in batch]
+        return self.epoch != before, lines
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """The same lines, never more at once than a few megabytes hold."""
         facts = file_facts(self.path)
         if facts is None:
-            return False, []
+            return
         inode, size, _ = facts
-        anew = inode != self._inode or size < self._offset
-        if anew:
-            self._begin(inode, size)
-        lines: list[dict[str, Any]] = []
-        while self._offset < size:
-            try:
-                data = read_bytes(self.path, self._offset, min(_CHUNK, size - self._offset))
-            except OSError:
-                break
-            if not data:
-                break
-            self._offset += len(data)
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            lines += self._objects(whole)
-        return anew, lines
+        unread, rest = self._offset, b""
+        try:
+            if inode != self._inode or not self._stands(size):
+                self._begin(inode, size)
+                unread = self._offset
+            while unread < size and (data := read_bytes(self.path, unread, min(_CHUNK, size - unread))):
+                unread += len(data)
+                *whole, rest = (rest + data).split(b"\n")
+                if whole:
+                    self._offset, self._last = unread - len(rest), whole[-1] + b"\n"
+                    yield _objects(whole)
+        except OSError:
+            return
+
+    def _stands(self, size: int) -> bool:
+        begin = self._offset - len(self._last)
+        return size >= self._offset and read_bytes(self.path, begin, len(self._last)) == self._last
 
     def _begin(self, inode: int, size: int) -> None:
         self.epoch += 1
-        self.damaged = 0
-        self._inode, self._offset, self._rest = inode, 0, b""
-        if self.most is not None and size > self.most:
-            self._offset, self._rest = size - self.most, b"-"  # the line that is cut is no object
+        self._inode, self._last = inode, b""
+        self._offset = 0 if self.most is None else self.next_line(max(0, size - self.most))[0]
 
-    def _objects(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        found = []
-        for line in lines:
-            try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):
-                content = None
-            if isinstance(content, dict):
-                found.append(finite(content))
-            elif line.strip():
-                self.damaged += 1
-        return found
+    def next_line(self, offset: int) -> tuple[int, bytes]:
+        """The first line that begins there or later, and its place; empty where none is whole. `OSError`."""
+        with opened(self.path) as file:
+            if offset:
+                file.seek(offset - 1)
+                file.readline()
+            begin, line = file.tell(), file.readline()
+        return begin, line if line.endswith(b"\n") else b""
+
+
+def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The lines that are objects; NaN and infinities are what Python's JSON makes of them."""
+    found = []
+    for line in lines:
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found

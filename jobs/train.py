@@ -198,6 +198,7 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         from braid.actors.controller.actor import start_controller
         from braid.actors.controller.placement import RayLauncher
         from braid.jobs.prepare_ray import ray_map
+        from braid.jobs.ray_metrics import ray_metrics  # a run of processes starts without a web server
 
         launcher = RayLauncher(config)
         if config.elastic.max_ranks is None:  # else it begins with what room there is
@@ -205,7 +206,7 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         prepared = prepare_data(config, ray_map, show)
         made = plan(prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]
-        with _stopping(lambda: ray.get(controllers[-1].stop.remote())), _ray_metrics(config) as tell:
+        with _stopping(lambda: ray.get(controllers[-1].stop.remote())), ray_metrics(config) as tell:
             while True:
                 try:
                     for reference in controllers[-1].run.options(num_returns="streaming").remote():
@@ -223,31 +224,6 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
                 yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)
                 again = replace(options, resume=True, overwrite=False, again=True)
                 controllers.append(start_controller(made, again, partial(replan, made)))
-
-
-@contextlib.contextmanager
-def _ray_metrics(config: Config) -> Iterator[Callable[[Event], None]]:
-    """Metrics through Ray's agents, which its own service discovery finds."""
-    import ray.util.metrics
-
-    # here: a run of processes starts, and starts again, without loading a web server
-    from braid.dashboards.metrics import RaySink
-    from braid.dashboards.metrics_feed import MetricsFeed
-
-    sink = RaySink(ray.util.metrics)
-    feed: MetricsFeed | None = None
-
-    def tell(event: Event) -> None:
-        nonlocal feed
-        if isinstance(event, Started):
-            feed = MetricsFeed(config.run_directory, sink)
-        if feed is not None:
-            feed.refresh()
-
-    try:
-        yield tell
-    finally:
-        sink.close()
 
 
 @contextlib.contextmanager

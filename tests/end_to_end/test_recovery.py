@@ -17,9 +17,12 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Incident, StepDone, read_lines
+from braid.actors.controller.records import Event, Incident, Saved, StepDone, read_lines
 from braid.actors.stage.messages import RunPlan
+from braid.dashboards.metrics import PrometheusSink
+from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.trace_folder import TraceFolder
+from braid.jobs.ray_metrics import EventFeed
 from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
 
@@ -32,8 +35,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("recovery"), 7, files=4)
 
 
-def killed(path: Path, data: Path, kills: Sequence[int], **overrides: Any) -> Run:
-    """A run in which a rank that is drawn is killed after each of some numbers of events."""
+def killed(
+    path: Path, data: Path, kills: Sequence[int], sinks: Sequence[PrometheusSink] = (), **overrides: Any
+) -> Run:
+    """A run in which a rank that is drawn is killed after each of some numbers of events.
+
+    ``sinks``: one that is fed by the run's events, and one that is fed by its files.
+    """
     config = small_config(path, **overrides)
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(
@@ -41,8 +49,14 @@ def killed(path: Path, data: Path, kills: Sequence[int], **overrides: Any) -> Ru
     )
     draw, events = random.Random(str(kills)), []
     left = list(kills)
+    feeds = [EventFeed(config, sink) for sink in sinks[:1]]
+    files = [MetricsFeed(config.run_directory, sink) for sink in sinks[1:]]
     for event in Controller(plan, ProcessLauncher(config), RunOptions()).run():
         events.append(event)
+        for feed in feeds:
+            feed.tell(event)
+        for file in files:
+            file.refresh()
         if left and sum(isinstance(e, StepDone) for e in events) == left[0]:
             left.pop(0)
             processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
@@ -67,7 +81,8 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
         "failure": {"backoff_s": 0.1},
     }
     # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
-    run = killed(tmp_path / "killed", data, [2, 8], **sections)
+    sinks = [PrometheusSink(), PrometheusSink()]
+    run = killed(tmp_path / "killed", data, [2, 8], sinks, **sections)
     whole = run_layout(tmp_path / "whole", data, **sections)
     assert last_of_each_step(run.events) == whole.losses
     ours, theirs = run.parameters_at(STEPS), whole.parameters_at(STEPS)
@@ -84,6 +99,19 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["generation"] for line in steps] == [2] * 4 + [3] * 8
+    executed = [record.tokens for record in run.records]
+    assert len(executed) > STEPS, "some steps ran twice"
+    for sink in sinks:
+        totals = {
+            sample.name: sample.value
+            for family in sink.registry.collect()
+            for sample in family.samples
+            if set(sample.labels) == {"run"}
+        }
+        assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
+        assert totals["braid_step_duration_seconds_count"] == len(executed)
+        assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)
+        assert totals["braid_checkpoints_total"] == sum(isinstance(event, Saved) for event in run.events)
 
 
 @pytest.mark.slow

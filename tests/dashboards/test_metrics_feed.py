@@ -1,0 +1,152 @@
+"""Counters fed from a run's files: every line once, however the files are cut, replaced and grown."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.dashboards import run_files
+from braid.dashboards.metrics import PrometheusSink
+from braid.dashboards.metrics_feed import MetricsFeed
+from braid.dashboards.run_data import RunData
+from tests.dashboards.lines import BEGIN, PREDICTED, metrics_line, ranks_line
+from tests.dashboards.test_metrics import value
+
+TOKENS = metrics_line(1, ranks=2)["tokens"]
+
+
+class Run:
+    """Files of a run of two ranks that are written step by step."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self.path = path
+        self._clock = BEGIN
+        (path / "config.yaml").write_text("name: demo\nparallel: {pp: 2}\n")
+        self.event("started")
+
+    def _add(self, name: str, line: dict[str, Any]) -> None:
+        self._clock += 0.5
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps({**line, "time": self._clock}) + "\n")
+
+    def event(self, kind: str) -> None:
+        """A line of ``events.jsonl``."""
+        self._add("events.jsonl", {"kind": kind})
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        """The lines of some steps."""
+        for step in numbers:
+            self._add("metrics.jsonl", metrics_line(step, ranks=2))
+            self._add("ranks.jsonl", ranks_line(step, ranks=2))
+
+    def back_to(self, step: int) -> None:
+        """As after a failure: later steps are cut off."""
+        for name in ("metrics.jsonl", "ranks.jsonl"):
+            lines = (self.path / name).read_bytes().splitlines(keepends=True)
+            os.truncate(self.path / name, sum(map(len, lines[:step])))
+
+    @property
+    def now(self) -> float:
+        """The time of the last line."""
+        return self._clock
+
+
+def counts(sink: PrometheusSink) -> tuple[float, float, float]:
+    """Steps by tokens, by the histogram, and by a sum of rank 1."""
+    tokens = value(sink, "braid_tokens_total") or 0.0
+    seconds = value(sink, "braid_compute_seconds_total", stage="1", rank="1") or 0.0
+    steps = value(sink, "braid_step_duration_seconds_count") or 0.0
+    return tokens / TOKENS, steps, round(seconds / 0.4, 6)
+
+
+@pytest.mark.parametrize("chunk", [100, 8 << 20], ids=["less than a line at once", "all at once"])
+@pytest.mark.parametrize("again", [range(4, 5), range(4, 7), range(4, 12)], ids=["less", "as much", "more"])
+def test_steps_that_ran_twice_count_twice_and_others_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: range, chunk: int
+) -> None:
+    """Whether the file that was cut is shorter, as long, or longer when it is looked at again."""
+    monkeypatch.setattr(run_files, "_CHUNK", chunk)
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    feed = MetricsFeed(run.path, sink)
+    run.steps(range(1, 7))
+    feed.refresh()
+    assert counts(sink) == (6, 6, 6)
+    run.back_to(3)
+    run.steps(again)
+    for _ in range(2):
+        feed.refresh()
+        assert counts(sink) == (6 + len(again),) * 3
+    assert value(sink, "braid_step") == again[-1]
+    assert value(sink, "braid_starts_total") == 1
+
+
+def test_a_line_that_is_half_written_counts_when_it_is_whole_or_is_forgotten(tmp_path: Path) -> None:
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    feed = MetricsFeed(run.path, sink)
+    run.steps(range(1, 3))
+    file = run.path / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"step": 3, "tokens": 40')
+    feed.refresh()
+    os.truncate(file, len(whole))  # there was no room for the rest
+    run.steps(range(3, 4))
+    feed.refresh()
+    assert counts(sink) == (3, 3, 3)
+
+
+def test_history_is_no_increase_but_gauges_of_the_run_are_set(tmp_path: Path) -> None:
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    run.steps(range(1, 9))
+    (run.path / "predicted.json").write_text(json.dumps(PREDICTED))
+    feed = MetricsFeed(run.path, sink, since=run.now)
+    feed.refresh()
+    assert counts(sink) == (0, 0, 0)
+    assert value(sink, "braid_starts_total") == 0
+    assert value(sink, "braid_predicted_step_seconds") == PREDICTED["step_seconds"]
+    run.back_to(5)  # the newest checkpoint
+    run.event("started")
+    run.steps(range(6, 12))
+    feed.refresh()
+    assert counts(sink) == (6, 6, 6)
+    assert value(sink, "braid_starts_total") == 1
+
+
+def test_another_layout_moves_ranks_to_other_stages(tmp_path: Path) -> None:
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    feed = MetricsFeed(run.path, sink)
+    run.steps([1])
+    feed.refresh()
+    assert value(sink, "braid_rank_step_seconds", stage="1", rank="1") is not None
+    (run.path / "config.yaml").write_text("name: demo\nparallel: {dp: 2, pp: 1}\n")
+    run.steps([2])
+    feed.refresh()
+    assert value(sink, "braid_rank_step_seconds", stage="1", rank="1") is None
+    assert value(sink, "braid_rank_step_seconds", stage="0", rank="1") is not None
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "loss": math.nan, "time": run.now}) + "\n")
+    MetricsFeed(run.path, sink).refresh()
+    assert math.isnan(value(sink, "braid_loss_nats") or 0.0)
+
+
+def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:
+    """Also if the file has grown past its former length before anybody looked again."""
+    run = Run(tmp_path / "run")
+    data = RunData(run.path)
+    run.steps(range(1, 7))
+    data.refresh()
+    run.back_to(3)
+    run.steps(range(4, 12))
+    data.refresh()
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    columns = data.metrics(0, 0)["columns"]
+    assert columns["step"] == list(range(1, 12))
+    assert columns["time"] == [line["time"] for line in lines]
