@@ -71,9 +71,10 @@ class _NewLines(GrowingLines):
     def _begin(self, inode: int, size: int) -> None:
         super()._begin(inode, size)
         if self.newest > -math.inf:
+            # one into the last line of before
             behind = bisect_right(
                 range(size), self.newest, key=self._time
-            )  # one into the last line of before
+            )
             if behind:
                 begin, self._last = self.next_line(behind - 1)
                 self._offset = begin + len(self._last)
