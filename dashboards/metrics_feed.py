@@ -72,9 +72,7 @@ class _NewLines(GrowingLines):
         super()._begin(inode, size)
         if self.newest > -math.inf:
             # one into the last line of before
-            behind = bisect_right(
-                range(size), self.newest, key=self._time
-            )
+            behind = bisect_right(range(size), self.newest, key=self._time)
             if behind:
                 begin, self._last = self.next_line(behind - 1)
                 self._offset = begin + len(self._last)

@@ -3,19 +3,18 @@
 So neither a slow viewer nor a fault in the page reaches the training.
 """
 
-import contextlib
-import ctypes
 import os
-import selectors
-import signal
+import queue
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
 from pathlib import Path
 
 _START_SECONDS = 20.0
 _END_SECONDS = 3.0
+_LINES_KEPT = 50
 
 
 class LivePage:
@@ -23,61 +22,79 @@ class LivePage:
 
     def __init__(self, port: int = 0) -> None:
         self._port = port
+        self._begin = time.time()
+        """Of the command; its metrics count from here."""
         self._process: subprocess.Popen[str] | None = None
+        self._url = queue.SimpleQueue[str]()
+        """Its address, once it serves; nothing at its end."""
+        self._said = deque[str](maxlen=_LINES_KEPT)
 
     def open(self, run: Path) -> str:
         """Serve a run directory on this machine's loopback; returns the address.
 
         `ValueError` with the reason if the page does not come up: no reason to end a training run.
         """
-        command = [sys.executable, "-m", "braid.jobs.cli", "dashboard", str(run), "--port", str(self._port)]
-        self._process = subprocess.Popen(
-            command,
+        arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "braid.jobs.page", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,  # Ctrl-C is for the training, which ends the page
-            preexec_fn=_yield_to_others,
         )
-        line = next(_lines(self._process, _START_SECONDS), "")
-        if "http://" not in line:
-            reason = self._end() or "it did not answer in time"
-            raise ValueError(f"the live page did not start: {reason.strip().splitlines()[-1]}")
-        return line[line.index("http://") :].strip()
+        threading.Thread(target=self._listen, args=(process,), name="page", daemon=True).start()
+        try:
+            if url := self._url.get(timeout=_START_SECONDS):
+                return url
+            reason = self._said[-1] if self._said else "its process ended"
+        except queue.Empty:
+            reason = f"it did not answer within {_START_SECONDS:g} s"
+        self.close()
+        raise ValueError(f"the live page did not start: {reason}")
 
     def close(self) -> None:
         """End the page."""
-        self._end()
-
-    def _end(self) -> str:
-        """What the process said to standard error."""
         if self._process is None:
-            return ""
+            return
         process, self._process = self._process, None
         process.terminate()
         try:
-            return process.communicate(timeout=_END_SECONDS)[1]
+            process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            return process.communicate()[1]
+            process.wait()
+
+    def _listen(self, process: "subprocess.Popen[str]") -> None:
+        """Take all that the process says: it would stand still as soon as the pipe is full."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                if line.startswith("http://"):
+                    self._url.put(line.strip())
+                elif line.strip():
+                    self._said.append(line.strip())
+        self._url.put("")
 
 
-def _lines(process: "subprocess.Popen[str]", seconds: float) -> Iterator[str]:
-    """Lines of standard output, until it ends or time is up."""
-    assert process.stdout is not None
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while (left := deadline - time.monotonic()) > 0 and selector.select(left):
-            line = process.stdout.readline()
-            if not line:
-                return
-            yield line
+def main(run: str, port: str, begin: str, parent: str) -> None:
+    """The page's process: serve until the parent ends it, or ends."""
+    from braid.actors.controller.parent import die_with
+    from braid.dashboards.metrics_feed import metrics_route
+    from braid.dashboards.server import serve
+
+    die_with(int(parent))
+    os.nice(10)  # it takes the processor only when training leaves it
+
+    def announce(url: str) -> None:
+        print(url, flush=True)
+
+    try:
+        serve(Path(run), "127.0.0.1", int(port), None, announce, [metrics_route(Path(run), float(begin))])
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
 
 
-def _yield_to_others() -> None:
-    """Of the child: ends with its parent, and takes the processor only when training leaves it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    os.nice(10)
+if __name__ == "__main__":
+    main(*sys.argv[1:])

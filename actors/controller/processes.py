@@ -20,6 +20,7 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
+from braid.actors.controller.parent import die_with
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
@@ -239,7 +240,7 @@ def _serve(
     serve: Serve,
 ) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
-    _die_with_parent()
+    die_with(os.getppid())  # the fork server's, which ends with whoever started it
     os.environ.update(environment)  # the fork server's is that of its own start
     if place.namespace is not None:
         enter_namespace(place.namespace)
@@ -289,12 +290,3 @@ def enter_namespace(namespace: str | int) -> None:
     os.close(handle)
     if failed:
         raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the fork server dies, which ends with whoever started it."""
-    parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
