@@ -1,4 +1,4 @@
-"""The Ray cluster a command works on: one that exists, or a private local one that ends with it."""
+"""The Ray cluster a command works on: one that exists, or a private one of this machine that ends with it."""
 
 import contextlib
 import json
@@ -12,13 +12,14 @@ from typing import Any
 import braid
 from braid.actors.config import Config, ConfigError
 from braid.jobs.doors import check_cluster
+from braid.jobs.private_clusters import environment, own_token
 
 _CONNECT_SECONDS = 20.0
 
 
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
-    """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a local cluster on loopback.
+    """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
 
     Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
     """
@@ -45,16 +46,17 @@ def ray_session(config: Config) -> Iterator[None]:
                     f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
                 ) from None
         else:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on loopback
-            # Ray starts its workers at nice 15, which costs them the CPU as soon as anything else runs here.
-            os.environ.setdefault("RAY_worker_niceness", "0")
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
+            # Ray starts its workers at nice 15, which costs them the CPU as soon as anything else runs here.
+            stack.enter_context(environment({"RAY_worker_niceness": "0", **os.environ}))
+            if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
+                stack.enter_context(own_token(Path(directory)))
             ray.init(
                 address="local",
                 num_cpus=len(os.sched_getaffinity(0)),
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=directory,
+                _temp_dir=f"{directory}/ray",  # Ray opens its own folder to everybody; they do not get there
                 **quiet,
             )
         stack.callback(ray.shutdown)

@@ -228,7 +228,13 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
 
 @contextlib.contextmanager
 def _stopping(stop: Callable[[], None]) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``stop``, called from another thread; a second interrupts."""
+    """Turn the first SIGINT or SIGTERM into ``stop``, called from another thread; a second interrupts.
+
+    Python hears signals in its main thread only; beside one that does something else they stay what they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     asked = threading.Event()
     over = threading.Event()
 
@@ -244,7 +250,9 @@ def _stopping(stop: Callable[[], None]) -> Iterator[None]:
 
     thread = threading.Thread(target=wait, name="stopping", daemon=True)
     thread.start()
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None: a handler that is not Python's, and could not be put back.
+    ours = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not None]
+    previous = {number: signal.signal(number, handle) for number in ours}
     try:
         yield
     finally:

@@ -1,13 +1,12 @@
 """Ray nodes on this machine, for faults of nodes: a cluster of its own, with one CPU, so one rank, a node."""
 
 import contextlib
-import functools
 import os
-import secrets
 import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
@@ -15,6 +14,7 @@ from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
+from braid.jobs.private_clusters import environment, own_token
 from braid.jobs.tokenizer import load_tokenizer
 
 STEPS = 1_000_000
@@ -23,14 +23,13 @@ TOLERANCE = 2e-5
 """Of a loss in fp32, relative, where sums are taken in another order."""
 _DRAIN_S = 60
 _SETTINGS = {
-    "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
 }
-"""Ray's own: a lost node is noticed in seconds, and nobody else on the network gets in."""
+"""Ray's own: a lost node is noticed in seconds."""
 
 
 def degrees_on(config: Config, nodes: int) -> Degrees | None:
@@ -188,26 +187,14 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
     with contextlib.ExitStack() as stack:
         # Ray names its newest cluster in this folder, and sockets there: their paths have to be short.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
-        before = dict(os.environ)
-        stack.callback(_restore_environment, before)
-        os.environ.update({**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder})
+        stack.enter_context(environment({**_SETTINGS, "RAY_TMPDIR": folder}))
+        stack.enter_context(own_token(Path(folder)))
         from ray.cluster_utils import Cluster
 
         nodes = Nodes(Cluster())
         stack.callback(nodes.close)
         nodes.start(count)
         yield nodes
-
-
-@functools.cache
-def _token() -> str:
-    """One per process: Ray reads it once."""
-    return secrets.token_hex(32)
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def _kill(*roots: int) -> None:

@@ -4,11 +4,9 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -145,33 +143,6 @@ def test_the_output_does_not_depend_on_the_executor(tmp_path: Path) -> None:
     assert len(first) > 10
     assert contents(folders[1]) == first
     assert contents(folders[2]) == first
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_items")
-def test_ray_tasks_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
-    from braid.jobs.prepare_ray import ray_map
-
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text((tmp_path / "a.jsonl").read_text() + "{")
-    local = prepare(corpus, output=tmp_path / "local")
-    scratch = tempfile.mkdtemp(prefix="r", dir="/tmp")  # Ray's sockets need a short path
-    try:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=scratch)
-        remote = prepare(corpus, output=tmp_path / "remote", executor=ray_map)
-        assert contents(remote.output) == contents(local.output)
-        assert sorted(ray_map(abs, range(-20, 0), in_flight=3)) == list(range(1, 21))
-        with pytest.raises(ValueError, match=r"^data.files: .*bad.jsonl:61 is not JSON") as fault:
-            prepare(corpus_of(bad), output=tmp_path / "bad", executor=ray_map)
-        assert "\n" not in str(fault.value)
-        assert not (tmp_path / "bad").exists()
-        assert not hidden(tmp_path)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # The output folder.
