@@ -17,6 +17,7 @@ from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.drill_cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes_cli import kubernetes
+from braid.jobs.logs_cli import logs
 from braid.jobs.planning_cli import register
 from braid.jobs.profiling_cli import profile
 from braid.jobs.submission_cli import jobs, submit
@@ -154,6 +155,7 @@ register(app, bench)
 app.command()(profile)
 app.command()(trace)
 app.command()(report)
+app.command()(logs)
 app.add_typer(grafana, name="grafana")
 app.command()(dashboard)
 app.add_typer(checkpoint, name="checkpoint")
@@ -208,7 +210,8 @@ def _report(error: Exception) -> int:
         if error.user_error:
             print(f"braid: {error.user_message}", file=sys.stderr)
             return _ERROR_EXIT
-        print(f"{error.trace}\nbraid: {error}".lstrip(), file=sys.stderr)
+        lines = [error.trace, f"braid: {error}", *getattr(error, "__notes__", ())]
+        print("\n".join(lines).lstrip(), file=sys.stderr)
         return _FAILURE_EXIT
     raise error
 

@@ -1,11 +1,13 @@
 """Start a run: prepare the data, plan, drive the controller, hand its events to a display."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, TelemetryConfig
@@ -18,6 +20,7 @@ from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
 from braid.actors.stage.hub_files import check_initial
+from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
 from braid.jobs.corpus import Corpus
@@ -87,6 +90,7 @@ def train(
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
+        stack.enter_context(_pointing_to_logs(config.run_directory))
         begun = False
         for event in events(config, options, plan, show):
             show(event)
@@ -106,6 +110,17 @@ def train(
                 case Finished():
                     report = event.report
     return report
+
+
+@contextlib.contextmanager
+def _pointing_to_logs(run: Path) -> Iterator[None]:
+    """Say, where a rank fails, how to read what it had to say itself."""
+    try:
+        yield
+    except WorkerError as error:
+        if not error.user_error and log_file(run, error.rank).exists():
+            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
+        raise
 
 
 def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:

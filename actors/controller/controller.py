@@ -410,6 +410,7 @@ class Controller:
             group.call_all("leave")
         self._generation += 1
         group.expect(self._config.cluster.group_timeout_s)
+        group.call_all("open_log", str(self._config.run_directory), self._generation)
         port = group.call(0, "open_store", self._config.cluster.group_timeout_s)
         meeting = Rendezvous(
             address=group.addresses[0],

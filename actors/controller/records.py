@@ -17,6 +17,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
+from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span
@@ -178,8 +179,12 @@ class RunDirectory:
         return lock
 
     def _empty(self) -> None:
+        begun = (self.path / ".lock").stat().st_mtime_ns
+        for old in (self.path / log.FOLDER).glob("*"):
+            if old.stat().st_mtime_ns < begun:  # the others are of ranks that have started
+                old.unlink()
         for path in self.path.iterdir():
-            if path.name != ".lock":
+            if path.name not in (".lock", log.FOLDER):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def describe(

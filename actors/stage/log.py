@@ -1,0 +1,91 @@
+"""A rank's own log: all that its process writes to standard output and error, C++ libraries included."""
+
+import contextlib
+import faulthandler
+import functools
+import inspect
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+FOLDER: Final = "logs"
+_MOST_BYTES: Final = 8 << 20
+"""A log that is longer when a generation begins is put aside, as the only one of its rank."""
+
+T = TypeVar("T")
+
+
+def log_file(run: Path, rank: int) -> Path:
+    """Where a rank's log lies in a run's directory."""
+    return run / FOLDER / f"rank-{rank}.log"
+
+
+def put_aside(log: Path) -> Path:
+    """Where the part of a log lies that was written before it grew too long."""
+    return log.with_name(f"{log.name}.1")
+
+
+def write_to(log: Path, header: str, *, anew: bool) -> bool:
+    """Let this process write to a log, behind what is there unless it begins anew; first of all ``header``.
+
+    False where there is no folder for it that can be written: its output goes where it went before.
+    """
+    try:
+        log.parent.mkdir(exist_ok=True)
+        if anew:
+            put_aside(log).unlink(missing_ok=True)
+        elif log.exists() and log.stat().st_size > _MOST_BYTES:
+            log.replace(put_aside(log))
+        number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0), 0o644)
+    except OSError:
+        return False
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    os.close(number)
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        _Unfailing(2, "w", closefd=False), encoding="utf-8", errors="replace", write_through=True
+    )
+    faulthandler.enable(2)
+    print(header)
+    return True
+
+
+class _Unfailing(io.FileIO):
+    """Drops what the disk has no room for: training is worth more than its log."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def errors_logged(cls: type[T]) -> type[T]:
+    """Whatever public methods of objects with a true ``logs`` raise stands in the log, too, with its trace.
+
+    The controller tells of one rank's error: the first one. Those of the others say what they were at.
+    """
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, _logged(method))
+    return cls
+
+
+def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return method(self, *arguments, **named)
+        except Exception:
+            if self.logs:
+                traceback.print_exc()
+            raise
+
+    return called
