@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import web
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, Sink, layout_of
 from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_text
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.yaml_text import parse_yaml
 
 
 class MetricsFeed:
@@ -25,10 +25,10 @@ class MetricsFeed:
 
     def __init__(self, run: Path, sink: Sink, since: float = -math.inf) -> None:
         """Lines with a ``time`` up to ``since`` (Unix time in seconds) are history and not told."""
-        name = str(_content(run / "config.yaml", yaml.safe_load).get("name", run.name))
+        name = str(_content(run / "config.yaml", _config).get("name", run.name))
         self._exporter = exporter = Exporter(sink, name, ParallelLayout())
         self._described: tuple[tuple[Path, Callable[[str], Any], Callable[[dict[str, Any]], None]], ...] = (
-            (run / "config.yaml", yaml.safe_load, self._lay_out),
+            (run / "config.yaml", _config, self._lay_out),
             (run / "predicted.json", json.loads, exporter.predicted),
         )
         self._facts: dict[Path, tuple[int, int, int] | None] = {}
@@ -100,10 +100,14 @@ def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:
     return web.get("/metrics", metrics, allow_head=False)
 
 
+def _config(text: str) -> Any:
+    return parse_yaml(text, "config.yaml")
+
+
 def _content(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """A file's mapping; an empty one where there is none."""
     try:
         content = parse(read_text(path) or "")
-    except (NotReadableError, ValueError, yaml.YAMLError):
+    except (NotReadableError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-import yaml
-
 from braid.dashboards import plan_view
 from braid.dashboards.run_files import (
     GrowingLines,
@@ -39,6 +37,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.spec import AXES, ParallelLayout
 from braid.scheduling.stragglers import stragglers
 from braid.scheduling.trace import Span, length_ns, merge
+from braid.scheduling.yaml_text import parse_yaml
 
 DESCRIPTIONS: Final = (
     "config.yaml",
@@ -357,9 +356,9 @@ def _yaml(path: Path) -> Any:
     if text is None:
         return None
     try:
-        return _plain(yaml.safe_load(text))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise NotReadableError(f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
+        return _plain(parse_yaml(text, path.name))
+    except (ValueError, RecursionError) as error:
+        raise NotReadableError(str(error)) from None
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ edited into nonsense fails there, with the key that is wrong.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import Choices
@@ -23,6 +23,7 @@ from braid.scheduling.spec import (
     Workload,
     check_fit,
 )
+from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 VERSION: Final = 2
 
@@ -201,12 +202,9 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The plan as YAML that `parse_plan` reads back to an equal object."""
-        import yaml  # here, since pairings are searched for where it is not installed, too
-
         content = to_mapping(self)
         ordered = {"braid_plan": content.pop("braid_plan"), **content}
-        text: str = yaml.safe_dump(ordered, sort_keys=False, width=100)
-        return _HEAD + text
+        return _HEAD + write_yaml(ordered, width=100)
 
 
 def score_of(numbers: Numbers) -> Score:
@@ -224,12 +222,7 @@ def score_of(numbers: Numbers) -> Score:
 
 def parse_plan(text: str, where: str) -> Plan:
     """A plan from YAML; `ValueError` names the key, its value and what would be right."""
-    import yaml
-
-    try:
-        content: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    content = parse_yaml(text, where)
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
     return from_mapping(Plan, content, where)

@@ -90,12 +90,13 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, kind):
-        raise ValueError(f"{where}={value!r} must be {_expected(kind)}")
+        remedy = "; write it in quotes" if kind is str and isinstance(value, int | float) else ""
+        raise ValueError(f"{where}={value!r} must be {_expected(kind)}{remedy}")
     return value
 
 
 def number(text: Any) -> Any:
-    """The number that a text is, as YAML 1.1 leaves 32e9 one; anything else as it is."""
+    """The number that a text is, as YAML leaves 1_000 one; anything else as it is."""
     if not isinstance(text, str):
         return text
     try:

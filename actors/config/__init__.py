@@ -6,12 +6,12 @@ the path of the key, its value, and what would be right.
 
 import difflib
 import importlib.util
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
@@ -26,6 +26,7 @@ from braid.scheduling.spec import (
     check_fit,
     check_runnable,
 )
+from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 AUTO: Final = "auto"
@@ -347,7 +348,7 @@ class Config(Section):
         if self.model.preset is not None or self.model.initial is not None:
             # Defaults written out would be sizes that the configuration gives, against the preset's.
             content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
-        return yaml.safe_dump(content, sort_keys=False)
+        return write_yaml(content)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
@@ -378,9 +379,9 @@ def read_content(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        content = parse_yaml(text, str(path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -408,9 +409,9 @@ def _override(content: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise ConfigError(f"--set {override!r}: {section} is not a section")
     try:
-        place[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML") from None
+        place[last] = parse_yaml(text, f"--set {override!r}: the value")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
@@ -420,6 +421,9 @@ def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_suggestion(path)}"
     value = problem.get("input")
+    if problem["type"] in ("string_type", "path_type") and isinstance(value, bool | int | float):
+        text = f'"{json.dumps(value)}"'
+        return f"{key}={value!r}: must be text; write it in quotes: {text}, or --set '{key}={text}'"
     message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
     shown = "" if isinstance(value, (dict, Section)) else f"={value!r}"
     return f"{key}{shown}: {message}"

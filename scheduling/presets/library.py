@@ -7,29 +7,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.presets.hugging_face import initial_shape
 from braid.scheduling.records import from_mapping, number
 from braid.scheduling.spec import ModelShape
+from braid.scheduling.yaml_text import parse_yaml
 
 _FOLDER = Path(__file__).parent
 
 
 @cache
 def _content(name: str) -> dict[str, Any]:
-    content = _load((_FOLDER / name).read_text(encoding="utf-8"), name)
+    content = parse_yaml((_FOLDER / name).read_text(encoding="utf-8"), name)
     assert isinstance(content, dict)
     return content
-
-
-def _load(text: str, where: str) -> Any:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        return yaml.load(text, Loader=loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def model_names() -> tuple[str, ...]:
@@ -82,7 +73,7 @@ def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"--cluster {reference} cannot be read: {reason}") from None
-    spec = parse_cluster(_load(text, reference), reference)
+    spec = parse_cluster(parse_yaml(text, reference), reference)
     return spec if nodes is None else _with_nodes(spec, nodes)
 
 

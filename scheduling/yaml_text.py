@@ -1,0 +1,76 @@
+"""YAML by the core schema of version 1.2, which is what people expect of it.
+
+PyYAML follows version 1.1, in which ``off``, ``yes`` and ``on`` are truth values, ``2026-11-23`` is a date,
+``010`` is eight, ``1:30`` is ninety and ``1e-3`` is a text. Here ``true`` and ``false`` are the only truth
+values, ``1e-3`` is a number, and the others are texts, but for ``010``, which is ten.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = (
+    ("bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF"),
+    ("int", re.compile("[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"), "-+0123456789"),
+    (
+        "float",
+        re.compile(
+            r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+        ),
+        "-+.0123456789",
+    ),
+    ("null", re.compile("~|null|Null|NULL|"), ["~", "n", "N", ""]),
+    ("merge", re.compile("<<"), "<"),  # of 1.1, and in wide use
+)
+"""Tag, the whole text of a plain scalar, and the characters that it may begin with."""
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """What a YAML text holds: mappings, lists and scalars, nothing that runs code. `ValueError` names
+    ``where`` it stands."""
+    import yaml  # here, since pairings are searched for where it is not installed, too
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def write_yaml(content: Any, width: int | None = None) -> str:
+    """YAML that `parse_yaml` and readers of version 1.1 take for the same: quoted where they differ."""
+    import yaml
+
+    return yaml.dump(content, Dumper=_dumper(), sort_keys=False, width=width)
+
+
+@cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's; here none of 1.1
+
+    _resolve(Loader)
+    Loader.add_constructor(f"{_TAG}int", lambda loader, node: _whole(loader.construct_scalar(node)))
+    return Loader
+
+
+def _whole(text: str) -> int:
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+@cache
+def _dumper() -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    _resolve(Dumper)  # beside those of 1.1: a text that is something else to either is quoted
+    return Dumper
+
+
+def _resolve(kind: Any) -> None:
+    for name, pattern, first in _KINDS:
+        kind.add_implicit_resolver(_TAG + name, re.compile(f"(?:{pattern.pattern})$"), list(first))
