@@ -34,7 +34,9 @@ ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Override a key, such as --set train.lr=3e-4; may be repeated.", metavar="KEY=VALUE"
+        "--set",
+        help="Override a key, such as --set train.lr=3e-4; may be repeated. Paths begin as in CONFIG.",
+        metavar="KEY=VALUE",
     ),
 ]
 _ERROR_EXIT, _FAILURE_EXIT, _INTERRUPT_EXIT = 2, 1, 130

@@ -16,11 +16,12 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Final, Literal, assert_never, get_args
 
+from braid.actors.config.paths import PYTHON_STDLIB
+
 Format = Literal["text", "jsonl", "parquet"]
 EncodingErrors = Literal["strict", "replace", "skip"]
 
 AUTO: Final = "auto"
-PYTHON_STDLIB = "python-stdlib"  # a source that every machine with Python has: its standard library
 
 _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), "jsonl"),

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from braid.actors.config import Config, ConfigError
-from braid.jobs.submission import STOP_SECONDS, anchored
+from braid.actors.config.paths import anchored
+from braid.jobs.submission import STOP_SECONDS
 
 Kind = Literal["RayJob", "RayCluster"]
 CONFIG_FOLDER, CONFIG_FILE = "/etc/braid", "run.yaml"

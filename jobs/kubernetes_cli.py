@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from braid.actors.config import ConfigError, load_config
+from braid.actors.config import ConfigError, parse_config, read_content
 
 
 def kubernetes(
@@ -38,7 +38,8 @@ def kubernetes(
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
     from braid.jobs.kubernetes import Setting, manifest, nodes_needed
 
-    resolved = load_config(config, overrides or ())
+    # not `load_config`, which gives paths of this machine
+    resolved = parse_config(read_content(config), overrides or (), source=str(config))
     if kind not in ("RayJob", "RayCluster"):
         raise ConfigError(f"--kind {kind} must be RayJob or RayCluster")
     ranks_per_node = min(ranks_per_node, resolved.layout().ranks)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from braid.actors.config import Config, ConfigError, parse_config, read_content
+from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, Setting, parse_plan
@@ -60,7 +60,7 @@ def _config(reference: str, overrides: list[str]) -> Config:
         raise ConfigError(
             f"{reference} is neither a file nor a model preset; `braid presets` lists the presets"
         )
-    return parse_config(read_content(path), overrides, source=reference)
+    return load_config(path, overrides)
 
 
 def _vocabulary(config: Config) -> int:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from braid.actors.config import Config, load_config
+from braid.actors.config.paths import anchored
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -29,7 +30,7 @@ def profile(
     from braid.jobs.planning import write_text
 
     extra = [f"cluster.launcher={launcher}"] if launcher else []
-    resolved = load_config(config, [*(overrides or []), *extra]).located()
+    resolved = anchored(load_config(config, [*(overrides or []), *extra]), Path.cwd())
     found = _measure(resolved, anew)
     if output is not None:
         write_text(output, found.profile.to_json(), "--output")

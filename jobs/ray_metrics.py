@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import yaml
-
 from braid.actors.config import Config
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
 from braid.dashboards.metrics import Exporter, RaySink, Sink, layout_of
+from braid.scheduling.yaml_text import parse_yaml
 
 
 @contextlib.contextmanager
@@ -54,8 +53,8 @@ class EventFeed:
 
     def _describe(self) -> None:
         """What the ranks were told to do: another layout than before, perhaps."""
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            self._exporter.layout = layout_of(yaml.safe_load(_text(self._run / "config.yaml")))
+        with contextlib.suppress(OSError, ValueError):
+            self._exporter.layout = layout_of(parse_yaml(_text(self._run / "config.yaml"), "config.yaml"))
         with contextlib.suppress(OSError, ValueError):
             self._exporter.predicted(json.loads(_text(self._run / "predicted.json")))
 

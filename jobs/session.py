@@ -105,13 +105,16 @@ def job_environment() -> dict[str, Any]:
     return dict(environment or {})
 
 
-def check_lasting(runs: Path) -> None:
-    """Refuse a run's directory in a job's working directory, a copy that Ray removes with the job."""
-    if "working_dir" in job_environment() and "working_dir_files" in runs.parts:
-        raise ConfigError(
-            f"runs={str(runs)!r} lies in this job's working directory, which Ray removes with the job; "
-            f"give an absolute path that means the same on all nodes, such as --set runs=/shared/runs"
-        )
+def check_lasting(config: Config) -> None:
+    """Refuse homes of checkpoints in a job's working directory, a copy that Ray removes with the job."""
+    if "working_dir" not in job_environment():
+        return
+    for key, place in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
+        if "working_dir_files" in place.split("/"):
+            raise ConfigError(
+                f"{key}={place!r} lies in this job's working directory, which Ray removes with the job; "
+                f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
+            )
 
 
 def _environment() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from braid import __version__
 from braid.actors.config import NAME_PATTERN, Config, ConfigError
-from braid.jobs.corpus import PYTHON_STDLIB
+from braid.actors.config.paths import BYTES, anchored
 from braid.jobs.doors import check_job_server
 from braid.jobs.session import package
 from braid.jobs.tokenizer import load_tokenizer
@@ -209,32 +209,11 @@ def prepared_config(config: Config) -> Config:
     """
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
-    config = anchored(config, Path.cwd())
+    config = anchored(config, Path.cwd())  # what stands beside the file is absolute already
     config.layout()
-    if config.data.tokenizer == "bytes" or Path(config.data.tokenizer).exists():
+    if config.data.tokenizer == BYTES or Path(config.data.tokenizer).exists():
         config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
-
-
-def anchored(config: Config, base: Path) -> Config:
-    """The same with every relative path taken from ``base``."""
-
-    def at(path: Path | None) -> Path | None:
-        return None if path is None else base / path
-
-    data, overlap = config.data, config.overlap
-    files = tuple(name if name == PYTHON_STDLIB else str(base / name) for name in data.files)
-    tokenizer = data.tokenizer if data.tokenizer == "bytes" else str(base / data.tokenizer)
-    paths = {name: at(getattr(overlap, name)) for name in ("schedule_file", "plan", "profile")}
-    return config.model_copy(
-        update={
-            "runs": base / config.runs,
-            "data": data.model_copy(
-                update={"files": files, "tokenizer": tokenizer, "directory": at(data.directory)}
-            ),
-            "overlap": overlap.model_copy(update=paths),
-        }
-    )
 
 
 def environment_of(settings: list[str]) -> dict[str, str]:

@@ -56,7 +56,8 @@ def submit(
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
 
-    Relative paths are taken from here and must mean the same on all nodes.
+    Relative paths are taken from here (of model.layer, model.initial and checkpoint.mirror from CONFIG's
+    folder) and must mean the same on all nodes.
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")

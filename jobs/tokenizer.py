@@ -6,7 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-BYTES = "bytes"
+from braid.actors.config.paths import BYTES
+
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, TelemetryConfig
+from braid.actors.config.paths import anchored
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
@@ -68,8 +69,9 @@ def train(
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
-    config, options = config.located(), options or RunOptions()
-    check_lasting(config.runs)
+    # ranks do not share the command's folder
+    config, options = anchored(config, Path.cwd()), options or RunOptions()
+    check_lasting(config)
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)

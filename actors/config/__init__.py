@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
@@ -46,12 +47,12 @@ def _one_of(options: Iterable[str]) -> AfterValidator:
 
 
 class DataConfig(Section):
-    """The corpus. ``python-stdlib`` among the files stands for the sources of Python's standard library."""
+    """The corpus. `PYTHON_STDLIB` among the files stands for the sources of Python's standard library."""
 
-    files: tuple[str, ...] = ("python-stdlib",)
+    files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
+    tokenizer: str = BYTES  # or the path of a Hugging Face tokenizer.json
     text_field: str = "text"
     encoding_errors: Literal["strict", "replace", "skip"] = "strict"
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
@@ -168,7 +169,9 @@ class CheckpointConfig(Section):
     lose_at_most: Positive | None = None  # steps beyond the newest checkpoint; then training waits for a save
     keep: Positive = 2  # newest ones
     keep_every: Annotated[int, Field(ge=0)] = 0  # steps; checkpoints at their multiples are kept for ever
-    mirror: str | None = None  # an fsspec URL, such as s3://bucket/run: a second home of all checkpoints
+    mirror: str | None = (
+        None  # a path, or an fsspec URL such as s3://bucket/run: all checkpoints' second home
+    )
     copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
     copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
     copies_wait: bool = False  # a step ends when its copy has arrived, not during the next one
@@ -283,10 +286,6 @@ class Config(Section):
         """The same with another schedule."""
         return self.model_copy(update={"overlap": self.overlap.model_copy(update={"schedule": name})})
 
-    def located(self) -> "Config":
-        """The same with an absolute ``runs``: actors on a cluster do not share the command's folder."""
-        return self.model_copy(update={"runs": self.runs.resolve()})
-
     def layout(self) -> ParallelLayout:
         """The mesh, with the model's chunks where the schedule wants them."""
         if self.parallel.auto:
@@ -352,14 +351,19 @@ class Config(Section):
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file and apply ``section.key=value`` overrides."""
-    return parse_config(read_content(Path(path)), overrides, source=str(path))
+    """Read a configuration file and apply ``section.key=value`` overrides.
+
+    Relative paths of `BESIDE_THE_FILE`, in the file and in overrides, are taken from the file's folder. The
+    others stay as they are, and are taken from the folder in which a run is started.
+    """
+    config = parse_config(read_content(Path(path)), overrides, source=str(path))
+    return anchored(config, Path(path).parent.absolute(), BESIDE_THE_FILE)
 
 
 def parse_config(
     content: Mapping[str, Any], overrides: Iterable[str] = (), source: str = "configuration"
 ) -> Config:
-    """Check a configuration that is already in memory."""
+    """Check a configuration that is already in memory; its paths stay as they are."""
     merged = _plain(content)
     for override in overrides:
         _override(merged, override)

@@ -3,17 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from braid.scheduling.spec import FAMILIES, ModelShape
 
 Positive = Annotated[int, Field(ge=1)]
-
-
-def _absolute_file(reference: str | None) -> str | None:
-    """``file.py:Class`` with the file's whole path, since ranks may run elsewhere; others as they are."""
-    place, _, name = (reference or "").rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
 
 
 class ConfigError(ValueError):
@@ -49,9 +43,9 @@ class ModelConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     capacity_factor: Annotated[float, Field(gt=0)] = 1.0
     # a layer of your own: "package.module:Class" or "file.py:Class"
-    layer: Annotated[str | None, AfterValidator(_absolute_file)] = None
+    layer: str | None = None
     # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)
-    initial: Annotated[Path | None, AfterValidator(lambda path: path and path.resolve())] = None
+    initial: Path | None = None
 
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""

@@ -167,7 +167,7 @@ def load_layer(reference: str | None) -> LayerDefinition:
     except (ImportError, OSError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"model.layer={reference!r} cannot be loaded ({error}); "
-            f"write it as 'package.module:Class' or 'path/to/file.py:Class'"
+            f"write it as 'package.module:Class' or, from the configuration's folder, 'path/to/file.py:Class'"
         ) from error
     return definition
 

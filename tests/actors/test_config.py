@@ -1,10 +1,12 @@
 """The configuration as a user writes it: what YAML makes of it, and where its paths begin."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from braid.actors.config import Config, ConfigError, load_config
+from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.actors.config.paths import anchored
 
 
 def written(folder: Path, text: str, *overrides: str) -> Config:
@@ -41,3 +43,67 @@ def test_numbers_that_should_be_text(tmp_path: Path, text: str, says: str) -> No
     key, _, value = text.partition(": ")
     assert str(getattr(written(tmp_path, f'{key}: "{value}"'), key)) == value
     assert str(getattr(written(tmp_path, "", f'{key}="{value}"'), key)) == value
+
+
+PATHS: dict[str, Any] = {
+    "runs": "r",
+    "model": {"layer": "mine.py:Layer", "initial": "weights"},
+    "data": {"files": ["a.txt", "/b.txt", "python-stdlib", "s3://x/c"], "tokenizer": "t.json"},
+    "overlap": {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"},
+    "checkpoint": {"mirror": "mirror"},
+}
+
+
+def test_anchored() -> None:
+    config = anchored(parse_config(PATHS), Path("/base"))
+    assert config.runs == Path("/base/r")
+    assert (config.model.layer, config.model.initial) == ("/base/mine.py:Layer", Path("/base/weights"))
+    assert config.data.files == ("/base/a.txt", "/b.txt", "python-stdlib", "s3://x/c")
+    assert config.data.tokenizer == "/base/t.json"
+    assert config.data.directory is None
+    assert config.overlap.plan == Path("/base/p.yaml")
+    assert config.overlap.profile is None
+    assert config.overlap.schedule_file == Path("/s.txt")
+    assert config.checkpoint.mirror == "/base/mirror"
+    assert anchored(config, Path("/other")) == config
+    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
+    assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
+
+
+@pytest.mark.parametrize(
+    ("mirror", "at_base"),
+    [
+        ("/m", "/m"),
+        ("file:m", "file:/base/m"),
+        ("file://m", "file:///base/m"),
+        ("file:///m", "file:///m"),
+        ("local://m", "local:///base/m"),
+        ("s3://bucket/m", "s3://bucket/m"),
+        ("simplecache::s3://bucket/m", "simplecache::s3://bucket/m"),
+        ("~/m", "~/m"),
+    ],
+)
+def test_mirrors(mirror: str, at_base: str) -> None:
+    config = anchored(parse_config({"checkpoint": {"mirror": mirror}}), Path("/base"))
+    assert config.checkpoint.mirror == at_base
+
+
+def test_layers_that_are_no_files() -> None:
+    config = anchored(parse_config({"model": {"layer": "package.module:Layer"}}), Path("/base"))
+    assert config.model.layer == "package.module:Layer"
+
+
+def test_what_belongs_to_the_configuration_begins_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the current directory is, and in overrides too; what a run reads and writes is left."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "run.yaml").write_text("model: {layer: mine.py:Layer}", encoding="utf-8")
+    config = load_config("folder/run.yaml", ["model.initial=weights", "checkpoint.mirror=file:mirror"])
+    assert config.model.layer == f"{tmp_path}/folder/mine.py:Layer"
+    assert config.model.initial == tmp_path / "folder" / "weights"
+    assert config.checkpoint.mirror == f"file:{tmp_path}/folder/mirror"
+    assert (config.runs, config.data.files) == (Path("runs"), ("python-stdlib",))
+    model = parse_config(PATHS).model
+    assert (model.layer, model.initial) == ("mine.py:Layer", Path("weights")), "no file, no folder"

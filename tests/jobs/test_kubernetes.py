@@ -87,8 +87,12 @@ def test_a_job(kubernetes: Any) -> None:
     assert yaml.safe_load(job.spec.runtimeEnvYAML)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "120"
 
 
-def test_the_configuration_that_is_mounted(kubernetes: Any) -> None:
-    settings, job = check(made(kubernetes("--set", "train.steps=7", "--mount", "/shared")))
+def test_the_configuration_that_is_mounted(kubernetes: Any, tmp_path: Path) -> None:
+    paths = ("checkpoint.mirror=mirror", "model.layer=mine.py:Layer", "model.initial=weights")
+    options = [word for path in paths for word in ("--set", path)]
+    outcome = kubernetes("--set", "train.steps=7", "--mount", "/shared", *options)
+    assert str(tmp_path) not in outcome.output, "no path of this machine"
+    settings, job = check(made(outcome))
     assert isinstance(job, RayJob)
     (mount,) = [
         mount
@@ -103,6 +107,8 @@ def test_the_configuration_that_is_mounted(kubernetes: Any) -> None:
     assert config.name == "My_run.2"
     assert config.runs == Path("/shared/runs")
     assert config.data.files == ("/shared/data/*.jsonl",)
+    assert config.checkpoint.mirror == "/shared/mirror"
+    assert (config.model.layer, config.model.initial) == ("/shared/mine.py:Layer", Path("/shared/weights"))
     assert config.train.steps == 7
     assert config.cluster.device == "cuda"
     assert config.cluster.placement_timeout_s == 1800, "nodes have to be found first"

@@ -16,7 +16,6 @@ from braid.actors.config import ConfigError, load_config, parse_config
 from braid.jobs import doors
 from braid.jobs.cli import main
 from braid.jobs.session import check_lasting
-from braid.jobs.submission import anchored
 from tests.jobs.job_server_stub import TOKEN, State, job_server
 
 CANARY = "canary-4c1e77aa03"
@@ -70,7 +69,8 @@ def refused(outcome: Outcome, *says: str) -> None:
 
 
 def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
-    done = braid("submit", "run.yaml", "--set", "train.steps=7", "--env", "NCCL_DEBUG=WARN")
+    options = ("--set", "train.steps=7", "--set", "checkpoint.mirror=mirror")
+    done = braid("submit", "run.yaml", *options, "--env", "NCCL_DEBUG=WARN")
     assert done.code == 0, done
     assert "run first is job first" in done.output
     (request,) = server.submitted
@@ -87,6 +87,7 @@ def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
     config = load_config(folder / "run.yaml")
     assert config.train.steps == 7
     assert config.runs == tmp_path / "runs"
+    assert config.checkpoint.mirror == str(tmp_path / "mirror")
     assert config.data.files == (str(tmp_path / "corpus.txt"),)
     assert config.cluster.address is None
     (module,) = environment["py_modules"]
@@ -314,26 +315,14 @@ def test_a_server_that_goes_away(server: State, braid: Braid, monkeypatch: pytes
     assert "Traceback" not in gone.errors
 
 
-def test_anchored() -> None:
-    files = ["a.txt", "/b.txt", "python-stdlib"]
-    overlap = {"plan": "p.yaml", "profile": None, "schedule_file": "/s.txt"}
-    content = {"runs": "r", "data": {"files": files, "tokenizer": "t.json"}, "overlap": overlap}
-    config = anchored(parse_config(content), Path("/base"))
-    assert config.runs == Path("/base/r")
-    assert config.data.files == ("/base/a.txt", "/b.txt", "python-stdlib")
-    assert config.data.tokenizer == "/base/t.json"
-    assert config.data.directory is None
-    assert config.overlap.plan == Path("/base/p.yaml")
-    assert config.overlap.profile is None
-    assert config.overlap.schedule_file == Path("/s.txt")
-    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
-
-
 def test_runs_in_a_copy_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job that was submitted with a working directory, and only of such a one."""
-    copy = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs")
-    check_lasting(copy)
+    copy = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs"
+    check_lasting(parse_config({"runs": copy}))
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x"}}))
-    check_lasting(Path("/shared/runs"))
+    check_lasting(parse_config({"runs": "/shared/runs", "checkpoint": {"mirror": "s3://bucket/run"}}))
     with pytest.raises(ConfigError, match=r"runs='/tmp/ray.*absolute path"):
-        check_lasting(copy)
+        check_lasting(parse_config({"runs": copy}))
+    for mirror in (copy, f"file://{copy}"):
+        with pytest.raises(ConfigError, match=r"checkpoint.mirror='.*/tmp/ray.*absolute path"):
+            check_lasting(parse_config({"runs": "/shared/runs", "checkpoint": {"mirror": mirror}}))
