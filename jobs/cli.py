@@ -96,35 +96,34 @@ def train(
 
 def _dry_run(console: Console, config: Config) -> None:
     from braid.actors.stage.hub_files import check_initial
-    from braid.jobs.corpus import find_sources
+    from braid.jobs.data_sets import check_data
     from braid.jobs.drawing import show_dry_run
     from braid.jobs.tokenizer import load_tokenizer
-    from braid.jobs.train import corpus_of
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     check_initial(config.model.initial, shape)
-    find_sources(corpus_of(config))
+    check_data(config)
     show_dry_run(console, config, shape)
 
 
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise a run's corpus now instead of on first use."""
+    """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
+    from braid.jobs.data_sets import prepare_data
     from braid.jobs.display import Display
-    from braid.jobs.prepare import local_map
-    from braid.jobs.train import prepare_data
+    from braid.jobs.executors import local_map
 
     resolved = _config(config, overrides)
     with Display(Console(), live=resolved.telemetry.progress).running() as display:
         if resolved.cluster.launcher == "processes":
-            prepare_data(resolved, local_map, display.show)
+            prepare_data(resolved, local_map, display.show, renew=True)
             return
         from braid.jobs.session import ray_session
 
         with ray_session(resolved):
             from braid.jobs.prepare_ray import ray_map
 
-            prepare_data(resolved, ray_map, display.show)
+            prepare_data(resolved, ray_map, display.show, renew=True)
 
 
 @app.command()

@@ -41,6 +41,10 @@ _SMALLEST_ITEM_BYTES = 1 << 20
 _LARGEST_ITEM_BYTES = 1 << 28
 
 
+class MissingSourcesError(ValueError):
+    """The corpus is not there: tokens that were made of it may be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """The part of ``data:`` in a configuration that says what to train on.
@@ -142,7 +146,7 @@ def _expand(entry: str) -> list[str]:
         return [name]
     found = [path for path in glob(name, recursive=True) if os.path.isfile(path)]
     if not found:
-        raise ValueError(
+        raise MissingSourcesError(
             f"data.files: {entry!r} finds no file (in {os.getcwd()}); correct the path or the glob"
         )
     return found

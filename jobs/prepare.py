@@ -11,49 +11,33 @@ All nodes that tasks run on must see the inputs, the tokenizer and the output un
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 from braid.actors.stage.data import (
     INDEX_FILE,
-    INDEX_VERSION,
     TRAIN,
     VALIDATION,
     DataIndex,
     Shard,
     read_index,
 )
-from braid.jobs.corpus import Corpus, Source, WorkItem, cut, find_sources
+from braid.jobs.corpus import Corpus, WorkItem, cut
+from braid.jobs.executors import Executor, local_map
+from braid.jobs.identity import Request
 from braid.jobs.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
-from braid.jobs.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|{re.escape(INDEX_FILE)}")
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Executor(Protocol):
-    """Applies a function to every item, in any order, anywhere; `map` is the simplest one."""
-
-    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]: ...
 
 
 @dataclass(frozen=True)
@@ -80,57 +64,6 @@ class Prepared:
     duration_ns: int
 
 
-@dataclass(frozen=True)
-class Request:
-    """A corpus as it was found on disk."""
-
-    corpus: Corpus
-    sources: tuple[Source, ...]
-    tokenizer: Tokenizer
-
-    @classmethod
-    def of(cls, corpus: Corpus) -> "Request":
-        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer))
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """What the output depends on besides the files and the tokenizer."""
-        return {
-            "text_field": self.corpus.text_field,
-            "validation_fraction": self.corpus.validation_fraction,
-            "encoding_errors": self.corpus.encoding_errors,
-        }
-
-    @property
-    def digest(self) -> str:
-        sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
-        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Executor on this machine's cores: one process each, none for a single item."""
-    if len(items) <= 1:
-        yield from map(function, items)
-        return
-    workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
-        yield from pool.map(function, items)  # leaving it early cancels what has not begun
-
-
-def _end_with_parent() -> None:
-    """Without this, workers of a parent that was killed wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def prepare(
     corpus: Corpus,
     *,
@@ -152,24 +85,22 @@ def prepare(
 
 
 def prepare_if_needed(
-    corpus: Corpus,
+    request: Request,
     *,
     output: Path | str,
     executor: Executor = local_map,
     progress: Callable[[Progress], None] | None = None,
 ) -> Prepared:
-    """As `prepare`, but keep what is in ``output`` if it was made from the same request.
+    """As `prepare`, but keep what is in ``output`` if it was made from the same request (`Request.fits`).
 
-    The same means: paths, sizes and times of the inputs, content of the tokenizer, and parameters. Safe to
-    call from many processes at once: one prepares, the others wait and find it done.
+    Safe to call from many processes at once: one prepares, the others wait and find it done.
     """
-    request = Request.of(corpus)
     output = Path(output).expanduser().resolve()
     # without the lock first, for data sets on a file system that is read-only here
-    if found := _existing(request, output):
+    if found := _fitting(request, output, executor):
         return found
     with _locked(output):
-        return _existing(request, output) or _prepare(request, output, executor, progress)
+        return _fitting(request, output, executor) or _prepare(request, output, executor, progress)
 
 
 def _prepare(
@@ -181,7 +112,8 @@ def _prepare(
     folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
     try:
         folder.mkdir()
-        index = _assemble(request, folder, _tokenise_all(request, folder, items, executor, progress))
+        results = _tokenise_all(request, folder, items, executor, progress)
+        index = _assemble(request, folder, results, request.contents(executor))
         _publish(folder, output)
     except OSError as fault:
         raise ValueError(
@@ -272,7 +204,9 @@ def _changes(result: ItemResult, split: Split) -> bool:
     return result.lowest_hash == split.threshold - 1 or result.highest_hash == split.threshold
 
 
-def _assemble(request: Request, folder: Path, results: Sequence[ItemResult]) -> DataIndex:
+def _assemble(
+    request: Request, folder: Path, results: Sequence[ItemResult], contents: tuple[str, ...]
+) -> DataIndex:
     """Give the shards their names in the order of the input, and write the index."""
     splits: dict[str, tuple[Shard, ...]] = {}
     for split in (TRAIN, VALIDATION):
@@ -293,16 +227,21 @@ def _assemble(request: Request, folder: Path, results: Sequence[ItemResult]) -> 
         documents_empty=sum(result.empty for result in results),
         request=request.digest,
         parameters=request.parameters,
-        sources=tuple((s.path, s.size_bytes, s.modified_ns) for s in request.sources),
+        sources=request.places,
+        contents=contents,
     )
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
             path.unlink()  # of a task that was done twice
-    with open(folder / INDEX_FILE, "w", encoding="utf-8") as file:
+    _write_index(folder / INDEX_FILE, index)
+    return index
+
+
+def _write_index(path: Path, index: DataIndex) -> None:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(index.to_json())
         file.flush()
         os.fsync(file.fileno())
-    return index
 
 
 def _summary(output: Path, index: DataIndex, *, reused: bool, duration_ns: int) -> Prepared:
@@ -322,16 +261,34 @@ def _summary(output: Path, index: DataIndex, *, reused: bool, duration_ns: int) 
 # The output folder.
 
 
-def _existing(request: Request, output: Path) -> Prepared | None:
-    """The data set in ``output``, if it is whole and was made from ``request``."""
+def existing(output: Path) -> Prepared:
+    """The data set in ``output``, whatever it was made from; `ValueError` if there is none."""
     began_ns = time.monotonic_ns()
+    index = read_index(output)
+    return _summary(output.resolve(), index, reused=True, duration_ns=time.monotonic_ns() - began_ns)
+
+
+def _fitting(request: Request, output: Path, executor: Executor) -> Prepared | None:
+    """The data set in ``output``, if it is whole and was made from ``request``."""
     try:
-        index = read_index(output)
+        found = existing(output)
     except ValueError:
         return None
-    if index.request != request.digest:
+    if not request.fits(found.index, executor):
         return None
-    return _summary(output, index, reused=True, duration_ns=time.monotonic_ns() - began_ns)
+    if found.index.request != request.digest:  # copies: not to be read again the next time
+        _write_down(replace(found.index, request=request.digest, sources=request.places), output)
+    return found
+
+
+def _write_down(index: DataIndex, output: Path) -> None:
+    """Replace the index; not where the data set cannot be written to."""
+    folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
+    with contextlib.suppress(OSError):
+        folder.mkdir()
+        _write_index(folder / INDEX_FILE, index)
+        (folder / INDEX_FILE).replace(output / INDEX_FILE)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_replaceable(output: Path) -> None:

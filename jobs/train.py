@@ -24,9 +24,10 @@ from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
-from braid.jobs.corpus import Corpus
+from braid.jobs.data_sets import RECORD, data_record, prepare_data
+from braid.jobs.executors import local_map
 from braid.jobs.page import LivePage
-from braid.jobs.prepare import Executor, Prepared, Progress, Request, local_map, prepare_if_needed
+from braid.jobs.prepare import Prepared, Progress
 from braid.jobs.session import check_lasting, ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.spec import ModelShape
@@ -82,7 +83,7 @@ def train(
 
     def plan(prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
         made = plan_run(config, shape, str(prepared.output), launcher, nodes, show)
-        return replace(made, faults=faults)
+        return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
     report: dict[str, Any] = {}
     events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
@@ -173,36 +174,13 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     return replace(made, faults=before.faults)
 
 
-def prepare_data(config: Config, executor: Executor, show: Show) -> Prepared:
-    """Tokenise the corpus unless that is done already."""
-    corpus = corpus_of(config)
-    directory = config.data.directory or config.runs / "data" / Request.of(corpus).digest[:16]
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    prepared = prepare_if_needed(corpus, output=directory, executor=executor, progress=show)
-    show(prepared)
-    return prepared
-
-
-def corpus_of(config: Config) -> Corpus:
-    """The corpus that the configuration names."""
-    data = config.data
-    return Corpus(
-        files=data.files,
-        exclude=data.exclude,
-        format=data.format,
-        tokenizer=data.tokenizer,
-        text_field=data.text_field,
-        validation_fraction=data.validation_fraction,
-        encoding_errors=data.encoding_errors,
-    )
-
-
 def _in_processes(
     places: Sequence[Place] | None, config: Config, options: RunOptions, plan: MakePlan, show: Show
 ) -> Iterator[Event]:
     launcher = ProcessLauncher(config, places)
     launcher.check(config.layout().ranks)
-    controller = Controller(plan(prepare_data(config, local_map, show), launcher, ()), launcher, options)
+    prepared = prepare_data(config, local_map, show, resume=options.resume)
+    controller = Controller(plan(prepared, launcher, ()), launcher, options)
     with _stopping(controller.stop):
         yield from controller.run()
 
@@ -220,7 +198,7 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         launcher = RayLauncher(config)
         if config.elastic.max_ranks is None:  # else it begins with what room there is
             launcher.check(config.layout().ranks)
-        prepared = prepare_data(config, ray_map, show)
+        prepared = prepare_data(config, ray_map, show, resume=options.resume)
         made = plan(prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]
         with _stopping(lambda: ray.get(controllers[-1].stop.remote())), ray_metrics(config) as tell:

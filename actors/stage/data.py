@@ -47,7 +47,8 @@ class DataIndex:
     """What `index.json` says.
 
     ``request`` identifies what the data set was made from (inputs' path, size and time, tokenizer,
-    parameters); ``sources`` and ``parameters`` are the readable part of that, kept for people.
+    parameters); ``sources`` and ``parameters`` are the readable part of that. When copies of the inputs are
+    found, their places are written down instead.
     """
 
     tokenizer: str
@@ -61,6 +62,7 @@ class DataIndex:
     request: str
     parameters: Mapping[str, Any]
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
+    contents: tuple[str, ...] = ()  # of every source, format and SHA-256; nothing in older data sets
 
     @property
     def fingerprint(self) -> str:
@@ -121,7 +123,8 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
         str(split): tuple(Shard(**shard) for shard in shards) for split, shards in entries["splits"].items()
     }
     sources = tuple((str(path), int(size), int(time)) for path, size, time in entries["sources"])
-    index = DataIndex(**{**entries, "splits": splits, "sources": sources})
+    contents = tuple(str(content) for content in entries.get("contents", ()))
+    index = DataIndex(**{**entries, "splits": splits, "sources": sources, "contents": contents})
     counts: list[tuple[str, Any]] = [
         (name, getattr(index, name))
         for name in ("vocabulary", "end_of_document", "documents_skipped", "documents_empty")

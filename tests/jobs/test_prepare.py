@@ -20,7 +20,9 @@ import braid
 from braid.actors.stage.data import TokenShards
 from braid.jobs import corpus as corpus_module
 from braid.jobs.corpus import Corpus
-from braid.jobs.prepare import Executor, Progress, local_map, prepare, prepare_if_needed
+from braid.jobs.executors import Executor, local_map
+from braid.jobs.identity import Request
+from braid.jobs.prepare import Progress, prepare, prepare_if_needed
 from braid.jobs.tokenise import document_hash
 from tests.jobs.corpora import (
     DOCUMENTS,
@@ -174,15 +176,17 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(tmp_path / "t.json", ["<eos>"])
 
     def again(**options: Any) -> tuple[bool, str]:
-        done = prepare_if_needed(corpus_of(source, **options), output=tmp_path / "deep/out")
+        done = prepare_if_needed(Request.of(corpus_of(source, **options)), output=tmp_path / "deep/out")
         assert not hidden(done.output.parent)
         return done.reused, done.index.fingerprint
 
     reused, first = again()
     assert not reused
     assert again() == (True, first)
-    os.utime(source, ns=(0, 1))  # may have changed: made again, and found to be the same tokens
-    assert again() == (False, first)
+    os.utime(source, ns=(0, 1))  # may have changed: read, and found to be the same
+    assert again() == (True, first)
+    source.write_text("text of the ONE file")
+    assert again()[0] is False
     assert again(validation_fraction=0.3)[0] is False
     assert again(encoding_errors="skip")[0] is False
     assert again(tokenizer=str(tokenizer))[0] is False
@@ -218,7 +222,7 @@ def test_one_of_many_prepares_and_the_others_find_it_done(tmp_path: Path) -> Non
     threads = [
         threading.Thread(
             target=lambda: reused.append(
-                prepare_if_needed(corpus, output=tmp_path / "out", executor=slowly).reused
+                prepare_if_needed(Request.of(corpus), output=tmp_path / "out", executor=slowly).reused
             )
         )
         for _ in range(6)
@@ -227,13 +231,14 @@ def test_one_of_many_prepares_and_the_others_find_it_done(tmp_path: Path) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(runs) == 1
+    assert len(runs) == 2, "one has tokenised, and hashed what it read"
     assert sorted(reused) == [False, True, True, True, True, True]
 
 
 SCRIPT = """
 import multiprocessing, sys, time
 from braid.jobs import corpus
+from braid.jobs.identity import Request
 from braid.jobs.prepare import prepare_if_needed
 
 def stop(progress):
@@ -243,7 +248,7 @@ def stop(progress):
 if __name__ == "__main__":
     corpus._SMALLEST_ITEM_BYTES = 2000
     given = corpus.Corpus(files=[sys.argv[1]], validation_fraction=0.2)
-    print(prepare_if_needed(given, output=sys.argv[2], progress=stop).reused)
+    print(prepare_if_needed(Request.of(given), output=sys.argv[2], progress=stop).reused)
 """
 
 
@@ -279,7 +284,8 @@ def test_a_killed_run_leaves_nothing_visible_and_no_process(tmp_path: Path) -> N
     while any(map(runs, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, workers))
-    assert not prepare_if_needed(corpus_of(tmp_path / "a.jsonl"), output=tmp_path / "out").reused
+    request = Request.of(corpus_of(tmp_path / "a.jsonl"))
+    assert not prepare_if_needed(request, output=tmp_path / "out").reused
     assert not hidden(tmp_path)
 
 

@@ -1,0 +1,149 @@
+"""What a data set was made from, and whether something else is still the same.
+
+The same are, without reading anything, files of the same path, size and time. Those that were copied or
+touched are read and compared by their content, which costs a small part of tokenising them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from braid.actors.stage.data import INDEX_VERSION, DataIndex
+from braid.jobs.corpus import Corpus, Source, find_sources
+from braid.jobs.executors import Executor
+from braid.jobs.tokenizer import Tokenizer, load_tokenizer
+
+_PIECE_BYTES = 1 << 26
+"""Of a file, hashed by one task; the identity of a content depends on it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A corpus as it was found on disk."""
+
+    corpus: Corpus
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer
+    _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """By path, of the sources that were read."""
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> "Request":
+        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the output depends on besides the files and the tokenizer."""
+        return parameters_of(self.corpus)
+
+    @property
+    def digest(self) -> str:
+        """Of paths, sizes and times: known without reading anything."""
+        sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def places(self) -> tuple[tuple[str, int, int], ...]:
+        """Path, size and time of every source."""
+        return tuple((s.path, s.size_bytes, s.modified_ns) for s in self.sources)
+
+    def contents(self, executor: Executor) -> tuple[str, ...]:
+        """What every source holds, as a short text; its format belongs to it."""
+        self._read(self.sources, executor)
+        return tuple(self._contents[source.path] for source in self.sources)
+
+    def fits(self, index: DataIndex, executor: Executor) -> bool:
+        """Whether a data set was made from this request, or from copies of its files."""
+        if index.request == self.digest:
+            return True
+        if not self._comparable(index):
+            return False
+        moved = [s for s, place in zip(self.sources, index.sources, strict=True) if self._place(s) != place]
+        self._read(moved, executor)
+        return all(
+            self._contents.get(source.path, known) == known and known.startswith(f"{source.format}:")
+            for source, known in zip(self.sources, index.contents, strict=True)
+        )
+
+    def changed(self, index: DataIndex) -> list[str]:
+        """Paths that are new, or of another size or time than those that a data set was made from."""
+        known = set(index.sources)
+        gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
+        return [s.path for s in self.sources if self._place(s) not in known] + sorted(gone)
+
+    def _comparable(self, index: DataIndex) -> bool:
+        """Whether it is worth reading: all but paths, times and contents is the same."""
+        sizes = [size for _, size, _ in index.sources]
+        return (
+            made_with(index, self.tokenizer, self.corpus)
+            and len(index.contents) == len(sizes)
+            and [source.size_bytes for source in self.sources] == sizes
+        )
+
+    @staticmethod
+    def _place(source: Source) -> tuple[str, int, int]:
+        return source.path, source.size_bytes, source.modified_ns
+
+    def _read(self, sources: Sequence[Source], executor: Executor) -> None:
+        unread = [source for source in sources if source.path not in self._contents]
+        digests: dict[tuple[str, int], bytes] = {}
+        for found in executor(_hash_pieces, list(_batches(unread))):
+            digests.update(found)
+        for source in unread:
+            whole = b"".join(digests[source.path, start] for start in _starts(source))
+            self._contents[source.path] = f"{source.format}:{hashlib.sha256(whole).hexdigest()}"
+
+
+def parameters_of(corpus: Corpus) -> dict[str, Any]:
+    """The part of a data set's parameters that stands in the configuration."""
+    return {
+        "text_field": corpus.text_field,
+        "validation_fraction": corpus.validation_fraction,
+        "encoding_errors": corpus.encoding_errors,
+    }
+
+
+def made_with(index: DataIndex, tokenizer: Tokenizer, corpus: Corpus) -> bool:
+    """Whether a data set has this tokenizer and these parameters, of whatever files it is."""
+    return index.tokenizer_fingerprint == tokenizer.fingerprint and index.parameters == parameters_of(corpus)
+
+
+def _starts(source: Source) -> range:
+    return range(0, max(source.size_bytes, 1), _PIECE_BYTES)
+
+
+def _batches(sources: Sequence[Source]) -> Iterator[list[tuple[str, int]]]:
+    """Pieces of files for one task each: many of small files."""
+    batch: list[tuple[str, int]] = []
+    size = 0
+    for source in sources:
+        for start in _starts(source):
+            batch.append((source.path, start))
+            size += min(_PIECE_BYTES, source.size_bytes - start)
+            if size >= _PIECE_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _hash_pieces(pieces: list[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
+    digests = {}
+    for path, start in pieces:
+        digest, left = hashlib.sha256(), _PIECE_BYTES
+        try:
+            with open(path, "rb") as file:
+                os.lseek(file.fileno(), start, os.SEEK_SET)
+                while left and (content := file.read(min(left, 1 << 20))):
+                    digest.update(content)
+                    left -= len(content)
+        except OSError as fault:
+            raise ValueError(
+                f"data.files: cannot read {path!r} ({fault.strerror}); repair or exclude it"
+            ) from None
+        digests[path, start] = digest.digest()
+    return digests

@@ -1,0 +1,173 @@
+"""Which tokens a run gets when files were copied, touched, changed or deleted."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, parse_config
+from braid.actors.controller.records import Incident
+from braid.actors.stage.data import read_index
+from braid.jobs import identity
+from braid.jobs.data_sets import RECORD, check_data, data_record, prepare_data
+from braid.jobs.identity import Request
+from braid.jobs.prepare import Prepared, Progress
+from tests.jobs.corpora import contents, corpus_of, hidden
+
+Get = Callable[..., tuple[Prepared, list[str]]]
+
+
+@pytest.fixture
+def get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Get:
+    """What a run in ``tmp_path`` trains on, and the warnings; it is written down as a run does it."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str = "run", *, data: dict[str, Any] | None = None, **how: bool) -> Any:
+        warnings: list[str] = []
+
+        def show(event: Prepared | Progress | Incident) -> None:
+            if isinstance(event, Incident):
+                warnings.append(event.text)
+
+        config = configured(name, data)
+        prepared = prepare_data(config, map, show, **how)
+        config.run_directory.mkdir(parents=True, exist_ok=True)
+        (config.run_directory / RECORD).write_text(data_record(prepared))
+        return prepared, warnings
+
+    return call
+
+
+def configured(name: str, data: dict[str, Any] | None = None) -> Config:
+    files = {"files": ["corpus/*.txt"], "validation_fraction": 0.2}
+    return parse_config({"name": name, "data": {**files, **(data or {})}})
+
+
+def write(folder: Path, **texts: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+
+
+def sets(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs" / "data").iterdir() if path.name[0] != ".")
+
+
+def test_copies_are_recognised_and_read_once(
+    get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "corpus", a="first text", b="second text", c="")
+    first, _ = get()
+    for path in (tmp_path / "corpus").iterdir():
+        os.utime(path, ns=(0, 1))
+    touched, warnings = get("second")
+    assert (touched.output, touched.reused, warnings) == (first.output, True, [])
+    shutil.copytree(tmp_path / "corpus", tmp_path / "copy")
+    copied, warnings = get("third", data={"files": ["copy/*.txt"]})
+    assert (copied.output, copied.reused, warnings) == (first.output, True, [])
+    monkeypatch.setattr(identity, "_hash_pieces", None)  # nobody reads the copies again
+    again, _ = get("fourth", data={"files": ["copy/*.txt"]})
+    assert (again.output, again.reused) == (first.output, True)
+    assert not hidden(tmp_path / "runs" / "data")
+
+
+def test_what_changed_gets_a_folder_of_its_own(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", a="first text", b="second text")
+    first, _ = get()
+    before = contents(first.output)
+    write(tmp_path / "corpus", b="SECOND text")  # of the same size
+    new, warnings = get("second")
+    assert not new.reused
+    assert len(sets(tmp_path)) == 2
+    (warning,) = warnings
+    assert "data.files changed" in warning
+    assert "b.txt" in warning
+    assert "a.txt" not in warning
+    assert str(first.output.relative_to(tmp_path)) in warning
+    assert contents(first.output) == before
+    resumed, warnings = get(resume=True)
+    assert (resumed.output, resumed.reused, len(warnings)) == (first.output, True, 1)
+    assert "began with" in warnings[0]
+
+
+@pytest.mark.parametrize("change", [{"format": "jsonl"}, {"encoding_errors": "skip"}])
+def test_other_settings_are_other_tokens(get: Get, tmp_path: Path, change: dict[str, Any]) -> None:
+    write(tmp_path / "corpus", a='{"text": "one"}\n{"text": "two"}')
+    first, _ = get()
+    os.utime(tmp_path / "corpus" / "a.txt", ns=(0, 1))
+    other, _ = get("other", data=change)
+    assert (other.reused, other.output == first.output) == (False, False)
+
+
+def test_tokens_are_enough(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", a="first text", b="second text")
+    first, _ = get()
+    shutil.rmtree(tmp_path / "corpus")
+    for resume in (True, False):
+        found, warnings = get(resume=resume)
+        assert found.output == first.output
+        (warning,) = warnings
+        assert "finds no file" in warning
+        assert str(first.output.relative_to(tmp_path)) in warning
+    check_data(configured("run"))
+    for name, data in (("another", {}), ("run", {"text_field": "body"})):
+        with pytest.raises(ValueError, match=r"^data.files: 'corpus/\*.txt' finds no file"):
+            get(name, data=data)
+        with pytest.raises(ValueError, match="finds no file"):
+            check_data(configured(name, data))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    config = configured("run").model_copy(update={"runs": tmp_path / "moved"})
+    moved = prepare_data(config, map, lambda event: None, resume=True)
+    assert moved.output == tmp_path / "moved" / "data" / first.output.name
+    (moved.output / "index.json").unlink()
+    with pytest.raises(ValueError, match="finds no file"):
+        check_data(config)
+
+
+def test_a_directory_that_was_given(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", a="first text", b="second text")
+    data = {"directory": "tokens"}
+    first, _ = get(data=data)
+    before = contents(first.output)
+    write(tmp_path / "corpus", b="another text", c="a third")
+    with pytest.raises(ValueError, match=r"^data.directory=.*b.txt.*c.txt.*`braid prepare`"):
+        get("second", data=data)
+    assert contents(first.output) == before
+    resumed, warnings = get(data=data, resume=True)
+    assert (resumed.index.fingerprint, len(warnings)) == (first.index.fingerprint, 1)
+    renewed, warnings = get("second", data=data, renew=True)
+    assert (renewed.output, renewed.reused, warnings) == (first.output, False, [])
+    assert renewed.index.fingerprint != first.index.fingerprint
+    with pytest.raises(ValueError, match=r"^data.directory=.*other settings.*`braid prepare`"):
+        get("second", data={**data, "validation_fraction": 0.5})
+    shutil.rmtree(tmp_path / "corpus")
+    assert get("third", data=data)[0].index.fingerprint == renewed.index.fingerprint
+    with pytest.raises(ValueError, match="finds no file"):
+        get("third", data=data, renew=True)
+
+
+def test_older_data_sets_have_no_contents(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", a="first text", b="second text")
+    first, _ = get()
+    entries = json.loads((first.output / "index.json").read_text())
+    del entries["contents"]
+    (first.output / "index.json").write_text(json.dumps(entries))
+    assert read_index(first.output).contents == ()
+    assert get()[0].reused
+    os.utime(tmp_path / "corpus" / "a.txt", ns=(0, 1))
+    assert not get()[0].reused
+
+
+def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_PIECE_BYTES", 10)
+    write(tmp_path, a="0123456789" * 3 + "abc", b="", c="tiny", d="0123456789" * 3 + "abd")
+    found = Request.of(corpus_of(tmp_path / "*.txt")).contents(map)
+    assert len(set(found)) == 4
+    shutil.copy(tmp_path / "a.txt", tmp_path / "e.txt")
+    again = Request.of(corpus_of(tmp_path / "*.txt")).contents(map)
+    assert again[:4] == found
+    assert again[4] == found[0]
