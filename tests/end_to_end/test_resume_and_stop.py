@@ -54,13 +54,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("one rank", "tp 2"), ("tp 2", "pp 2 folded"), ("pp 2 folded", "dp 2"), ("dp 2", "one rank")],
 )
 def test_resume_in_another_layout(folder: Path, first: str, second: str) -> None:
+    """And without the corpus, whose tokens the run has."""
     name = f"{first}-{second}".replace(" ", "_")
     common = ("train", "run.yaml", "--set", f"name={name}")
     stopped = braid(folder, *common, *_set(LAYOUTS[first]), "--until", "10")
     assert stopped.code == 0, stopped.errors
     assert len(losses(folder, name)) == 10
-    resumed = braid(folder, *common, *_set(LAYOUTS[second]), "--resume")
+    resumed = braid(folder, *common, *_set(LAYOUTS[second]), "--set", "data.files=[gone.txt]", "--resume")
     assert resumed.code == 0, resumed.errors
+    assert "the run has the tokens that were made before" in resumed.output
     assert losses(folder, name) == pytest.approx(losses(folder, "whole"), rel=1e-9)
 
 
