@@ -1,6 +1,7 @@
 """A corpus: which files it has, how they are cut into work of equal size, and the documents in them.
 
-Three formats: text (one document a file), JSON-lines (one object a line) and Parquet (one row a document).
+Three formats: text (one document a file), JSON-lines (one object a line) and Parquet (one row a document);
+the first two also compressed. Files are paths, globs or URLs (`braid.jobs.files`).
 Whatever is wrong with a user's files is a ValueError of one line that names the key, the value and a remedy.
 """
 
@@ -8,15 +9,18 @@ import codecs
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from glob import glob
 from pathlib import Path
 from typing import Any, Final, Literal, assert_never, get_args
 
+from braid.actors.config import ConfigError
 from braid.actors.config.paths import PYTHON_STDLIB
+from braid.actors.config.urls import file_system, is_url
+from braid.jobs.files import File, endings, find, local, opened
 
 Format = Literal["text", "jsonl", "parquet"]
 EncodingErrors = Literal["strict", "replace", "skip"]
@@ -29,7 +33,7 @@ _FORMATS: dict[str, Format] = {
 }
 _UNREADABLE = {
     ".json": "set data.format to jsonl if every line is an object, or to text",
-    **dict.fromkeys((".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz"), "decompress it first"),
+    **dict.fromkeys((".lz4", ".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z"), "unpack it first"),
     **dict.fromkeys((".arrow", ".feather"), "save it as Parquet"),
 }
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
@@ -41,18 +45,15 @@ _SMALLEST_ITEM_BYTES = 1 << 20
 _LARGEST_ITEM_BYTES = 1 << 28
 
 
-class MissingSourcesError(ValueError):
-    """The corpus is not there: tokens that were made of it may be."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """The part of ``data:`` in a configuration that says what to train on.
 
-    files                paths, globs (``**`` crosses folders), or `PYTHON_STDLIB`
+    files                paths, globs (``**`` crosses folders), fsspec URLs, or `PYTHON_STDLIB`
     exclude              globs of files to leave out (``*`` crosses folders); one without a slash is
                          compared with the file's name, else with its absolute path
-    format               of all files; 'auto' goes by the name's ending, and unknown endings are text
+    format               of all files; 'auto' goes by the name's ending before that of a compression, and
+                         unknown endings are text
     tokenizer            'bytes' or the path of a Hugging Face tokenizer.json
     text_field           key (JSON-lines) or column (Parquet) of the text
     validation_fraction  share of the documents that are held out, 0 <= share < 1
@@ -95,6 +96,8 @@ class Source:
     format: Format
     size_bytes: int
     modified_ns: int
+    whole: bool = False
+    """It can only be read from its beginning: one range."""
 
 
 @dataclass(frozen=True)
@@ -118,45 +121,24 @@ class WorkItem:
 
 def find_sources(corpus: Corpus) -> tuple[Source, ...]:
     """The corpus's files, each once, sorted by absolute path. ValueError for an entry that finds nothing."""
-    formats: dict[str, Format] = {}
+    sources: dict[str, Source] = {}
     for entry in corpus.files:
-        for path in _expand(entry):
-            if not _excluded(path, corpus.exclude):
-                formats[path] = "text" if entry == PYTHON_STDLIB else _format(path, corpus.format)
-    if not formats:
+        for file in _standard_library() if entry == PYTHON_STDLIB else find(entry):
+            if not _excluded(file.path, corpus.exclude):
+                kind: Format = "text" if entry == PYTHON_STDLIB else _format(file.path, corpus.format)
+                sources[file.path] = Source(file.path, kind, file.size_bytes, file.modified_ns, file.whole)
+    if not sources:
         raise ValueError(
             f"data.exclude: {list(corpus.exclude)!r} leaves no file of data.files; drop a pattern"
         )
-    sources = []
-    for path in sorted(formats):
-        status = os.stat(path)
-        sources.append(Source(path, formats[path], status.st_size, status.st_mtime_ns))
-    return tuple(sources)
+    return tuple(sources[path] for path in sorted(sources))
 
 
-def _expand(entry: str) -> list[str]:
-    if entry == PYTHON_STDLIB:
-        return _standard_library()
-    name = os.path.abspath(os.path.expanduser(entry))
-    if os.path.isdir(name):
-        raise ValueError(
-            f"data.files: {entry!r} is a folder; write {entry.rstrip('/') + '/**/*.txt'!r} or alike"
-        )
-    if os.path.isfile(name):  # before globbing: a name may hold brackets
-        return [name]
-    found = [path for path in glob(name, recursive=True) if os.path.isfile(path)]
-    if not found:
-        raise MissingSourcesError(
-            f"data.files: {entry!r} finds no file (in {os.getcwd()}); correct the path or the glob"
-        )
-    return found
-
-
-def _standard_library() -> list[str]:
+def _standard_library() -> list[File]:
     """Sources of the running Python's standard library, without its tests and what is not UTF-8."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in root.rglob("*.py") if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
-    found = [str(path) for path in paths if _is_utf8(path.read_bytes())]
+    found = [local(str(path)) for path in paths if _is_utf8(path.read_bytes())]
     if not found:
         raise ValueError(f"data.files: {PYTHON_STDLIB!r} finds no *.py in {root}; give files of your own")
     return found
@@ -176,12 +158,13 @@ def _excluded(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _format(path: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> Format:
-    if wanted != AUTO:
-        return wanted
-    ending = os.path.splitext(path)[1].lower()
-    if remedy := _UNREADABLE.get(ending):
-        raise ValueError(f"data.files: {path!r} ends in {ending!r}; {remedy}")
-    return _FORMATS.get(ending, "text")
+    ending, packed = endings(path)
+    if wanted == AUTO and (remedy := _UNREADABLE.get(ending)):
+        raise ValueError(f"data.files: {path!r} ends in {ending + packed!r}; {remedy}")
+    kind = _FORMATS.get(ending, "text") if wanted == AUTO else wanted
+    if kind == "parquet" and packed:
+        raise ValueError(f"data.files: {path!r} is Parquet in {packed!r}; unpack it first")
+    return kind
 
 
 def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
@@ -206,6 +189,8 @@ def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]
     match source.format:
         case "text":
             yield FileRange(source.path, "text", 0, source.size_bytes, source.size_bytes)
+        case "jsonl" if source.whole:
+            yield FileRange(source.path, "jsonl", 0, sys.maxsize, source.size_bytes)
         case "jsonl":
             for start in range(0, source.size_bytes, target):
                 stop = min(start + target, source.size_bytes)
@@ -221,23 +206,20 @@ def read_documents(part: FileRange, text_field: str, encoding_errors: EncodingEr
 
     A document may be empty. Raises ValueError naming the file and the place in it.
     """
-    try:
-        match part.format:
-            case "text":
-                yield _read_text(part.path, encoding_errors)
-            case "jsonl":
-                yield from _read_lines(part, text_field, encoding_errors)
-            case "parquet":
-                yield from _read_rows(part, text_field, encoding_errors)
-            case _:
-                assert_never(part.format)
-    except OSError as fault:
-        reason = fault.strerror or str(fault).splitlines()[0]
-        raise ValueError(f"data.files: cannot read {part.path!r} ({reason}); repair or exclude it") from None
+    match part.format:
+        case "text":
+            yield _read_text(part.path, encoding_errors)
+        case "jsonl":
+            yield from _read_lines(part, text_field, encoding_errors)
+        case "parquet":
+            yield from _read_rows(part, text_field, encoding_errors)
+        case _:
+            assert_never(part.format)
 
 
 def _read_text(path: str, encoding_errors: EncodingErrors) -> str | None:
-    content = Path(path).read_bytes()
+    with opened(path) as file:
+        content = file.read()
     text = _decode(content, encoding_errors, path, 0)
     return text and text.removeprefix("\ufeff")  # a byte order mark is no text
 
@@ -263,17 +245,16 @@ def _decode(content: bytes, encoding_errors: EncodingErrors, place: str, offset:
 
 def _read_lines(part: FileRange, text_field: str, encoding_errors: EncodingErrors) -> Iterator[str | None]:
     """Documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
-    with open(part.path, "rb") as file:
+    with opened(part.path, parts=part.stop < sys.maxsize) as file:
+        offset = 0
         if part.start:
             file.seek(part.start - 1)
-            file.readline()
-        offset = file.tell()
+            offset = part.start - 1 + len(file.readline())
         while offset < part.stop and (line := file.readline()):
-            if not offset:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.isspace():
-                yield _read_line(line, part.path, offset, text_field, encoding_errors)
-            offset = file.tell()
+            text = line if offset else line.removeprefix(codecs.BOM_UTF8)
+            if not text.isspace():
+                yield _read_line(text, part.path, offset, text_field, encoding_errors)
+            offset += len(line)
 
 
 def _read_line(
@@ -331,7 +312,7 @@ def _without_surrogates(document: str, encoding_errors: EncodingErrors, path: st
 def _line(path: str, offset: int) -> str:
     """ "PATH:LINE" of the byte at ``offset``: lines are counted only when somebody is told of one."""
     lines = 1
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while offset > 0 and (content := file.read(min(offset, 1 << 20))):
             lines += content.count(b"\n")
             offset -= len(content)
@@ -359,7 +340,10 @@ def _open_parquet(path: str, text_field: str) -> Any:
 
     try:
         # a small buffer streams a column chunk instead of reading it whole
-        file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+        files, place = file_system("data.files", path) if is_url(path) else (None, path)
+        file = pq.ParquetFile(place, filesystem=files, buffer_size=1 << 20, pre_buffer=False)
+    except ConfigError:
+        raise
     except (OSError, pa.ArrowException) as fault:
         raise _broken_parquet(path, fault) from None
     schema = file.schema_arrow

@@ -1,7 +1,8 @@
 """What a data set was made from, and whether something else is still the same.
 
 The same are, without reading anything, files of the same path, size and time. Those that were copied or
-touched are read and compared by their content, which costs a small part of tokenising them.
+touched are read and compared by their content, which costs a small part of tokenising them; but of files at
+URLs what the server tells of their version is believed.
 """
 
 import hashlib
@@ -11,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from braid.actors.config.urls import is_url
 from braid.actors.stage.data import INDEX_VERSION, DataIndex
 from braid.jobs.corpus import Corpus, Source, find_sources
 from braid.jobs.executors import Executor
+from braid.jobs.files import unreadable
 from braid.jobs.tokenizer import Tokenizer, load_tokenizer
 
 _PIECE_BYTES = 1 << 26
@@ -89,7 +92,11 @@ class Request:
         return source.path, source.size_bytes, source.modified_ns
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
-        unread = [source for source in sources if source.path not in self._contents]
+        new = [source for source in sources if source.path not in self._contents]
+        for source in new:
+            if is_url(source.path):  # not to be fetched twice
+                self._contents[source.path] = f"{source.format}:{source.size_bytes}@{source.modified_ns}"
+        unread = [source for source in new if not is_url(source.path)]
         digests: dict[tuple[str, int], bytes] = {}
         for found in executor(_hash_pieces, list(_batches(unread))):
             digests.update(found)
@@ -142,8 +149,6 @@ def _hash_pieces(pieces: list[tuple[str, int]]) -> dict[tuple[str, int], bytes]:
                     digest.update(content)
                     left -= len(content)
         except OSError as fault:
-            raise ValueError(
-                f"data.files: cannot read {path!r} ({fault.strerror}); repair or exclude it"
-            ) from None
+            raise unreadable(path, fault) from None
         digests[path, start] = digest.digest()
     return digests

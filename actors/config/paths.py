@@ -11,6 +11,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
+from braid.actors.config.urls import is_url
+
 PYTHON_STDLIB: Final = "python-stdlib"
 """Among ``data.files``: the sources that every machine with Python has, its standard library."""
 BYTES: Final = "bytes"
@@ -37,7 +39,7 @@ def _url(base: Path, url: str) -> str:
     """A path, or a URL of a file; those of other file systems have roots of their own."""
     scheme = next((s for s in ("file://", "file:", "local://", "local:") if url.startswith(s)), "")
     place = url.removeprefix(scheme)
-    return url if "::" in place or "://" in place else scheme + _at(base, place)
+    return url if is_url(place) else scheme + _at(base, place)
 
 
 def _files(base: Path, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,13 +6,13 @@ be written: a folder without one is no checkpoint. A mirror that is a directory 
 ranks themselves, and read in place.
 """
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from braid.actors.config import ConfigError
+from braid.actors.config.urls import check_protocol, file_system
 from braid.actors.controller.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -22,6 +22,7 @@ from braid.actors.controller.manifest import (
 )
 
 _RUN_FILE = "run.json"
+_KEY = "checkpoint.mirror"
 
 
 class MirrorError(ConfigError):
@@ -41,25 +42,20 @@ class RunIdentity:
 
 def check_url(url: str) -> None:
     """`MirrorError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
-    import fsspec
-
-    protocol = fsspec.utils.get_protocol(url)
-    if protocol not in (known := fsspec.available_protocols()):
-        near = difflib.get_close_matches(protocol, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise MirrorError(f"checkpoint.mirror={url!r}: no file system is called {protocol!r}{hint}")
+    try:
+        check_protocol(_KEY, url)
+    except ConfigError as error:
+        raise MirrorError(str(error)) from None
 
 
 def _open(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the place there."""
     try:
-        import fsspec
-
-        files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError, OSError) as error:
-        raise MirrorError(f"checkpoint.mirror={url!r}: {error}") from None
+        files, root = file_system(_KEY, url)
+    except ConfigError as error:
+        raise MirrorError(str(error)) from None
     files.invalidate_cache()  # others write there
-    return files, str(root).rstrip("/")
+    return files, root.rstrip("/")
 
 
 def mark_at(url: str, name: str) -> str:

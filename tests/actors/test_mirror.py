@@ -353,5 +353,5 @@ def test_names_that_lead_outside_are_refused(
 
 @pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "s4://x"])
 def test_a_url_that_nothing_answers_to_names_the_key(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=f"checkpoint.mirror='{wrong}': Protocol not known"):
+    with pytest.raises(ConfigError, match=f"checkpoint.mirror='{wrong}': no file system is called"):
         mirror_of(wrong)

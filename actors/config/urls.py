@@ -1,0 +1,42 @@
+"""File systems by URL: object stores, the web, memory. Their packages are loaded when one is needed."""
+
+import difflib
+from typing import Any
+
+from braid.actors.config.model import ConfigError
+
+EXTRA = "object-stores"
+"""The extra of this package with what S3, Google's and Azure's object stores need."""
+_IN_EXTRA = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl")
+
+
+def is_url(place: str) -> bool:
+    """Whether this is a URL and no path."""
+    return "://" in place or "::" in place
+
+
+def check_protocol(key: str, url: str) -> None:
+    """`ConfigError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    import fsspec
+
+    protocol = fsspec.utils.get_protocol(url)
+    if protocol not in (known := fsspec.available_protocols()):
+        near = difflib.get_close_matches(protocol, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}={url!r}: no file system is called {protocol!r}{hint}")
+
+
+def file_system(key: str, url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the place in it. `ConfigError` names the key and the remedy."""
+    import fsspec
+
+    check_protocol(key, url)
+    try:
+        files, place = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        protocol = fsspec.utils.get_protocol(url)
+        remedy = f"; pip install 'braid[{EXTRA}]'" if protocol in _IN_EXTRA else ""
+        raise ConfigError(f"{key}={url!r}: {error}{remedy}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}={url!r}: {error}") from None
+    return files, str(place)
