@@ -65,7 +65,9 @@ def train(
     ] = False,
     until: Annotated[int | None, typer.Option(help="Stop with a checkpoint after this step.", min=1)] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and start nothing; a model.layer is loaded.")
+    ] = False,
 ) -> None:
     """Train a model."""
     resolved = _config(config, overrides, launcher, address)

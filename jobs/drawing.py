@@ -39,7 +39,13 @@ def show_schedule(console: Console, schedule: Schedule) -> None:
 
 
 def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
-    """The resolved configuration, layout, memory per rank and FLOPs, without starting anything."""
+    """The resolved configuration, layout, memory per rank and FLOPs, without starting anything.
+
+    A layer of the user's own is loaded, which runs its code.
+    """
+    if config.model.layer is not None:
+        text = f"model.layer={config.model.layer!r} is loaded, and its code runs, also in a dry run"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     layout, workload = config.layout(), config.workload()
     schedule = build_schedule(config, shape)
     console.print(config.to_yaml().rstrip(), highlight=False, markup=False, soft_wrap=True)

@@ -4,8 +4,10 @@ A layer definition gives two things that must fit each other: the operator graph
 operator with a module, the module with the global names of its parameters (`modules`).
 """
 
+import hashlib
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -157,7 +159,7 @@ def _qkv_widths(shape: ModelShape) -> dict[str, int]:
 
 def load_layer(reference: str | None) -> LayerDefinition:
     """The built-in layer, or the class that ``model.layer`` names: ``package.module:Class`` or
-    ``path/to/file.py:Class``."""
+    ``path/to/file.py:Class``. Its module runs: it can do whatever the user can."""
     if reference is None:
         return TransformerLayer()
     place, _, class_name = reference.rpartition(":")
@@ -173,11 +175,18 @@ def load_layer(reference: str | None) -> LayerDefinition:
 
 
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """The module that a file holds, under a name that no other module has."""
+    name = f"braid_layer_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look up there what their annotations mean
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -1,6 +1,8 @@
 """The documented example of a user's own layer trains like the same layer written with autograd."""
 
 import importlib.util
+import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ from braid.jobs.benchmarks.plain_torch import (
     Rotary,
     load_named,
 )
+from braid.jobs.cli import main
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.operators import Kind
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, write_config
 from tests.end_to_end.runs import prepare_text, run_layout, sample_ids, windows
 
 EXAMPLE = ROOT / "docs" / "examples" / "parallel_layer.py"
@@ -116,3 +119,31 @@ def test_example_is_importable_as_it_stands() -> None:
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_files_with_dataclasses(tmp_path: Path) -> None:
+    """Annotations that are texts are looked up in their module; files of one name are two modules."""
+    head = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+    )
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        text = f"{head}@dataclass\nclass Mine:\n    kinds: ClassVar[str] = '{folder}'\n    size: int = 3\n"
+        (tmp_path / folder / "mine.py").write_text(text)
+    first, second = (load_layer(f"{tmp_path}/{folder}/mine.py:Mine") for folder in ("a", "b"))
+    assert [one.kinds for one in (first, second)] == ["a", "b"]  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(first)) == first
+    (tmp_path / "mine.py").write_text("1 / 0")
+    before = set(sys.modules)
+    with pytest.raises(ZeroDivisionError):
+        load_layer(f"{tmp_path}/mine.py:Mine")
+    assert set(sys.modules) == before
+
+
+def test_a_dry_run_says_that_it_loads_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, data={"files": [str(EXAMPLE)]}, model={"layers": 2})
+    for options, says in (((), False), (("--set", f"model.layer={REFERENCE}"), True)):
+        with pytest.raises(SystemExit) as left:
+            main(["train", str(config), "--dry-run", *options])
+        assert not left.value.code
+        assert ("its code runs" in capsys.readouterr().out) is says
