@@ -10,7 +10,6 @@ All nodes that tasks run on must see the inputs, the tokenizer and the output un
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.stage.data import (
     INDEX_FILE,
     TRAIN,
@@ -329,18 +329,20 @@ def _locked(output: Path) -> Iterator[None]:
     """Hold the lock of ``output``; who holds it knows that hidden folders beside it are of dead runs."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        file = open(output.parent / f".{output.name}.lock", "w")  # noqa: SIM115 - closed below
     except OSError as fault:
         raise ValueError(
             f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
         ) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another run is preparing %s: waiting for it", output)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileHold(output.parent / f".{output.name}.lock")
+    try:
+        lock.take()
+    except HeldError as held:
+        logger.warning("waiting for another run that prepares %s: %s", output, held)
+        lock.take(-1)
+    try:
         for path in output.parent.iterdir():
             if re.fullmatch(rf"\.{re.escape(output.name)}\.tmp-[0-9a-f]{{12}}", path.name):
                 shutil.rmtree(path, ignore_errors=True)
         yield
+    finally:
+        lock.release()

@@ -1,7 +1,6 @@
 """What a run leaves behind: ``runs/NAME`` with its lock, metrics and report, and the events it tells."""
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -11,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
@@ -161,21 +161,15 @@ class RunDirectory:
                 f"choose another with --set name=..., or replace it with --overwrite"
             )
 
-    def _acquire(self) -> IO[str]:
-        lock = (self.path / ".lock").open("a+", encoding="utf-8")
+    def _acquire(self) -> FileHold:
+        lock = FileHold(self.path / ".lock")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            lock.close()
+            lock.take()
+        except HeldError as error:
             raise ConfigError(
-                f"run directory {self.path} is in use by process {owner}; "
+                f"run directory {self.path} is in use by {error}; "
                 f"wait for it, or choose another with --set name=..."
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
         return lock
 
     def _empty(self) -> None:
@@ -312,7 +306,7 @@ class RunDirectory:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
                 self.path.parent.rmdir()
-        self._lock.close()
+        self._lock.release()
 
 
 def _cut_off(path: Path, first_step: int) -> None:

@@ -1,7 +1,5 @@
 """The runs of a drill as commands that are started, watched, ended and started again, as a user does."""
 
-import contextlib
-import fcntl
 import signal
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.records import last_line, read_lines
 from braid.jobs.drill.child import Spec
 
@@ -69,13 +68,14 @@ class Command:
 
     def wait_for_controller(self) -> None:
         """Wait until nobody holds the run's directory: on a cluster a controller outlives its command."""
-        deadline = time.monotonic() + PATIENCE_S
-        with (self.broken / ".lock").open("a") as lock:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(BlockingIOError):
-                    return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                time.sleep(_LOOK_S)
-        raise DrillError(f"the controller did not end within {PATIENCE_S:g} s: {self.last_words()}")
+        lock = FileHold(self.broken / ".lock")
+        try:
+            lock.take(PATIENCE_S)
+        except HeldError:
+            raise DrillError(
+                f"the controller did not end within {PATIENCE_S:g} s: {self.last_words()}"
+            ) from None
+        lock.release()
 
     def close(self) -> None:
         """Whatever happened: nothing of the run is left."""

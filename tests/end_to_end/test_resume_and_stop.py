@@ -130,8 +130,9 @@ def test_report_has_what_it_promises(folder: Path) -> None:
     report = json.loads(report_file.read_text())
     assert report == json.loads((folder / "runs" / "reported" / "report.json").read_text())
     assert [set(step) for step in report["steps"]] == [
-        {"step", "loss", "grad_norm", "lr", "seconds", "tokens"}
+        {"step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens"}
     ] * 4
+    assert all(step["wall_seconds"] >= step["seconds"] for step in report["steps"])
     assert report["tokens_per_s"] > 0
     assert 0 < report["validation"]["bits_per_byte"] < 9
     assert report["layout"]["tp"] == 2
