@@ -112,7 +112,11 @@ METRICS: Final = (
         "tokens",
         Kind.COUNTER,
     ),
-    _of_step("braid_tokens_per_second", "Tokens of the last step over its time", "tokens / seconds"),
+    _of_step(
+        "braid_tokens_per_second",
+        "Tokens of the last step over wall-clock, from the end of the step before",
+        "tokens / wall_seconds",
+    ),
     _of_step("braid_step_seconds", "Time of the last step, of the slowest rank", "seconds"),
     _of_step("braid_step_duration_seconds", "Times of steps, of the slowest rank", "seconds", Kind.HISTOGRAM),
     _of_step("braid_mfu_ratio", "Model FLOPs (without recomputation) over what the devices could do", "mfu"),
@@ -171,6 +175,9 @@ METRICS: Final = (
     _count("braid_telemetry_changes_total", "Times that recording was cut back or resumed", "telemetry"),
     _count("braid_failures_total", "Ends of the run by an error", "failed"),
     _count("braid_checkpoints_total", "Checkpoints that were published", "saved"),
+    _count(
+        "braid_failed_saves_total", "Tries of a save, or copies to the mirror, that failed", "save-failed"
+    ),
     Metric(
         name="braid_checkpoint_seconds",
         kind=Kind.GAUGE,

@@ -192,7 +192,10 @@ class Exporter:
         self._take(Source.METRICS, line)
         if not self._told:
             self._sink.set(_RUNNING, (self._run,), 1)  # a run without events
-        tokens, seconds = _number(line.get("tokens")), _number(line.get("seconds"))
+        tokens, seconds = (
+            _number(line.get("tokens")),
+            _number(line.get("wall_seconds") or line.get("seconds")),
+        )
         if tokens is not None and seconds:
             self._sink.set(_TOKENS_PER_SECOND, (self._run,), tokens / seconds)
 

@@ -55,6 +55,7 @@ COLUMNS: Final = (
     "step",
     "time",
     "seconds",
+    "wall_seconds",
     "tokens",
     "loss",
     "grad_norm",

@@ -19,6 +19,7 @@ SCALARS = (
     "grad_norm",
     "lr",
     "seconds",
+    "wall_seconds",
     "tokens_per_second",
     "mfu",
     "hidden_fraction",
@@ -43,7 +44,8 @@ class Sink(Protocol):
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step that are known."""
-    values = {**line, "tokens_per_second": line["tokens"] / line["seconds"] if line["seconds"] else None}
+    seconds = line.get("wall_seconds") or line["seconds"]
+    values = {**line, "tokens_per_second": line["tokens"] / seconds if seconds else None}
     return {name: float(values[name]) for name in SCALARS if values.get(name) is not None}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from braid.actors.config import Config, TelemetryConfig
 from braid.actors.config.paths import anchored
+from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
@@ -201,6 +202,7 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         prepared = prepare_data(config, ray_map, show, resume=options.resume)
         made = plan(prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]
+        budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
         with _stopping(lambda: ray.get(controllers[-1].stop.remote())), ray_metrics(config) as tell:
             while True:
                 try:
@@ -208,11 +210,13 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
                         event = ray.get(reference)
                         if isinstance(event, BaseException):
                             raise event
+                        if isinstance(event, StepDone):
+                            budget.step_done(event.record.step)
                         tell(event)
                         yield event
                     return
                 except RayActorError as error:
-                    if len(controllers) > config.failure.max_restarts:
+                    if not budget.spend():
                         text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
                         raise WorkerError(0, text, user_error=True) from None
                 # Its ranks have ended with it. The run's directory tells the next one where to go on.

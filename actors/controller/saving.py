@@ -177,7 +177,7 @@ class Saver:
             else:
                 shutil.rmtree(save.folder, ignore_errors=True)
         for one in self._uploads.trouble() if self._uploads is not None else ():
-            yield self._incident("save failed", one.step, one.generation, one.text)
+            yield self._incident("save-failed", one.step, one.generation, one.text)
 
     def rescue(
         self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
@@ -250,17 +250,17 @@ class Saver:
             return
         if not full and save.tries < _TRIES:
             text = f"{what} failed ({error}); it is tried again"
-            yield self._incident("save failed", save.step, save.generation, text)
+            yield self._incident("save-failed", save.step, save.generation, text)
             yield from self._write(group, save)
             return
         self._save, self._failed_at = None, time.monotonic()
         self.why_not = "does not fit on the disk" if full else f"failed ({error})"
         text = f"{what} {self.why_not}; training goes on"
-        yield self._incident("save failed", save.step, save.generation, text)
+        yield self._incident("save-failed", save.step, save.generation, text)
 
     def _incident(self, kind: str, step: int, generation: int, text: str) -> Incident:
         self._directory.note(kind, step, generation, text)
-        return Incident(kind="failed", text=text, step=step)
+        return Incident(kind=kind, text=text, step=step)
 
 
 def _files(written: Sequence[Written]) -> dict[str, tuple[int, str]]:

@@ -8,7 +8,7 @@ const BOTTOM = 18;
 const TOP = 12;
 const HEIGHT = 150;
 
-export const MARKS = { restarted: "↻", resized: "⇔", replanned: "✎", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", rescued: "✚", started: "", finished: "" };
+export const MARKS = { restarted: "↻", resized: "⇔", replanned: "✎", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
 
 /** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
 function specifications(run) {
@@ -16,12 +16,13 @@ function specifications(run) {
   const colours = theme.colours;
   const predicted = run.state?.predicted ?? {};
   const hidden = columns.step.map((_, n) => minus(columns.communication_seconds[n], columns.exposed_seconds[n]));
-  const rate = columns.step.map((_, n) => (columns.seconds[n] > 0 ? columns.tokens[n] / columns.seconds[n] : null));
+  const wall = columns.step.map((_, n) => columns.wall_seconds[n] || columns.seconds[n]);
+  const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens[n] / wall[n] : null));
   const constant = (value) => (typeof value === "number" ? columns.step.map(() => value) : null);
   return [
     { name: "Communication per step", write: seconds, zero: true, lines: [["waits (exposed)", columns.exposed_seconds, colours.hurt, "area"], ["hidden", hidden, colours.hidden, "area"], ["predicted to wait", constant(predicted.exposed_seconds), colours.hurt, "dash"]] },
     { name: "Share of communication hidden", write: (v) => percent(v, 1), zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, colours.hidden], ["predicted", constant(predicted.hidden_fraction), colours.hidden, "dash"]] },
-    { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
+    { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["with what lies between steps", wall, colours.lines[1], "dot"], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
     { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds, colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"]] },
     { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]] },
     { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },

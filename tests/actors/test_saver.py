@@ -158,8 +158,8 @@ def test_a_mirror_that_fails_is_told_and_changes_nothing_else(
     (told,) = [event.text for event in mirrored.told if isinstance(event, Incident)]
     assert "step-1 was not copied: no room in the bucket" in told
     lines = read_lines(mirrored.directory.path / "events.jsonl")
-    assert [(line["kind"], line["generation"]) for line in lines if line["kind"] == "save failed"] == [
-        ("save failed", 1)
+    assert [(line["kind"], line["generation"]) for line in lines if line["kind"] == "save-failed"] == [
+        ("save-failed", 1)
     ]
     assert mirrored.homes.mirror is not None
     assert mirrored.homes.mirror.steps() == [2]

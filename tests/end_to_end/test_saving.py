@@ -252,7 +252,7 @@ def test_a_save_that_fails_is_tried_again_with_the_same_state(
     saved = [event.step for event in events if isinstance(event, Saved)]
     assert saved == [2, 4, 6]
     lines = read_lines(next((tmp_path / "runs").glob("*/events.jsonl")))
-    assert [line["kind"] for line in lines].count("save failed") == 2
+    assert [line["kind"] for line in lines].count("save-failed") == 2
     assert isinstance(events[-1], Finished)
     whole = tensors(list(controller_of(tmp_path / "whole", data, checkpoint=keeping).run()))
     for step, ours in tensors(events).items():
