@@ -54,9 +54,14 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     operators = {row["operator"]: row for row in json.loads(compared.output)["operators"]}
     qkv = operators["qkv"]
     assert qkv["first_count"] == qkv["second_count"] == 4 * 2, "micro-batches x layers: no span is lost"
+    (decisions,) = (tmp_path / "runs" / "profiles").glob("decisions-*.json")
+    written, schedule = decisions.stat().st_ino, (run / "schedule.txt").read_text()
     again = braid(tmp_path, "train", "run.yaml", "--overwrite")
     assert again.code == 0, again.errors
     assert "measured before" in again.output
+    assert "simulated with the measured profile" in again.output
+    assert decisions.stat().st_ino == written, "decided anew"
+    assert (run / "schedule.txt").read_text() == schedule
     # A profile from elsewhere: one message, nothing lost.
     profile = json.loads((run / "profile.json").read_text())
     profile["source"] = "measured: 8 x GPU of another machine"

@@ -15,7 +15,6 @@ from torch import distributed as dist
 from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B, _Action
 
 from braid.jobs.benchmarks.peers import (
-    BACKWARD_THREAD,
     DUALPIPEV,
     DUALPIPEV_THREADS,
     KINDS,
@@ -25,9 +24,9 @@ from braid.jobs.benchmarks.peers import (
     Peer,
     PeerSettings,
     PeerSizes,
-    ThreadedOverlap,
 )
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer
+from braid.jobs.benchmarks.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
 
 SIZES = {
     "hidden": 32,
