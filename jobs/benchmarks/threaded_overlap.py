@@ -1,4 +1,4 @@
-"""DualPipeV's overlapped actions in two threads, as a user of ``torch.distributed.pipelining`` may write it."""
+"""DualPipeV's overlapped actions in two threads, as a user of torch.distributed.pipelining may write it."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
