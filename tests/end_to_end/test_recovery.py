@@ -99,6 +99,9 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["generation"] for line in steps] == [2] * 4 + [3] * 8
+    logs = "".join(path.read_text() for path in (run.directory / "logs").glob("rank-?.log"))
+    assert [logs.count(f"generation {number}, rank") for number in (1, 2, 3)] == [2, 2, 2]
+    assert logs.count("Traceback") >= 2, "what the death of a rank was to the other one"
     executed = [record.tokens for record in run.records]
     assert len(executed) > STEPS, "some steps ran twice"
     for sink in sinks:
@@ -199,4 +202,7 @@ def test_actors_that_are_killed(tmp_path: Path) -> None:
     assert traces.steps[-1] == 149
     assert {trace.generation for trace in traces.ranks.values()} == {3}
     assert len({len(trace.records(149)) for trace in traces.ranks.values()}) == 1
+    log = (run / "logs" / "rank-0.log").read_text()  # of two processes, the second one with a new controller
+    assert [log.count(f"generation {number}, rank 0") for number in (1, 2, 3)] == [1, 1, 1]
+    assert "Traceback" in log, "what the death of rank 1 was to it"
     assert all(0 <= line["steps_lost"] <= 20 for line in incidents)

@@ -1,0 +1,112 @@
+"""What ranks write themselves can be read: while they run, when they die, and where there is no room."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from braid.actors.stage.log import log_file, put_aside
+from tests.end_to_end.command import ROOT, braid, environment, start, write_config, write_corpus
+
+TALK = """
+import os
+print("said by Python", end="")
+os.write(1, b", and by a library\\n")
+os.write(2, b"to standard error\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    layer = tmp_path / "layer.py"  # ranks load it when they have a log
+    layer.write_text((ROOT / "docs" / "examples" / "parallel_layer.py").read_text() + TALK)
+    write_config(
+        tmp_path,
+        model={"layer": f"{layer}:ParallelLayer"},
+        parallel={"tp": 2},
+        train={"steps": 100000},
+        failure={"max_restarts": 0},
+        telemetry={"page": False},
+    )
+    run = tmp_path / "runs" / "run"
+    stale = log_file(run, 3)  # of a run with more ranks, which this one replaces
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    (run / "config.yaml").touch()
+    process = start(tmp_path, "train", "run.yaml", "--overwrite")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    follower = start(tmp_path, "logs", "runs/run", "-f")
+    assert follower.stdout is not None
+    shown = [follower.stdout.readline()]
+    os.kill(json.loads((run / "cluster.json").read_text())["processes"][1], signal.SIGABRT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert errors.splitlines()[-1] == "what the rank wrote: braid logs runs/run --rank 1"
+    rest, errors = follower.communicate(timeout=60)  # it ends with the run
+    assert follower.returncode == 0, errors
+    lines = "".join([*shown, rest]).splitlines()
+    for rank in (0, 1):
+        own = [line.removeprefix(f"rank {rank} | ") for line in lines if line.startswith(f"rank {rank} | ")]
+        assert f"generation 1, rank {rank} on" in own[0]
+        assert own[1:3] == ["said by Python, and by a library", "to standard error"]
+    assert "rank 1 | Fatal Python error: Aborted" in lines
+    one = braid(tmp_path, "logs", "runs/run", "--rank", "1")
+    assert one.code == 0
+    assert one.output.splitlines() == [line for line in lines if line.startswith("rank 1 | ")]
+    assert not stale.exists()
+
+
+def test_wrong_runs_and_ranks(tmp_path: Path) -> None:
+    log_file(tmp_path / "run", 0).parent.mkdir(parents=True)
+    log_file(tmp_path / "run", 0).touch()
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "config.yaml").touch()
+    for arguments, message in (
+        (("none",), "none holds no run; give a directory such as runs/NAME"),
+        (("run", "--rank", "1"), "--rank 1: run has logs of ranks 0"),
+        (("silent",), "silent/logs holds no logs"),
+    ):
+        outcome = braid(tmp_path, "logs", *arguments)
+        assert outcome.code == 2
+        assert message in outcome.errors
+
+
+def in_a_process(code: str) -> "subprocess.CompletedProcess[str]":
+    """Run code that changes where its process writes to."""
+    head = "import sys; from pathlib import Path; from braid.actors.stage.log import write_to\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + code], env=environment(), capture_output=True, text=True
+    )
+
+
+def test_a_full_disk_and_a_missing_folder_end_nothing(tmp_path: Path) -> None:
+    full = in_a_process(
+        "assert write_to(Path('/dev/full'), 'header', anew=False)\n"
+        "print('lost'); print('lost', file=sys.stderr); sys.exit(7)"
+    )
+    assert (full.returncode, full.stdout, full.stderr) == (7, "", "")
+    nowhere = in_a_process(f"print(write_to(Path('{tmp_path}/none/logs/rank-0.log'), 'header', anew=True))")
+    assert (nowhere.stdout, nowhere.stderr) == ("False\n", "")
+
+
+def test_a_long_log_is_put_aside_and_a_new_run_begins_anew(tmp_path: Path) -> None:
+    log = log_file(tmp_path, 0)
+    for anew, before, expected in (
+        (True, "x", ("header\n", None)),
+        (False, "short\n", ("short\nheader\n", None)),
+        (False, "long\n" * 2_000_000, ("header\n", 10_000_000)),
+        (True, "x", ("header\n", None)),
+    ):
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(before)
+        assert in_a_process(f"write_to(Path('{log}'), 'header', anew={anew})").returncode == 0
+        aside = put_aside(log)
+        assert (log.read_text(), aside.stat().st_size if aside.exists() else None) == expected
