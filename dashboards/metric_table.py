@@ -170,7 +170,6 @@ METRICS: Final = (
     _count("braid_starts_total", "Times that the ranks were ready to train", "started"),
     _count("braid_restarts_total", "Restarts after a failure", "restarted"),
     _count("braid_resizes_total", "Changes of the number of ranks", "resized"),
-    _count("braid_replans_total", "Times that a new plan took over", "replanned"),
     _count("braid_stragglers_total", "Times that a rank was found to be slower than the others", "straggler"),
     _count("braid_telemetry_changes_total", "Times that recording was cut back or resumed", "telemetry"),
     _count("braid_failures_total", "Ends of the run by an error", "failed"),

@@ -1,11 +1,10 @@
-"""What was decided, as plain containers for the page: layout, pairing, partition, overlap effectiveness."""
+"""What was decided, as plain containers for the page: schedule, pairing, overlap effectiveness."""
 
 from pathlib import Path
 from typing import Any, Final
 
 from braid.dashboards.run_files import NotReadableError, read_text
 from braid.scheduling.fusion import split_place
-from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.profile import Profile, parse_profile
 from braid.scheduling.schedule import Barrier, Direction, PairProgram, Schedule, Start, Wait, is_late
 from braid.scheduling.schedule_parser import parse
@@ -33,17 +32,6 @@ def read_profile(directory: Path) -> Profile | None:
         return None
     try:
         return parse_profile(text, "profile.json")
-    except ValueError as error:
-        raise NotReadableError(str(error)) from None
-
-
-def read_plan(directory: Path) -> Plan | None:
-    """The plan; None without one, `NotReadableError` for a damaged one."""
-    text = read_text(directory / "plan.yaml")
-    if text is None:
-        return None
-    try:
-        return parse_plan(text, "plan.yaml")
     except ValueError as error:
         raise NotReadableError(str(error)) from None
 
@@ -93,19 +81,6 @@ def _key(part: str, operator: str) -> str:
     name = operator.removesuffix(".again")
     place = split_place(name)
     return f"{part}/{name}" if place is None else f"{place[1]}/{place[2]}"
-
-
-def plan_view(plan: Plan) -> dict[str, Any]:
-    """What runners-up would have cost, and estimates that are not executed: partitions, Centauri's tiers."""
-    return {
-        "cluster": plan.cluster,
-        "profile": plan.profile,
-        "pairing": None if plan.pairing is None else dict(vars(plan.pairing)),
-        "collectives": [dict(vars(note)) for note in plan.collectives],
-        "tiers": [dict(vars(note)) for note in plan.tiers],
-        "runners_up": [dict(vars(other)) for other in plan.runners_up[:8]],
-        "step_seconds": plan.score.step_seconds,
-    }
 
 
 def effectiveness_view(profile: Profile, part: str = "layer") -> dict[str, Any] | None:

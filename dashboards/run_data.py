@@ -45,7 +45,6 @@ DESCRIPTIONS: Final = (
     "cluster.json",
     "schedule.txt",
     "profile.json",
-    "plan.yaml",
     "predicted.json",
     "report.json",
     "trace/predicted.json",
@@ -306,7 +305,6 @@ def _describe(directory: Path) -> _Described:
     }
     schedule = tried(plan_view.read_schedule, directory)
     profile = tried(plan_view.read_profile, directory)
-    plan = tried(plan_view.read_plan, directory)
     layout = _layout(config)
     cluster = _ranks(found["cluster"], layout)
     predicted = directory / "trace" / "predicted.json"
@@ -327,7 +325,6 @@ def _describe(directory: Path) -> _Described:
             key: report[key] for key in ("complete", "tokens_per_s", "overlap", "layout") if key in report
         },
         "schedule": None if schedule is None else plan_view.schedule_view(schedule, profile),
-        "plan": None if plan is None else plan_view.plan_view(plan),
         "effectiveness": None if profile is None else plan_view.effectiveness_view(profile),
         "trouble": trouble,
     }

@@ -354,7 +354,7 @@ def dashboard(uid: str, description: str, panels: Sequence[Panel]) -> Json:
         "annotations": {
             "list": [
                 annotation("Restarts", "braid_restarts_total", VERMILION, "Restarted"),
-                annotation("New plans", "braid_replans_total", PURPLE, "New plan"),
+                annotation("Resizes", "braid_resizes_total", ORANGE, "Resized"),
             ]
         },
         "panels": placed(panels),

@@ -7,7 +7,6 @@ from braid.dashboards.grafana.panels import (
     GREEN,
     GREY,
     ORANGE,
-    PURPLE,
     SKY,
     STAGES,
     VERMILION,
@@ -25,7 +24,6 @@ from braid.dashboards.grafana.panels import (
 _EVENTS: Final = (
     ("restarts", VERMILION),
     ("resizes", ORANGE),
-    ("replans", PURPLE),
     ("stragglers", SKY),
     ("failures", GREY),
 )
@@ -141,7 +139,7 @@ PANELS: Final = (
     ),
     Panel(
         kind="timeseries",
-        title="Restarts, resizes, new plans, stragglers",
+        title="Restarts, resizes, stragglers",
         description="Counts since the run began to be exported; a step is an event.",
         queries=tuple(
             Query(expr=_count(f"braid_{name}_total"), legend=name, colour=colour) for name, colour in _EVENTS
@@ -189,10 +187,11 @@ PANELS: Final = (
     Panel(
         kind="timeseries",
         title="Checkpoints",
-        description="Time that the last one took, and how many there are.",
+        description="Time that the last one took, how many there are, and how many tries failed.",
         queries=(
             Query(expr=of_run("braid_checkpoint_seconds"), legend="seconds", colour=BLUE),
             Query(expr=_count("braid_checkpoints_total"), legend="saved", colour=GREEN),
+            Query(expr=_count("braid_failed_saves_total"), legend="failed", colour=VERMILION),
         ),
         unit="none",
         width=6,

@@ -8,7 +8,7 @@ const BOTTOM = 18;
 const TOP = 12;
 const HEIGHT = 150;
 
-export const MARKS = { restarted: "↻", resized: "⇔", replanned: "✎", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
+export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
 
 /** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
 function specifications(run) {

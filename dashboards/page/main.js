@@ -103,7 +103,7 @@ function drawLegends() {
     ["neither strand (gradients, update)", strands[0][0]], ["waits (exposed)", "stripes"], ["line above: a block", block], ["paired block", paired],
   ]);
   legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for communication", "stripes"], ["nothing runs", idle]]);
-  legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✎ new plan   ✕ failure   ▾ checkpoint", quiet]]);
+  legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✕ failure   ▾ checkpoint", quiet]]);
 }
 
 run.addEventListener("change", ({ detail }) => redraw(...OF[detail]));

@@ -1,6 +1,6 @@
-// What was decided: layout, pairing as two strands with their bonds, partition; what overlaps well; the cluster.
+// What was decided: layout, pairing as two strands with their bonds; what overlaps well; the cluster.
 
-import { byId, bytes, el, hideTip, nanoseconds, percent, seconds, showTip, svg, table } from "./dom.js";
+import { byId, bytes, el, hideTip, nanoseconds, percent, showTip, svg, table } from "./dom.js";
 import { theme } from "./theme.js";
 
 const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel" };
@@ -16,14 +16,13 @@ export function drawPlan(run) {
     else parts.push(el("details", {}, el("summary", { text: `Pairing: forward of ${pair.forward} beside backward of ${pair.backward}` }), picture));
   }
   if (state.schedule && !state.schedule.pairs.length) parts.push(el("p", { class: "quiet", text: `Schedule ${state.schedule.name} pairs no passes: one strand.` }));
-  parts.push(...partition(state));
   const config = el("pre", { text: JSON.stringify(state.config, null, 1) });
   parts.push(el("details", {}, el("summary", { text: "Configuration" }), el("div", { class: "scroll" }, config)));
   box.replaceChildren(...parts);
 }
 
 function facts(state) {
-  const { layout, schedule, model, plan } = state;
+  const { layout, schedule, model } = state;
   const tiles = [];
   for (const [axis, degree] of Object.entries(layout ?? {})) if (degree > 1) tiles.push([degree, AXES[axis]]);
   if (layout && !tiles.length) tiles.push(["1", "rank"]);
@@ -33,7 +32,6 @@ function facts(state) {
     tiles.push([schedule.split > 1 ? schedule.split : "whole", schedule.split > 1 ? "pieces of each all-gather" : "collectives"]);
   }
   if (model) tiles.push([`${model.layers} × ${model.hidden}`, "layers × width"], [model.sequence, "tokens a sample"]);
-  if (plan) tiles.push([plan.cluster, "planned for"]);
   return el("div", { class: "facts" }, ...tiles.map(([value, name]) => el("div", {}, el("b", { text: value }), el("span", { text: name }))));
 }
 
@@ -136,29 +134,6 @@ function named(shape, rows) {
   shape.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, rows));
   shape.addEventListener("pointerleave", hideTip);
   return shape;
-}
-
-function partition(state) {
-  const { plan } = state;
-  if (!plan) return [];
-  const parts = [];
-  if (plan.pairing) {
-    const note = plan.pairing;
-    parts.push(el("p", { class: "quiet", text: `The pairing was predicted to take ${nanoseconds(note.ns)}; one after the other ${nanoseconds(note.serial_ns)}; no order can beat ${nanoseconds(note.lower_bound_ns)}; the runner-up (${note.runner_up}) ${nanoseconds(note.runner_up_ns)}.` }));
-  }
-  if (plan.collectives.length) {
-    const rows = plan.collectives.map((one) => [one.collective, one.scheme, nanoseconds(one.ns), nanoseconds(one.unpartitioned_ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
-    parts.push(el("h3", { text: "Not executed yet: partition of collectives (Centauri)" }), el("div", { class: "scroll" }, table(["collective", "best would be", "would take", "whole", "runner-up", "would take"], rows)));
-  }
-  if (plan.tiers.length) {
-    const rows = plan.tiers.map((one) => [one.tier, one.decision, nanoseconds(one.ns), one.runner_up, nanoseconds(one.runner_up_ns)]);
-    parts.push(el("h3", { text: "Not executed yet: Centauri's tiers" }), table(["tier", "would decide", "would take", "runner-up", "would take"], rows));
-  }
-  if (plan.runners_up.length) {
-    const rows = plan.runners_up.map((one) => [one.layout, one.schedule, seconds(one.step_seconds), bytes(one.peak_bytes), one.reason]);
-    parts.push(el("h3", { text: "Runners-up" }), el("div", { class: "scroll" }, table(["layout", "schedule", "step", "memory", "why not"], rows)));
-  }
-  return parts;
 }
 
 /** From amber (worse) over the card's colour (no gain) to blue (free): apart in every kind of colour vision. */

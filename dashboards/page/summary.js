@@ -157,7 +157,7 @@ function key(left, y, wide) {
 
 /** Running, finished or silent, from what the run wrote last. */
 export function status(run) {
-  const kinds = ["started", "restarted", "resized", "replanned", "finished", "failed"];
+  const kinds = ["started", "restarted", "resized", "finished", "failed"];
   const last = run.events.findLast((event) => kinds.includes(event.kind));
   const time = run.columns.time?.at(-1) ?? last?.time ?? null;
   const age = typeof time === "number" && time > 0 ? Date.now() / 1000 - time : null;

@@ -1,9 +1,10 @@
-"""The parts of Grafana's dashboard model that are used, as strict models: any other key or type is an error.
+"""The parts of Grafana's dashboard model that are used, written off by hand: other keys and types are errors.
 
-Sources, in the repository grafana/grafana: ``kinds/dashboard/dashboard_kind.cue`` (dashboard, panel, fields,
-thresholds, grid, variables, annotations, links), ``panelcfg.cue`` of each panel under
-``public/app/plugins/panel``, and ``packages/grafana-schema/src/common/mudball.cue`` (what panels share). The
-heatmap's own options are not closed there; queries and annotations are as Grafana's own dashboards hold them.
+It is our reading, and was compared with no Grafana. Sources, in the repository grafana/grafana:
+``kinds/dashboard/dashboard_kind.cue`` (dashboard, panel, fields, thresholds, grid, variables, annotations,
+links), ``panelcfg.cue`` of each panel under ``public/app/plugins/panel``, and
+``packages/grafana-schema/src/common/mudball.cue`` (what panels share). The heatmap's own options are not
+closed there; queries and annotations are as Grafana's own dashboards hold them.
 """
 
 from typing import Any, Literal

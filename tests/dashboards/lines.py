@@ -25,9 +25,9 @@ KINDS = (
     "saved",
     "restarted",
     "resized",
-    "replanned",
     "straggler",
     "telemetry",
+    "save-failed",
     "failed",
     "finished",
 )
@@ -47,6 +47,7 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "grad_norm": 1.0 + 0.1 * step,
         "lr": 1e-3 / step,
         "seconds": 0.5 + 0.01 * step,
+        "wall_seconds": 0.6 + 0.01 * step,
         "tokens": 4096,
         "communication_seconds": 0.25,
         "exposed_seconds": 0.0625,

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.operators import Stream
 from braid.scheduling.plan import Setting
-from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.compose import Outcome, evaluate, with_schedule
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.schedule import Block, Direction
@@ -135,7 +134,6 @@ class MadeUpRun:
         self._write("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where}))
         self._write("schedule.txt", made.simulation.job.schedule.to_text())
         self._write("profile.json", made.bench.profile.to_json())
-        self._write("plan.yaml", plan_of(made, cluster).to_yaml())
         self._write("predicted.json", json.dumps(predicted))
         self._write("trace/predicted.json", chrome_trace(made.simulation.spans()))
         self.note("started", 0, f"{self.ranks} ranks, {SIMULATED}")

@@ -130,7 +130,7 @@ def test_colours_are_the_ones_that_everybody_can_tell_apart() -> None:
 def test_both_dashboards_have_the_variables_and_marks() -> None:
     for made in DASHBOARDS.values():
         assert [v["name"] for v in made["templating"]["list"]] == ["datasource", "job", "stage"]
-        assert [a["name"] for a in made["annotations"]["list"]] == ["Restarts", "New plans"]
+        assert [a["name"] for a in made["annotations"]["list"]] == ["Restarts", "Resizes"]
         (link,) = made["links"]
         assert link["url"].removeprefix("/d/") in DASHBOARDS.keys() - {made["uid"]}
 

@@ -246,7 +246,7 @@ def fed(server: Server, page: Page, run_files: Files) -> Server:
     for dashboard in DASHBOARDS.values():
         for mark in dashboard["annotations"]["list"]:
             assert not server.course(filled(mark["expr"], "run")), "nothing has happened yet"
-    for event in (*run_files.events, {"kind": "restarted"}, {"kind": "replanned"}, {"kind": "straggler"}):
+    for event in (*run_files.events, {"kind": "restarted"}, {"kind": "resized"}, {"kind": "straggler"}):
         for exporter in exporters:
             exporter.event(event)
     server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)

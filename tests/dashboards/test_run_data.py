@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from braid.dashboards.plan_view import read_schedule
 from braid.dashboards.run_data import RunData
 from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.schedule import Compute, is_late
 from braid.scheduling.span_batches import decode
 from braid.scheduling.trace import communication, length_ns, merge
 from braid.scheduling.trace_arrays import intervals
@@ -90,6 +92,16 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
                 )
             ]
             assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
+
+
+def test_what_is_put_off_is_marked_in_the_pairing(finished: Path) -> None:
+    schedule = read_schedule(finished)
+    assert schedule is not None
+    (program,) = schedule.pairs.values()
+    wanted = [isinstance(action, Compute) and is_late(action) for action in program]
+    assert any(wanted)
+    (pair,) = read(finished).state()["schedule"]["pairs"]
+    assert [action.get("late", False) for action in pair["actions"]] == wanted
 
 
 def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
@@ -195,7 +207,6 @@ def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
         ("config.yaml", "a: [b"),
         ("cluster.json", "\xff{"),
         ("trace/predicted.json", "[]"),
-        ("plan.yaml", "braid_plan: 1"),
     ],
 )
 def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str) -> None:
