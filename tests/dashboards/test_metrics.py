@@ -77,7 +77,7 @@ def test_values_of_a_step() -> None:
     target.metrics(line)
     assert value(sink, "braid_step") == 3
     assert value(sink, "braid_loss_nats") == line["loss"]
-    assert value(sink, "braid_tokens_per_second") == pytest.approx(line["tokens"] / line["seconds"])
+    assert value(sink, "braid_tokens_per_second") == pytest.approx(line["tokens"] / line["wall_seconds"])
     assert value(sink, "braid_tokens_total") == line["tokens"]
     target.metrics(metrics_line(4, ranks=4))
     assert value(sink, "braid_tokens_total") == 2 * line["tokens"]
