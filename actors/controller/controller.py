@@ -290,7 +290,6 @@ class Controller:
         saver.resumed(done)
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
-        clock = StepClock(self._last_end(records))
         yield from self._claim_mirror(places)
         group.call_all("stream_spans", places.collector.target, self._generation)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
@@ -305,10 +304,11 @@ class Controller:
         )
         directory.note("started", done, self._generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(places.collector, directory, layout)
-        stepper = Stepper(plan, group, self._generation, facts, self._spikes, clock)
         described = self._described(facts)
         step = self._step_now = done
         yield from saver.step_done(group, step, self._generation, described)
+        clock = StepClock(self._last_end(records))
+        stepper = Stepper(plan, group, self._generation, facts, self._spikes, clock)
         change: Change | None = None
         while step < last and not self._stop.is_set() and change is None:
             event, told = stepper.run(step, last, list(records))
