@@ -1,5 +1,7 @@
-# Every target makes what it needs. The environment is .venv, pinned by constraints.txt.
+# Every target makes what it needs. The environment is .venv, pinned by constraints.txt and by what PyTorch's build for
+# CPUs or for CUDA needs beside it; name the other file where that is not what pip finds.
 PYTHON ?= python3
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constraints-cpu.txt)
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -9,12 +11,14 @@ BIN := $(VENV)/bin
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Braid needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "== setting up $(VENV) (once; downloads PyTorch and Ray)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]' \
+		|| { echo "pip cannot install with $(CONSTRAINTS). If it names Triton, it finds another build of PyTorch:" \
+			"choose with make CONSTRAINTS=constraints-cuda.txt (or constraints-cpu.txt)" >&2; exit 1; }
 	@touch $@
 
 setup: $(VENV)/.ready  ## make the environment

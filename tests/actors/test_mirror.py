@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.homes import Homes, begun_mark
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
-from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity
+from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, check_url
 from tests.actors.saved import digests
 
 FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
@@ -355,3 +356,11 @@ def test_names_that_lead_outside_are_refused(
 def test_a_url_that_nothing_answers_to_names_the_key(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint.mirror='{wrong}': no file system is called"):
         mirror_of(wrong)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    says = r"^checkpoint.mirror='s3://b/run': .*s3fs.*'braid\[object-stores\]'$"
+    with pytest.raises(MirrorError, match=says):
+        mirror_of("s3://b/run")
+    check_url("s3://b/run")  # the nodes may have it

@@ -1,5 +1,6 @@
 """Formats, files and documents: what goes in comes out, and what is wrong is told in one line."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,7 @@ def test_what_is_wrong_is_told_in_one_line(
     content = write_rows(tmp_path / "good.parquet", DOCUMENTS, pa.string()).read_bytes()
     (tmp_path / "torn.parquet").write_bytes(content[:4] + bytes(200) + content[204:])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=f"^{message}") as fault:
         prepare(corpus_of(*files, **options), output=tmp_path / "out", executor=map)
     assert "\n" not in str(fault.value)
