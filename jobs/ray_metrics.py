@@ -8,16 +8,14 @@ from pathlib import Path
 
 from braid.actors.config import Config
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
-from braid.dashboards.metrics import Exporter, RaySink, Sink, layout_of
+from braid.dashboards.metrics import Exporter, RayMetrics, RaySink, Sink, layout_of
 from braid.scheduling.yaml_text import parse_yaml
 
 
 @contextlib.contextmanager
-def ray_metrics(config: Config) -> Iterator[Callable[[Event], None]]:
-    """What takes the events of a run on the connected cluster, for as long as the block lasts."""
-    import ray.util.metrics
-
-    sink = RaySink(ray.util.metrics)
+def ray_metrics(config: Config, module: RayMetrics) -> Iterator[Callable[[Event], None]]:
+    """What takes the events of a run, for as long as the block lasts; ``module``: ``ray.util.metrics``."""
+    sink = RaySink(module)
     try:
         yield EventFeed(config, sink).tell
     finally:

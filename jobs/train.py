@@ -188,7 +188,7 @@ def _in_processes(
 
 def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
     with ray_session(config):
-        import ray
+        import ray.util.metrics
         from ray.exceptions import RayActorError
 
         from braid.actors.controller.actor import start_controller
@@ -203,7 +203,10 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         made = plan(prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]
         budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
-        with _stopping(lambda: ray.get(controllers[-1].stop.remote())), ray_metrics(config) as tell:
+        with (
+            _stopping(lambda: ray.get(controllers[-1].stop.remote())),
+            ray_metrics(config, ray.util.metrics) as tell,
+        ):
             while True:
                 try:
                     for reference in controllers[-1].run.options(num_returns="streaming").remote():

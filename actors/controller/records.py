@@ -302,7 +302,9 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of the lock, and of the directory if the run never started."""
         with contextlib.suppress(OSError):
-            if [path.name for path in self.path.iterdir()] == [".lock"]:
+            names = {path.name for path in self.path.iterdir()}
+            if names <= {".lock", log.FOLDER} and not log.anything_said(self.path):
+                shutil.rmtree(self.path / log.FOLDER, ignore_errors=True)
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
                 self.path.parent.rmdir()

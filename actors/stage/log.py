@@ -6,17 +6,19 @@ import functools
 import inspect
 import io
 import os
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 FOLDER: Final = "logs"
+HEADER: Final = "==="
+"""How the line begins that a rank writes first in every generation."""
 _MOST_BYTES: Final = 8 << 20
 """A log that is longer when a generation begins is put aside, as the only one of its rank."""
-
-T = TypeVar("T")
 
 
 def log_file(run: Path, rank: int) -> Path:
@@ -27,6 +29,16 @@ def log_file(run: Path, rank: int) -> Path:
 def put_aside(log: Path) -> Path:
     """Where the part of a log lies that was written before it grew too long."""
     return log.with_name(f"{log.name}.1")
+
+
+def anything_said(run: Path) -> bool:
+    """Whether there is more in a run's logs than that ranks have begun to write them."""
+    return any(
+        line
+        for log in (run / FOLDER).glob("*")
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if not line.startswith(HEADER)
+    )
 
 
 def write_to(log: Path, header: str, *, anew: bool) -> bool:
@@ -67,24 +79,38 @@ class _Unfailing(io.FileIO):
             return memoryview(data).nbytes
 
 
-def errors_logged(cls: type[T]) -> type[T]:
-    """Whatever public methods of objects with a true ``logs`` raise stands in the log, too, with its trace.
+class Logged:
+    """A rank whose process writes to a log of its own: its output, and what its public methods raise.
 
-    The controller tells of one rank's error: the first one. Those of the others say what they were at.
+    The controller tells of one rank's error, the first one; those of the others say what they were at. A
+    `ValueError` is for the user, who is told of it without a trace.
     """
-    for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
-            setattr(cls, name, _logged(method))
-    return cls
+
+    rank: int
+    address: str
+    _logs = False
+
+    def __init_subclass__(cls) -> None:
+        """Let public methods write down what they raise."""
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, _logged(method))
+
+    def open_log(self, run: str, generation: int) -> None:
+        """Write to ``logs/rank-N.log`` of a run, which generation 1 begins anew."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        place = f"{socket.gethostname()} ({self.address}), process {os.getpid()}"
+        header = f"{HEADER} {now}: generation {generation}, rank {self.rank} on {place}"
+        self._logs = write_to(log_file(Path(run), self.rank), header, anew=generation == 1)
 
 
 def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def called(self: Any, *arguments: Any, **named: Any) -> Any:
+    def called(self: Logged, *arguments: Any, **named: Any) -> Any:
         try:
             return method(self, *arguments, **named)
-        except Exception:
-            if self.logs:
+        except Exception as error:
+            if self._logs and not isinstance(error, ValueError):
                 traceback.print_exc()
             raise
 

@@ -7,7 +7,6 @@ The controller calls, in this order: `open_log` on all, `open_store` on rank 0, 
 import gc
 import math
 import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -32,7 +31,7 @@ from braid.actors.stage.faults import Saboteur
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import MemoryMeter, NoUpdate
 from braid.actors.stage.layers import load_layer
-from braid.actors.stage.log import errors_logged, log_file, write_to
+from braid.actors.stage.log import Logged
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel, model_parts
@@ -56,16 +55,13 @@ from braid.scheduling.validate import validate
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-@errors_logged
-class Worker:
+class Worker(Logged):
     """A rank of a run."""
 
     def __init__(self, rank: int, address: str) -> None:
         keep_freed_memory()
         self.rank = rank
         self.address = address
-        self.logs = False
-        """Whether this process writes to a log of its own."""
         self._store: dist.TCPStore | None = None
         self._stream: SpanStream | None = None
         self._connections: Connections | None = None
@@ -87,13 +83,6 @@ class Worker:
         if dist.is_initialized() and self._device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 
-    def open_log(self, run: str, generation: int) -> None:
-        """Write what this process says to ``logs/rank-N.log`` of a run, which generation 1 begins anew."""
-        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        place = f"{socket.gethostname()} ({self.address}), process {os.getpid()}"
-        header = f"=== {now}: generation {generation}, rank {self.rank} on {place}"
-        self.logs = write_to(log_file(Path(run), self.rank), header, anew=generation == 1)
-
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
         self._store = dist.TCPStore(
@@ -110,8 +99,7 @@ class Worker:
         self._device = _device(cluster.device, self.rank)
         timeout = self._timeout
         self._connections = Connections()
-        layout = config.layout()
-        self._layout = layout
+        self._layout = layout = config.layout()
         self._join(rendezvous, self.rank, layout.ranks)
         schedule = parse(plan.schedule)
         self._mesh = build_mesh(

@@ -14,7 +14,7 @@ from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
-from braid.jobs.private_clusters import environment, own_token
+from braid.jobs.session import environment, own_token
 from braid.jobs.tokenizer import load_tokenizer
 
 STEPS = 1_000_000
