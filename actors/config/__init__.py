@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
+from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
@@ -159,58 +160,6 @@ class ClusterConfig(Section):
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
-class CheckpointConfig(Section):
-    """When parameters and optimizer are saved. A checkpoint is always written at the end."""
-
-    every: Annotated[int, Field(ge=0)] = 0  # steps; 0: as every_s says
-    # seconds from one checkpoint to the next; 0: none by time; default: 900 where every is 0, else 0
-    every_s: Annotated[float, Field(ge=0)] | None = None
-    asynchronous: bool = True  # written in the background while training goes on
-    lose_at_most: Positive | None = None  # steps beyond the newest checkpoint; then training waits for a save
-    keep: Positive = 2  # newest ones
-    keep_every: Annotated[int, Field(ge=0)] = 0  # steps; checkpoints at their multiples are kept for ever
-    mirror: str | None = (
-        None  # a path, or an fsspec URL such as s3://bucket/run: all checkpoints' second home
-    )
-    copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
-    copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
-    copies_wait: bool = False  # a step ends when its copy has arrived, not during the next one
-
-    @property
-    def seconds_between(self) -> float:
-        """``every_s`` with its default; 0: no checkpoint is made because of the time."""
-        return self.every_s if self.every_s is not None else 0.0 if self.every else 900.0
-
-    @model_validator(mode="after")
-    def _bound_can_be_kept(self) -> "CheckpointConfig":
-        if self.lose_at_most is not None and not 0 < self.every <= self.lose_at_most:
-            raise ValueError(
-                f"lose_at_most={self.lose_at_most} needs a checkpoint at least as often; set every to 1 to "
-                f"{self.lose_at_most} (it is {self.every})"
-            )
-        return self
-
-
-class FailureConfig(Section):
-    """When ranks have failed, and what happens then: those that are gone are replaced, all ranks form a new
-    generation, and training goes on from copies in memory (``checkpoint.copies_every``) or from the newest
-    good checkpoint.
-    """
-
-    # failures that are put up with; 0: the first one ends the run; -1: as many as there are
-    max_restarts: Annotated[int, Field(ge=-1)] = 3
-    refill_steps: Positive = 100  # so many new steps give one of them back
-    max_tries: Positive = 5  # of one recovery: failures in a row between which no step was done
-    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the second try of a recovery; doubled each time
-    silence_s: Annotated[float, Field(gt=0)] = 8.0  # a rank that does not answer for so long is given up
-    stall_s: Annotated[float, Field(gt=0)] = 8.0  # no progress for so long (or 3 steps) is a failure
-    on_nan: Literal["retry", "skip", "stop"] = (
-        "retry"  # a gradient norm that is no number; retry once, then skip
-    )
-    # a loss so many times the median of the last 20: the step is repeated, max_restarts of them; 0: never
-    spike: Annotated[float, Field(ge=0)] = 0.0
-
-
 class WandbConfig(Section):
     """A run of Weights & Biases beside this one; ``wandb: online`` is short for ``wandb: {mode: online}``."""
 
@@ -239,26 +188,6 @@ class TelemetryConfig(Section):
     wandb: WandbConfig = WandbConfig()
     page: bool = True  # the live page of the run, on this machine's loopback
     page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
-
-
-class ElasticConfig(Section):
-    """Growing and shrinking while training on Ray: with ``max_ranks`` a run uses what room there is.
-
-    The layout is chosen anew at every change; global batch and order of samples stay.
-    """
-
-    min_ranks: Positive | None = None  # with fewer the run waits for nodes; default: 1
-    max_ranks: Positive | None = None  # None: the number of ranks is fixed
-    settle_s: Annotated[float, Field(ge=0)] = 5.0  # room must be there for so long before it is used
-    wait_s: Annotated[float, Field(gt=0)] = 600.0  # for enough nodes, before the run gives up
-    # a node that was left out as slow stays out for so long; twice as long each time it is slow again
-    quarantine_s: Annotated[float, Field(gt=0)] = 1800.0
-
-    @model_validator(mode="after")
-    def _order(self) -> "ElasticConfig":
-        if self.max_ranks is not None and (self.min_ranks or 1) > self.max_ranks:
-            raise ValueError(f"elastic.min_ranks={self.min_ranks} exceeds elastic.max_ranks={self.max_ranks}")
-        return self
 
 
 class Config(Section):

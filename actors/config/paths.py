@@ -4,6 +4,7 @@ What belongs to the configuration (weights, layers, the mirror) begins at the co
 run reads and writes begins where the command runs. `anchored` makes any of them absolute.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ C = TypeVar("C", bound=BaseModel)
 
 def _at(base: Path, place: str) -> str:
     """``~`` is the home of whoever reads it, and is left to him."""
-    return place if place.startswith("~") else str(base / place)
+    return place if place.startswith("~") else os.path.normpath(base / place)
 
 
 def _layer(base: Path, reference: str) -> str:
@@ -51,7 +52,7 @@ def _tokenizer(base: Path, name: str) -> str:
 
 
 def _path(base: Path, path: Path) -> Path:
-    return base / path
+    return Path(os.path.normpath(base / path))
 
 
 _PATHS: Mapping[str, Callable[[Path, Any], Any]] = {

@@ -14,16 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
-from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
-from braid.actors.stage.data import TokenShards, read_index, sample_ids, samples_digest
 from braid.actors.stage.digests import damage_in_share
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
@@ -39,8 +36,8 @@ from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler, hardware
-from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.actors.stage.rescue import held_slices, write_slices
+from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
@@ -49,7 +46,6 @@ from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_parser import parse
-from braid.scheduling.trace import Span
 from braid.scheduling.validate import validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -68,7 +64,7 @@ class Worker(Logged):
         self._streams: Streams | None = None
         self._copies = Copies()
         self._saves: Saves | None = None
-        self._ahead: ReadingAhead[tuple[np.ndarray, torch.Tensor | None]] | None = None
+        self._samples: ReplicaSamples | None = None
 
     def pulse(self) -> int | None:
         """How much was done so far; called from another thread, as is `interrupt`."""
@@ -114,7 +110,15 @@ class Worker(Logged):
         self._connections.made()
         self._memory = PeakMemory(self._device)
         if plan.data:
-            self._open_data(Path(plan.data))
+            self._samples = ReplicaSamples(
+                Path(plan.data),
+                config,
+                plan.shape.sequence,
+                layout,
+                self._mesh.position["dp"],
+                self._model.chunks,
+                self._device,
+            )
 
     @property
     def _timeout(self) -> timedelta:
@@ -149,7 +153,7 @@ class Worker(Logged):
         self._parts = parts = model_parts(sizes, definition, train.recompute)
         runs = scheduled_parts(parts, layout, plan.shape.layers, fused=schedule.fused, split=schedule.split)
         validate(schedule, layout, runs)
-        evaluation = validation_schedule(layout, self._validation_micro_batches(), parts)
+        evaluation = validation_schedule(layout, validation_micro_batches(config), parts)
         validate(evaluation, layout, parts)
         self._model_of = partial(
             StageModel,
@@ -183,61 +187,14 @@ class Worker(Logged):
         )
         set_aside_what_lasts()
 
-    # -- data --------------------------------------------------------------------------------------------
-
-    def _open_data(self, directory: Path) -> None:
-        sequence, index = self._shape.sequence, read_index(directory)
-        self._train_data = TokenShards.open(directory, "train", sequence, index)
-        fraction = self._config.data.validation_fraction
-        self._validation_data = (
-            TokenShards.open(directory, "validation", sequence, index) if fraction else None
-        )
-        held = set(self._model.chunks)
-        self._reads_data = 0 in held or self._layout.chunks - 1 in held
-        self._ahead = ReadingAhead(self._read_step)
-
-    def _read_step(self, step: int) -> tuple[np.ndarray, torch.Tensor | None]:
-        """This replica's samples of a training step, and their tokens if this rank needs them."""
-        batch = self._config.train.global_batch
-        ids = self._mine(sample_ids(self._config.train.seed, self._train_data.samples, step * batch, batch))
-        return ids, self._tokens(self._train_data, ids)
-
-    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> torch.Tensor | None:
-        """Samples' tokens on the host, in memory that a GPU can copy from by itself."""
-        if not self._reads_data:
-            return None
-        tokens_NS = torch.from_numpy(shards.tokens_at(ids))
-        return tokens_NS.pin_memory() if self._device.type == "cuda" else tokens_NS
-
-    def _batches(self, ids: np.ndarray, tokens_NS: torch.Tensor | None) -> list[MicroBatch | None]:
-        """Samples as micro-batches on the device."""
-        size = self._config.train.micro_batch
-        count = len(ids) // size
-        if tokens_NS is None:
-            return [None] * count
-        tokens_NS = tokens_NS.to(self._device, non_blocking=True)
-        inputs_MT = tokens_NS[:, :-1].reshape(count, -1)
-        targets_MT = tokens_NS[:, 1:].reshape(count, -1)
-        return [MicroBatch(inputs_MT[m], targets_MT[m]) for m in range(count)]
-
-    def _mine(self, ids: np.ndarray) -> np.ndarray:
-        """The contiguous part of a global batch that belongs to this data-parallel replica."""
-        return np.split(ids, self._layout.dp)[self._mesh.position["dp"]]
-
-    def _validation_micro_batches(self) -> int:
-        """Micro-batches per replica in one validation, rounded up to whole ones."""
-        samples = self._config.train.validation_samples
-        return -(-samples // (self._config.train.micro_batch * self._layout.dp))
-
     # -- steps -------------------------------------------------------------------------------------------
 
     def train_step(self, step: int) -> StepResult:
         """Run one optimizer step on the samples of step ``step`` (from 0)."""
         begin = time.perf_counter()
         self._memory.begin()
-        assert self._ahead is not None
-        mine, tokens_NS = self._ahead.of(step)
-        batches = self._batches(mine, tokens_NS)
+        assert self._samples is not None
+        batches = self._samples.of_step(step)
         batch, discarded = self._config.train.global_batch, 0
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
@@ -260,7 +217,7 @@ class Worker(Logged):
             lr=update.lr,
             seconds=seconds,
             applied=update.applied,
-            samples=samples_digest(mine) if first else 0,
+            samples=self._samples.digest() if first else 0,
             discarded=discarded + (not update.applied),
             overlap=self._recorder.numbers(records),
             dropped_spans=self._stream.dropped if self._stream else 0,
@@ -271,24 +228,16 @@ class Worker(Logged):
 
     def validate(self) -> tuple[float, int]:
         """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
-        assert self._validation_data is not None
-        count = self._validation_micro_batches() * self._config.train.micro_batch * self._layout.dp
-        ids = self._mine(np.arange(count) % self._validation_data.samples)
-        batches = self._batches(ids, self._tokens(self._validation_data, ids))
+        assert self._samples is not None
+        batches = self._samples.of_validation()
         loss_sum = self._evaluator.run(batches, 0.0, None)
         counts = self._layout.chunks - 1 in self._model.chunks and self._mesh.position["tp"] == 0
         return (loss_sum, len(batches) * self._model.context.sizes.tokens) if counts else (0.0, 0)
 
     def data_facts(self) -> dict[str, float | int | str]:
         """Size and identity of the data, for reports and checkpoints."""
-        facts: dict[str, float | int | str] = {
-            "fingerprint": self._train_data.fingerprint,
-            "train_tokens": self._train_data.tokens,
-            "train_samples": self._train_data.samples,
-        }
-        if self._validation_data is not None:
-            facts["validation_bytes_per_token"] = self._validation_data.bytes_per_token
-        return facts
+        assert self._samples is not None
+        return self._samples.facts()
 
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
@@ -308,7 +257,8 @@ class Worker(Logged):
         meter = MemoryMeter(self._streams)
         executor = self._bind(schedule=self._schedule, parts=self._runs, recorder=meter)
         meter.executor = executor
-        batches = self._batches(*self._read_step(step))
+        assert self._samples is not None
+        batches = self._samples.of_step(step)
         tokens = self._config.train.global_batch * self._shape.sequence
         executor.run(batches, 1.0 / tokens, NoUpdate())
         self._gradients.zero()
@@ -325,10 +275,6 @@ class Worker(Logged):
     def record_spans(self, on: bool) -> None:
         """Record the spans of further steps, or do not: what that costs is measured in one process."""
         self._recorder.recording = on
-
-    def spans(self, step: int) -> list[Span]:
-        """The spans of the step that ran last."""
-        return self._recorder.spans(self.rank, step)
 
     # -- copies in memory and checkpoints ------------------------------------------------------------------
 
@@ -406,9 +352,9 @@ class Worker(Logged):
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._samples is not None:
+            self._samples.close()
+            self._samples = None
         if self._streams is not None:
             self._streams.close()
             self._streams = None
