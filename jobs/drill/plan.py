@@ -143,7 +143,9 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
         return enough and nodes.least <= there + NODE_CHANGES.get(kind, 0) <= nodes.most
 
     while left:
-        kind = next(filter(possible, left), "")
+        # While a node is still to be slow, nodes rather join than leave: there may not be as many again.
+        can = sorted(filter(possible, left), key=lambda one: SLOW in left and NODE_CHANGES.get(one, 0) < 0)
+        kind = SLOW if SLOW in can else next(iter(can), "")
         if not kind:
             raise ConfigError(
                 f"--faults {', '.join(left)}: with {there} nodes none of these can come; {SLOW} needs "

@@ -19,10 +19,10 @@ def written(folder: Path, text: str, *overrides: str) -> Config:
 def test_words_and_dates_are_text(tmp_path: Path) -> None:
     text = "name: 2026-11-23\ntelemetry: {wandb: off, progress: no}\ntrain: {lr: 1e-3}"
     config = written(tmp_path, text)
-    assert (config.name, config.telemetry.wandb, config.train.lr) == ("2026-11-23", "off", 1e-3)
+    assert (config.name, config.telemetry.wandb.mode, config.train.lr) == ("2026-11-23", "off", 1e-3)
     assert config.telemetry.progress is False
     config = written(tmp_path, "", "telemetry.wandb=off", "name=2026-11-24", "train.steps=1e3")
-    assert (config.name, config.telemetry.wandb, config.train.steps) == ("2026-11-24", "off", 1000)
+    assert (config.name, config.telemetry.wandb.mode, config.train.steps) == ("2026-11-24", "off", 1000)
     (tmp_path / "again.yaml").write_text(config.to_yaml(), encoding="utf-8")
     assert load_config(tmp_path / "again.yaml").to_yaml() == config.to_yaml()
 

@@ -14,7 +14,8 @@ from braid.jobs.drill.plan import KINDS, NODE_CHANGES, NodeRange, plan_drill, st
 from tests.end_to_end.runs import SMALL
 
 SOME = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6, unique=True)
-MANY = st.lists(st.sampled_from([*NODE_CHANGES, "stop", "sigterm"]), min_size=1, max_size=12)
+CHANGES = [kind for kind, change in NODE_CHANGES.items() if change]
+MANY = st.lists(st.sampled_from([*CHANGES, "stop", "sigterm"]), min_size=1, max_size=12)
 
 
 @st.composite
@@ -74,6 +75,18 @@ def exists(changes: list[int], nodes: NodeRange) -> bool:
             if (joins if step == 1 else left - joins) and nodes.least <= there + step <= nodes.most
         }
     return bool(reached)
+
+
+@given(st.integers(0, 2**32))
+def test_one_of_three_nodes_or_more_is_slow(seed: int) -> None:
+    kinds = ["node-joins", "node-joins", "node-slow", "node-lost", "node-drained"]
+    planned = plan_drill(kinds, 1, seed, NodeRange(2, 1, 4))
+    assert sorted(one.kind for one in planned) == sorted(kinds)
+    (slow,) = [one for one in planned if one.kind == "node-slow"]
+    assert slow.nodes is not None
+    assert slow.nodes_after == slow.nodes >= 3
+    with pytest.raises(ConfigError, match="with 2 nodes none of these can come; node-slow needs 3 nodes"):
+        plan_drill(["node-slow", "node-joins", "node-lost"], 1, seed, NodeRange(2, 1, 2))
 
 
 def test_nodes_change_in_many_orders() -> None:
