@@ -35,7 +35,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Override a key, such as --set train.lr=3e-4; may be repeated. Paths begin as in CONFIG.",
+        help="Override a key, such as --set train.lr=3e-4; may be repeated. Relative paths as in CONFIG.",
         metavar="KEY=VALUE",
     ),
 ]

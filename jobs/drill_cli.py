@@ -41,12 +41,13 @@ def drill(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
 ) -> None:
-    """Break a run in every way there is, and compare it with the undisturbed one.
+    """Break a run in every way that --list names, and compare it with the undisturbed one.
 
     Trains twice under runs/NAME-drill-SEED, without and with faults. Faults of hosts and links need root: the
     ranks then run on two emulated hosts of this machine. Faults of nodes need cluster.launcher=ray and
     elastic.max_ranks: the ranks then run on a Ray cluster of one-CPU nodes that is started here for them.
-    Exit code 1 if a loss, parameter or sample differs.
+    Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
+    other numbers of ranks add up in another order.
     """
     console = Console(stderr=as_json)
     if listing:
