@@ -89,7 +89,8 @@ class ParallelConfig(Section):
     """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
 
     ``parallel: auto`` lets `braid plan` search them; ``{auto: true, tp: 8}`` fixes those that are given.
-    ``zero`` is not searched: such plans have 1 wherever several ranks share parameters.
+    ``zero`` is not searched: such plans have 1 wherever several ranks share parameters. ``cp``, ``ep`` and
+    ``zero`` are planned and simulated only: a run wants 1, 1 and 0.
     """
 
     dp: Positive = 1
@@ -156,8 +157,8 @@ class ClusterConfig(Section):
     threads_per_rank: Positive = 1
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
-    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
+    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
 
 
 class WandbConfig(Section):
@@ -172,7 +173,7 @@ class WandbConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, content: Any) -> Any:
-        """The mode as a word, which YAML 1.1 reads as a truth value where it is ``off``."""
+        """The mode as a word; ``false`` is ``off``, which YAML 1.1 does not tell apart."""
         if content is False:
             return {}
         return {"mode": content} if isinstance(content, str) else content

@@ -39,7 +39,7 @@ class ModelConfig(Section):
     tied_head: bool = False
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0
-    experts: Annotated[int, Field(ge=0)] = 0  # family moe
+    experts: Annotated[int, Field(ge=0)] = 0  # family moe, which is planned and simulated only
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     capacity_factor: Annotated[float, Field(gt=0)] = 1.0
     # a layer of your own: "package.module:Class" or "file.py:Class"

@@ -1,4 +1,4 @@
-"""Streams a rank's spans: the training thread fills a ring of fixed size, a thread of its own empties it.
+"""Streams a rank's spans: the training thread fills a ring of bounded size, a thread of its own empties it.
 
 The training thread never waits and never fails here. What the ring cannot hold is dropped and counted; when
 streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.

@@ -132,7 +132,7 @@ PANELS: Final = (
     Panel(
         kind="timeseries",
         title="Peak memory by rank",
-        description="Most device memory in use at once. It should be flat.",
+        description="Most memory in use at once, in every step. It should be flat.",
         queries=(Query(expr=of_ranks("braid_peak_memory_bytes"), legend="{{stage}}/{{rank}}", many=True),),
         unit="bytes",
         minimum=0,
