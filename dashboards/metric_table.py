@@ -129,7 +129,12 @@ METRICS: Final = (
         "braid_generation", "Number of the ranks' membership: every restart or resize adds 1", "generation"
     ),
     _of_step("braid_last_progress_timestamp_seconds", "Unix time at the end of the last step", "time"),
-    _of_step("braid_peak_memory_bytes", "Most memory that a rank used at once in the last step: allocated on a GPU, else resident", "peak_bytes", per_rank=True),
+    _of_step(
+        "braid_peak_memory_bytes",
+        "Most memory that a rank used at once in the last step: allocated on a GPU, else resident",
+        "peak_bytes",
+        per_rank=True,
+    ),
     Metric(
         name="braid_rank_step_seconds",
         kind=Kind.GAUGE,

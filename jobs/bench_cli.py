@@ -9,7 +9,9 @@ from rich.console import Console
 
 from braid.actors.config import ConfigError, load_config
 
-bench = typer.Typer(help="Measure, as ratios within one run; or compare with papers and exact searches.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure, as ratios within one run; or compare with papers and exact searches.", no_args_is_help=True
+)
 
 
 @bench.command("training")

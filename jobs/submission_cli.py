@@ -51,7 +51,8 @@ def submit(
     ] = None,
     python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
     stop_seconds: Annotated[
-        int | None, typer.Option(help="Seconds to save a checkpoint when it is stopped (default: 120).", min=1)
+        int | None,
+        typer.Option(help="Seconds to save a checkpoint when it is stopped (default: 120).", min=1),
     ] = None,
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
