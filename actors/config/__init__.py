@@ -79,7 +79,8 @@ class TrainConfig(Section):
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
     recompute: Annotated[str, _one_of(RECOMPUTE_POLICIES)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
-    # sums of gradients in float64: the same bits for any number of data-parallel ranks
+    # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
+    # of a sum lie within a factor of 2^25 or so
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     validation_samples: Positive = 64
