@@ -12,8 +12,8 @@ import numpy as np
 from braid.scheduling.span_batches import Batch, Records, concatenated, decode, span_of
 from braid.scheduling.trace import KINDS, Label, Span
 
-MOST_SPANS = 100_000
-"""Of a trace: some 150 MB while it is written. Where ranks have more, as many ranks are taken as fit."""
+MOST_SPANS = 250_000
+"""Of a trace: some 260 MB while it is written. Where ranks have more, as many ranks are taken as fit."""
 _ASKED = 8
 """Ranks that are asked for the newest step."""
 _NAME = re.compile(r"rank-(\d+)\.(\d+)\.spans")
