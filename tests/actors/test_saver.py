@@ -18,6 +18,7 @@ from braid.actors.controller.mirror import Mirror
 from braid.actors.controller.records import Incident, RunDirectory, Saved, read_lines
 from braid.actors.controller.recovery import cost_of_a_failure
 from braid.actors.controller.saving import Saver
+from braid.actors.stage import digests as stage_digests
 from braid.actors.stage.messages import Written
 from tests.actors.saved import digests
 from tests.end_to_end.runs import small_config
@@ -272,4 +273,30 @@ def test_after_a_save_that_failed_the_next_one_is_due_soon(
         run.step(step)
     run.finish()
     assert run.saved == [1012], "a minute after the third try, not a thousand steps"
+    run.close()
+
+
+def test_the_controller_reads_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks hash what they write and verify what is there, each its share; here that would take hours."""
+
+    def hashed(*_: Any) -> str:
+        raise AssertionError("the controller hashes")
+
+    run = Run(tmp_path, every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_digests, "_sha256", hashed)
+        run.begin(1)
+        run.finish()
+        assert run.saved == [1]
+        path = Path(run.homes.newest_good().path)
+        asked: list[Path] = []
+        run.homes.newest_good(asked.append)
+        assert asked == [path], "ranks are asked"
+    assert [stage_digests.damage_in_share(path, rank, 2) for rank in range(2)] == [None, None]
+    for name in (".metadata", "__0_0.distcp"):
+        good = (path / name).read_bytes()
+        (path / name).write_bytes(good[:-1] + b"?")
+        found = [stage_digests.damage_in_share(path, rank, 2) for rank in range(2)]
+        assert [text for text in found if text] == [f"the checksum of file {name} is wrong"], "one share"
+        (path / name).write_bytes(good)
     run.close()
