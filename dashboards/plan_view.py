@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from braid.dashboards.run_files import NotReadableError, read_text
-from braid.scheduling.fusion import split_place
+from braid.scheduling.fusion import measured_key
 from braid.scheduling.profile import Profile, parse_profile
-from braid.scheduling.schedule import Barrier, Direction, PairProgram, Schedule, Start, Wait, is_late
-from braid.scheduling.schedule_parser import parse
+from braid.scheduling.schedule import Barrier, PassKind, Program, Schedule, Sides, Start, Wait
+from braid.scheduling.schedule_text import parse
 
 _MOST_ACTIONS: Final = 600
 _MOST_PAIRS: Final = 4
@@ -37,8 +37,12 @@ def read_profile(directory: Path) -> Profile | None:
 
 
 def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]:
-    """The schedule's outline and its longest pair programs, operators with their solo times."""
-    longest = sorted(schedule.pairs.items(), key=lambda item: -len(item[1]))[:_MOST_PAIRS]
+    """The schedule's outline and its longest programs of several passes, operators with their solo times.
+
+    Those of a forward beside a backward pass come first.
+    """
+    several = [(sides, program) for sides, program in schedule.programs.items() if len(sides) > 1]
+    several.sort(key=lambda item: (len({side.kind.direction for side in item[0]}) == 1, -len(item[1])))
     return {
         "name": schedule.name,
         "stages": len(schedule.stages),
@@ -48,13 +52,13 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
         "fused": schedule.fused,
         "split": schedule.split,
         "pairs": [
-            {"forward": names[0], "backward": names[1], "actions": _actions(names, program, profile)}
-            for names, program in longest
+            {"sides": [str(side) for side in sides], "actions": _actions(sides, program, profile)}
+            for sides, program in several[:_MOST_PAIRS]
         ],
     }
 
 
-def _actions(names: tuple[str, str], program: PairProgram, profile: Profile | None) -> list[dict[str, Any]]:
+def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[dict[str, Any]]:
     """The program in its order of issue, each operator with what it takes alone."""
     solo = {} if profile is None else profile.solo_ns
     made: list[dict[str, Any]] = []
@@ -62,25 +66,20 @@ def _actions(names: tuple[str, str], program: PairProgram, profile: Profile | No
         if isinstance(action, Barrier):
             made.append({"verb": "barrier"})
             continue
-        part = names[0 if action.side is Direction.FORWARD else 1]
+        side = sides[action.turn]
         verb = "start" if isinstance(action, Start) else "wait" if isinstance(action, Wait) else "compute"
         made.append(
             {
                 "verb": verb,
                 "operator": action.operator,
-                "side": None if action.side is None else action.side.value,
+                "turn": action.turn,
+                "side": side.kind.value,
                 "stream": action.stream.value if isinstance(action, Start) else None,
-                "late": is_late(action),
-                "ns": solo.get(_key(part, action.operator)),
+                "late": side.kind is PassKind.END,
+                "ns": solo.get(measured_key(side.run, action.operator)),
             }
         )
     return made
-
-
-def _key(part: str, operator: str) -> str:
-    name = operator.removesuffix(".again")
-    place = split_place(name)
-    return f"{part}/{name}" if place is None else f"{place[1]}/{place[2]}"
 
 
 def effectiveness_view(profile: Profile, part: str = "layer") -> dict[str, Any] | None:

@@ -79,9 +79,8 @@ def bench_overlap(
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     names = schedules.split(",") if schedules else None
     for name in names or ():
-        if name not in overlap.SCHEDULES[layout]:
-            known = ", ".join(overlap.SCHEDULES[layout])
-            raise ConfigError(f"--schedules: {name!r} must be one of {known}")
+        if name not in (known := (*overlap.SCHEDULES[layout], overlap.ANY_OF_OURS)):
+            raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(known)}")
     case = overlap.OverlapCase(
         layout=layout,
         hidden=hidden,

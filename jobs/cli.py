@@ -64,6 +64,9 @@ def train(
         bool, typer.Option("--resume-if-begun", help="Go on if there is a checkpoint, else begin anew.")
     ] = False,
     until: Annotated[int | None, typer.Option(help="Stop with a checkpoint after this step.", min=1)] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run exactly this plan (braid plan --output), or refuse it.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and start nothing; a model.layer is loaded.")
@@ -71,6 +74,10 @@ def train(
 ) -> None:
     """Train a model."""
     resolved = _config(config, overrides, launcher, address)
+    if plan is not None:
+        from braid.jobs.planning import with_plan
+
+        resolved = with_plan(resolved, plan)
     console = Console()
     if dry_run:
         _dry_run(console, resolved)
@@ -139,18 +146,20 @@ def schedule(
     from braid.actors.controller.planning import build_schedule
     from braid.jobs.drawing import show_schedule
     from braid.jobs.tokenizer import load_tokenizer
+    from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)
     made = build_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
+    text = write(made)
     if output is not None:
         try:
-            output.write_text(made.to_text(), encoding="utf-8")
+            output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--output {output}: {error.strerror}") from None
     if show:
         show_schedule(Console(), made)
     elif output is None:
-        typer.echo(made.to_text(), nl=False)
+        typer.echo(text, nl=False)
 
 
 app.add_typer(bench, name="bench")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from braid.actors.controller.planning import Candidate
+from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
 from braid.jobs.prepare import Prepared

@@ -7,15 +7,19 @@ from rich.text import Text
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.scheduling.draw import cell_width, grid, summary
+from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.schedule import Direction, Pair, Schedule, Twins
+from braid.scheduling.schedule import PassKind, Schedule
 from braid.scheduling.spec import ModelShape
 
-_FORWARD = ("grey93 on blue", "grey93 on dodger_blue2")
-_PAIR = "black on gold3"
-_BACKWARD = ("black on green3", "black on chartreuse3")
-_TWINS = {Direction.FORWARD: "grey93 on blue3", Direction.BACKWARD: "black on dark_sea_green4"}
+_STYLES = {
+    "F": ("grey93 on blue", "grey93 on dodger_blue2"),
+    "B": ("black on green3", "black on chartreuse3"),
+    "FF": ("grey93 on blue3", "grey93 on blue3"),
+    "BB": ("black on dark_sea_green4", "black on dark_sea_green4"),
+}
+_TOGETHER = "black on gold3"
 
 
 def show_schedule(console: Console, schedule: Schedule) -> None:
@@ -27,14 +31,9 @@ def show_schedule(console: Console, schedule: Schedule) -> None:
             if cell.block is None:
                 line.append(cell.text, style="dim")
                 continue
-            if isinstance(cell.block, Twins):
-                line.append(cell.text, style=_TWINS[cell.block.direction])
-                continue
-            if isinstance(cell.block, Pair):
-                line.append(cell.text, style=_PAIR)
-                continue
-            styles = _FORWARD if cell.block.direction is Direction.FORWARD else _BACKWARD
-            line.append(cell.text, style=styles[cell.block.chunk >= len(schedule.stages)])
+            passes = [one for one in cell.block.passes if one.kind is not PassKind.END]
+            styles = _STYLES.get("".join(one.direction.value for one in passes), (_TOGETHER, _TOGETHER))
+            line.append(cell.text, style=styles[passes[0].chunk >= len(schedule.stages)])
         console.print(line, soft_wrap=True)
 
 
@@ -64,18 +63,18 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     facts.add_row("FLOPs", f"{model_flops(shape, tokens) / 1e12:.3f} TFLOP a step (without recomputation)")
     console.print(facts)
     memory = Table(title="memory per rank (MiB, estimated)", title_justify="left")
-    for name in ("stage", "parameters", "gradients", "optimizer", "activations", "working", "total"):
+    for name in ("stage", "parameters", "gradients", "optimizer", "activations", "total"):
         memory.add_column(name, justify="right")
     members = model_graphs(config, shape)
     parts = scheduled_parts(members, layout, shape.layers, fused=schedule.fused, split=schedule.split)
+    code = link(schedule, layout, shape.layers, parts)
     for stage in range(layout.pp):
-        rank = rank_memory(schedule, layout, shape, parts, config.train.dtype, stage)
+        rank = rank_memory(code, shape, config.train.dtype, stage)
         sizes = (
             rank.parameter_bytes,
             rank.gradient_bytes,
             rank.optimizer_bytes,
             rank.activation_bytes,
-            rank.working_bytes,
             rank.total_bytes,
         )
         memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))

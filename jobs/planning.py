@@ -2,16 +2,30 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.actors.config import Config, ConfigError, ParallelConfig, load_config, parse_config
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.plan import Plan, Setting, parse_plan
+from braid.scheduling.plan import Plan, parse_plan, read_plan
 from braid.scheduling.planner.cluster import Search, plan_layout, plan_of
-from braid.scheduling.planner.compose import Outcome, evaluate, replay, with_schedule
+from braid.scheduling.planner.decide import (
+    AUTO,
+    UNFUSED,
+    Outcome,
+    Space,
+    decide,
+    evaluate,
+    modelled,
+    replay,
+    searched_schedules,
+    with_schedule,
+    within,
+)
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
-from braid.scheduling.spec import ModelShape, Workload, check_fit
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import AXES, ModelShape, Workload, check_fit
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -25,11 +39,13 @@ class Request:
     model: ModelShape
     cluster: ClusterSpec
     profile: Profile | None = None
+    is_preset: bool = False
 
     @property
     def dtype(self) -> str:
-        """Of activations: what the configuration says; plans for GPUs are in bf16 unless it says so."""
-        return self.config.train.dtype if "dtype" in self.config.train.model_fields_set else "bf16"
+        """Of activations: what a run's file says; presets are planned in bf16 unless an override says so."""
+        given = "dtype" in self.config.train.model_fields_set
+        return self.config.train.dtype if given or not self.is_preset else "bf16"
 
 
 def request(
@@ -43,7 +59,7 @@ def request(
     config = _config(reference, overrides or [])
     model = config.model.shape(config.model.vocabulary or _vocabulary(config))
     costs = None if profile is None else read_profile(profile)
-    return Request(config, model, load_cluster(cluster, nodes), costs)
+    return Request(config, model, load_cluster(cluster, nodes), costs, reference in model_names())
 
 
 def _config(reference: str, overrides: list[str]) -> Config:
@@ -76,9 +92,9 @@ def make_plan(job: Request) -> Plan:
     """Search with ``parallel: auto``, else decide for the layout that is given."""
     config = job.config
     if not config.parallel.auto:
-        outcome = evaluate(fixed_setting(job), job.cluster, job.profile)
+        outcome = _decided(job, fixed_setting(job))
         if outcome.missing_bytes:
-            missing, usable = outcome.missing_bytes / 2**30, outcome.usable_bytes / 2**30
+            missing, usable = outcome.missing_bytes / 2**30, job.cluster.usable_bytes / 2**30
             raise ConfigError(
                 f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
                 f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
@@ -95,12 +111,26 @@ def make_plan(job: Request) -> Plan:
         dtype=job.dtype,
         micro_batch=config.train.micro_batch if "micro_batch" in given else None,
         recompute=config.train.recompute if "recompute" in given else None,
-        schedule=config.overlap.schedule if "schedule" in config.overlap.model_fields_set else None,
+        schedule=_searched_schedule(config),
         fixed=config.parallel.fixed,
         late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
     return plan_layout(search, job.cluster)
+
+
+def _searched_schedule(config: Config) -> str | None:
+    """The schedule that a search over layouts keeps to; None: the best of them."""
+    given = config.overlap.schedule
+    return given if "schedule" in config.overlap.model_fields_set and given != AUTO else None
+
+
+def _decided(job: Request, setting: Setting) -> Outcome:
+    """A layout under the configuration's schedule, or, with ``auto``, under the best one."""
+    auto = job.config.overlap.schedule == AUTO
+    space = UNFUSED if job.profile is None else Space()  # with measured costs: as `braid train`
+    settings = searched_schedules(setting) if auto else [setting]
+    return decide(settings, modelled(job.cluster, job.profile), within(job.cluster.usable_bytes), space)[0]
 
 
 def fixed_setting(job: Request) -> Setting:
@@ -114,7 +144,7 @@ def fixed_setting(job: Request) -> Setting:
             model=job.model,
             layout=layout,
             workload=workload,
-            schedule=config.overlap.schedule,
+            schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
             dtype=job.dtype,
             recompute=config.train.recompute,
             zero=config.parallel.zero,
@@ -122,6 +152,30 @@ def fixed_setting(job: Request) -> Setting:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def with_plan(config: Config, file: Path) -> Config:
+    """The configuration with a plan's decisions: what it leaves open is as the plan says.
+
+    Where both say something else, `braid.actors.controller.planning` refuses the plan and names the key.
+    """
+    setting = read_plan(file).setting
+    layout, train, parallel = setting.layout, config.train, config.parallel
+    overlap: dict[str, Any] = {"plan": file}
+    if "schedule" not in config.overlap.model_fields_set or config.overlap.schedule == AUTO:
+        overlap["schedule"] = setting.schedule
+    if parallel.auto:
+        degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
+        fixed = {axis: degree for axis, degree in parallel.fixed.items() if degree != degrees[axis]}
+        late = {"late_layers": layout.late_layers}
+        parallel = ParallelConfig.model_validate({**degrees, **fixed, **late})
+        found = {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}
+        train = train.model_copy(
+            update={key: value for key, value in found.items() if key not in train.model_fields_set}
+        )
+    return config.model_copy(
+        update={"overlap": config.overlap.model_copy(update=overlap), "parallel": parallel, "train": train}
+    )
 
 
 def is_plan(reference: str) -> bool:
@@ -171,8 +225,8 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
         return simulate_plan(make_plan(job), job.cluster, schedule)
     setting = fixed_setting(job)
     if schedule is not None:
-        setting = with_schedule(setting, known_schedule(schedule))
-    return evaluate(setting, job.cluster, job.profile)
+        return evaluate(with_schedule(setting, known_schedule(schedule)), job.cluster, job.profile)
+    return _decided(job, setting)
 
 
 def known_schedule(name: str) -> str:

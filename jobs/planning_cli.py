@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from braid.scheduling.planner.compose import Outcome
+    from braid.scheduling.planner.decide import Outcome
 
 Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG")

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.compare_traces import TraceComparison
-from braid.scheduling.draw_simulation import pair_text, paired_run, pass_letter
+from braid.scheduling.draw_simulation import moving, pair_text, paired_run
 from braid.scheduling.plan import Plan, TierNote
-from braid.scheduling.planner.compose import Outcome
+from braid.scheduling.planner.decide import Outcome
 from braid.scheduling.planner.explain import Explanation
 from braid.scheduling.presets.library import (
     cluster_names,
@@ -20,6 +20,7 @@ from braid.scheduling.presets.library import (
     model_source,
 )
 from braid.scheduling.records import to_mapping
+from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
 from braid.scheduling.simulator.engine import BlockRun
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from braid.scheduling.planner.tensor_degrees import DegreePlan
 
 GIB = 2**30
-_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "P": "black on dark_sea_green2", "": ""}
+_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "L": "black on dark_sea_green2", "": ""}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -43,9 +44,10 @@ def simulation_json(outcome: Outcome) -> dict[str, Any]:
         **outcome.numbers.as_json(),
         "simulated": True,
         "schedule": setting.schedule,
+        "pipeline": setting.pipeline,
         "layout": setting.layout.describe(),
         "profile": outcome.bench.profile.source,
-        "usable_bytes": outcome.usable_bytes,
+        "missing_bytes": outcome.missing_bytes,
         "fits": not outcome.missing_bytes,
     }
 
@@ -89,13 +91,11 @@ def presets_json() -> dict[str, Any]:
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     """The decisions, the score, the runners-up, and what is not executed of it."""
     setting = plan.setting
-    table = Table(
-        show_header=False, title=f"plan for {cluster.gpus:,} GPUs of {cluster.name}", title_justify="left"
-    )
+    title = f"plan for {cluster.gpus:,} GPUs of {cluster.name}"
+    table = Table(show_header=False, title=title, title_justify="left")
     table.add_row("layout", f"{setting.layout.describe()}, ZeRO {setting.zero}")
-    table.add_row(
-        "schedule", f"{setting.schedule}, {setting.micro_batches} micro-batches of {_samples(plan)}"
-    )
+    batches = f"{setting.micro_batches} micro-batches of {_samples(plan)}"
+    table.add_row("schedule", f"{_schedule(setting)}, {batches}")
     table.add_row("recompute", setting.recompute)
     if plan.pairing is not None:
         note = plan.pairing
@@ -128,6 +128,11 @@ def _tier(tier: TierNote) -> str:
         f"{tier.tier} tier (Centauri): {tier.decision} would gain {gain:.2f} ms over {tier.runner_up} "
         f"({tier.ns / 1e6:.2f} instead of {tier.runner_up_ns / 1e6:.2f})"
     )
+
+
+def _schedule(setting: Setting) -> str:
+    """Its name and, where it is one of several, the pipeline that was taken."""
+    return setting.schedule + (f" ({setting.pipeline})" if len(setting.kind.pipelines) > 1 else "")
 
 
 def _samples(plan: Plan) -> str:
@@ -197,14 +202,13 @@ def _add_rows(table: Table, columns: list[Numbers]) -> None:
 def show_simulation(console: Console, outcome: Outcome) -> None:
     """The numbers, the start of the pipeline and a paired block."""
     setting = outcome.bench.setting
-    title = f"{setting.schedule}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
+    title = f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
     table = Table(show_header=False, title=title, title_justify="left")
     _add_rows(table, [outcome.numbers])
     console.print(table)
     if outcome.missing_bytes:
         console.print(
-            f"does not fit: needs {outcome.missing_bytes / GIB:.1f} GiB more than the "
-            f"{outcome.usable_bytes / GIB:.1f} GiB that a GPU can use",
+            f"does not fit: needs {outcome.missing_bytes / GIB:.1f} GiB more than a GPU can use",
             style="bold red",
         )
     _show_pipeline(console, outcome)
@@ -216,9 +220,8 @@ def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Ou
     table = Table(title="simulated", title_justify="left")
     for name in ("", f"A: {first}", f"B: {second}"):
         table.add_column(name)
-    for label, value in (("schedule", "schedule"), ("layout", "layout")):
-        cells = [getattr(o.bench.setting, value) for o in (a, b)]
-        table.add_row(label, *(c if isinstance(c, str) else c.describe() for c in cells))
+    table.add_row("schedule", *(_schedule(outcome.setting) for outcome in (a, b)))
+    table.add_row("layout", *(outcome.setting.layout.describe() for outcome in (a, b)))
     _add_rows(table, [a.numbers, b.numbers])
     console.print(table)
     console.print(f"B is {a.numbers.step_seconds / b.numbers.step_seconds:.3f} times as fast as A")
@@ -258,9 +261,9 @@ def _show_pipeline(console: Console, outcome: Outcome, stages: int = 16) -> None
 
 def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
     """Text and style of a block that takes ``room`` columns, the last one a gap."""
-    blocks = [b for b in (run.forward, run.backward) if b is not None]
-    label = "".join(f"{pass_letter(b)}{b.micro_batch}" for b in blocks)
-    style = "black on gold3" if len(blocks) == 2 else _STYLES.get(pass_letter(blocks[0]), _STYLES["B"])
+    passes = moving(run)
+    label = "".join(f"{one.kind.value}{one.micro_batch}" for one in passes)
+    style = "black on gold3" if len(passes) > 1 else _STYLES.get(passes[0].kind.value, _STYLES["B"])
     shown = label if len(label) < room else ""
     return shown.center(room - 1) + "▏" if room > 1 else "▏", style
 
@@ -272,8 +275,8 @@ def _show_pair(console: Console, outcome: Outcome) -> None:
     width = max(40, min(console.width, 160) - 10)
     rows = pair_text(outcome.simulation, run, width)
     legend = "a paired block: forward strand blue, backward strand green"
-    if any(kind == "P" for _, pieces in rows for _, kind in pieces):
-        legend += ", pale with P: what the layer or the block before has put off"
+    if any(kind == "L" for _, pieces in rows for _, kind in pieces):
+        legend += ", pale with L: what the layer or the block before has left"
     console.print(legend)
     for name, pieces in rows:
         line = Text(f"{name:<8} ")
@@ -287,7 +290,7 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
     plan, numbers = explanation.plan, explanation.outcome.numbers
     setting = plan.setting
     console.print(
-        f"{setting.layout.describe()} under {setting.schedule}: {numbers.step_seconds:.3f} s a step "
+        f"{setting.layout.describe()} under {_schedule(setting)}: {numbers.step_seconds:.3f} s a step "
         f"(simulated). {numbers.exposed_seconds:.3f} s of {numbers.communication_seconds:.3f} s "
         f"communication are exposed, {numbers.bubble_seconds:.3f} s are bubble, overlap slows compute by "
         f"{numbers.slowdown_seconds:.3f} s. If all communication were hidden, a step would take "
@@ -377,9 +380,8 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     hidden = compared.first.hidden_fraction, compared.second.hidden_fraction
     totals.add_row("hidden", *(f"{share:.1%}" for share in hidden), "")
     console.print(totals)
-    table = Table(
-        title="operators, by what they add to the difference of a rank's step", title_justify="left"
-    )
+    title = "operators, by what they add to the difference of a rank's step"
+    table = Table(title=title, title_justify="left")
     for name in ("operator", "stream"):
         table.add_column(name)
     for name in ("times A", "times B", "A ms", "B ms", "B / A", "difference ms"):

@@ -14,10 +14,10 @@ from braid.actors.config import Config, TelemetryConfig
 from braid.actors.config.paths import anchored
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.decisions import find_or_decide
+from braid.actors.controller.decisions import Candidate, find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.mirror import check_url
-from braid.actors.controller.planning import Candidate, build_schedule
+from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
@@ -31,6 +31,7 @@ from braid.jobs.page import LivePage
 from braid.jobs.prepare import Prepared, Progress
 from braid.jobs.session import check_lasting, ray_nodes, ray_session
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
 
 
@@ -151,9 +152,7 @@ def plan_run(
         known = find_or_measure(config, shape, launcher, nodes)
         show(known)
     if known is None:
-        return RunPlan(
-            config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=data
-        )
+        return RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
     decided = find_or_decide(config, shape, known.profile)
     if decided.candidates:
         show(Chosen(candidates=decided.candidates))

@@ -10,12 +10,15 @@ from braid.scheduling.cluster import ClusterSpec, Contention, Group, Level, grou
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.operators import Kind, Operator, Part, Stream
-from braid.scheduling.profile import Profile, TransferFit, operator_key
+from braid.scheduling.profile import Profile, TransferFit
 from braid.scheduling.spec import ParallelLayout
 
 OPTIMIZER_BYTES_PER_PARAMETER = 34
 """AdamW in mixed precision reads gradient, moments and master weight (4 x 4) and writes moments, master
 weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
+
+NORM_BYTES_PER_PARAMETER = 4
+"""The norm reads the gradients."""
 
 _STREAMS = {Level.INTRA: Stream.INTRA, Level.INTER: Stream.INTER}
 _FIT_SIZES = (1e5, 1e9)
@@ -55,9 +58,9 @@ def analytic_profile(
     """Costs of the parts' operators and of all transfers of a layout, modelled."""
     groups = axis_groups(layout, cluster.gpus_per_node)
     solo, classes = {}, {}
-    for name, part in parts.items():
+    for part in parts.values():
         for op in (*part.forward.operators, *part.backward.operators):
-            key = operator_key(name, op)
+            key = op.key
             if op.kind.communicates:
                 assert op.axis is not None
                 solo[key] = _collective_operator_ns(cluster, op, groups[op.axis], activation_bytes)
@@ -68,11 +71,12 @@ def analytic_profile(
     return Profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
-        classes={**classes, "optimizer": "memory"},
+        classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=contention_oef(cluster.contention),
         transfers=_transfers(cluster, groups),
         barrier_ns=cluster.gpu.barrier_ns,
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
+        norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
     )
 
 
@@ -130,7 +134,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, TransferFit]:
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
-    wanted = [("pp", Kind.SEND_RECEIVE)]
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp"))]
     for axis in ("dp", "edp"):
         wanted += [(axis, kind) for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
     for axis, kind in wanted:

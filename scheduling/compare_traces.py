@@ -81,9 +81,7 @@ def compare_traces(first: Iterable[Span], second: Iterable[Span]) -> TraceCompar
 def _durations(spans: Iterable[Span]) -> Mapping[tuple[str, str], list[int]]:
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for span in spans:
-        # Messages and gradient buckets are numbered; what they are is the first word.
-        name = span.operator if span.micro_batch >= 0 and span.layer >= 0 else span.operator.split()[0]
-        found[name, span.stream.value].append(span.end_ns - span.start_ns)
+        found[span.operator, span.stream.value].append(span.end_ns - span.start_ns)
     return found
 
 

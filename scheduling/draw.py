@@ -2,18 +2,7 @@
 
 from dataclasses import dataclass
 
-from braid.scheduling.schedule import (
-    Block,
-    Direction,
-    Instruction,
-    Pair,
-    Receive,
-    Schedule,
-    Send,
-    Twins,
-    WaitReceive,
-    WaitSend,
-)
+from braid.scheduling.schedule import Await, Block, Instruction, Pass, PassKind, Receive, Schedule, Send
 from braid.scheduling.timeline import in_flight, unit_timeline
 
 
@@ -22,7 +11,7 @@ class Cell:
     """One character column group of a grid: a block, or nothing."""
 
     text: str
-    block: Block | Pair | Twins | None
+    block: Block | None
 
 
 def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
@@ -48,23 +37,21 @@ def _idle(slots: int, width: int) -> list[Cell]:
 def cell_width(schedule: Schedule) -> int:
     """Columns per slot that keep every label legible and apart."""
     widths = [
-        -(-len(str(i)) // _slots(i))
-        for stage in schedule.stages
-        for i in stage
-        if isinstance(i, Block | Pair | Twins)
+        -(-len(str(i)) // _slots(i)) for stage in schedule.stages for i in stage if isinstance(i, Block)
     ]
     return 1 + max(widths, default=0)
 
 
-def _slots(instruction: Block | Pair | Twins) -> int:
+def _slots(block: Block) -> int:
     """Slots that a label has at least."""
-    match instruction:
-        case Pair():
-            return 3
-        case Twins():
-            return 2 if instruction.direction is Direction.FORWARD else 4
-        case _:
-            return 1
+    slots = {
+        PassKind.FORWARD: 1,
+        PassKind.BACKWARD: 2,
+        PassKind.INPUT: 1,
+        PassKind.WEIGHT: 1,
+        PassKind.END: 0,
+    }
+    return sum(slots[one.kind] for one in block.passes)
 
 
 def draw(schedule: Schedule) -> str:
@@ -105,27 +92,25 @@ def _counterpart(schedule: Schedule, stage: int, position: int, other: int) -> i
     here, there = schedule.stages[stage], schedule.stages[other]
     if other == stage:
         return position
-    block = _block_of(here[position]) if position < len(here) else None
+    own = _pass_of(here[position]) if position < len(here) else None
     distances = [
-        (abs(near.chunk - block.chunk), n)
+        (abs(near.chunk - own.chunk), n)
         for n, instruction in enumerate(there)
-        if block is not None
-        and (near := _block_of(instruction)) is not None
-        and (near.direction, near.micro_batch) == (block.direction, block.micro_batch)
+        if own is not None
+        and (near := _pass_of(instruction)) is not None
+        and (near.direction, near.micro_batch) == (own.direction, own.micro_batch)
     ]
     _, nearest = min(distances, default=(0, position * len(there) // max(1, len(here))))
     return nearest
 
 
-def _block_of(instruction: Instruction) -> Block | None:
-    """The block that an instruction is, or whose input it moves."""
+def _pass_of(instruction: Instruction) -> Pass | None:
+    """The first pass of a block, or that whose input a message moves."""
     match instruction:
-        case Block():
-            return instruction
-        case Pair(first) | Twins(first):
-            return first
-        case Send(block) | Receive(block) | WaitSend(block) | WaitReceive(block):
-            return block
+        case Block(passes):
+            return passes[0]
+        case Send(moved) | Receive(moved) | Await(Send(moved) | Receive(moved)):
+            return moved
         case _:
             return None
 

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from html import escape
 
-from braid.scheduling.fusion import split_place
+from braid.scheduling.code import Compute, Node, Start, name_of
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block, Gradients, is_late
+from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.simulate import Simulation
-from braid.scheduling.simulator.compile import Place
 from braid.scheduling.simulator.engine import BlockRun, Executed
 
 COLOURS = {
@@ -15,13 +14,13 @@ COLOURS = {
     "B": "#3aa76d",
     "I": "#3aa76d",
     "W": "#a3c585",
-    "P": "#c5e6d3",
+    "L": "#c5e6d3",
     "pair": "#d9a520",
     "idle": "#eef0f3",
 }
-"""Of passes, and of what a backward pass has put off (P); a paired block is drawn as its forward over its
-backward pass."""
-_DARK = {"P": "#14532d"}
+"""Of passes, and of the end that a backward pass has left (L); a paired block is drawn as its forward over
+its backward pass."""
+_DARK = {"L": "#14532d"}
 """The text, and the frame, where white would not show."""
 
 
@@ -34,13 +33,8 @@ class Bar:
     end: float
     label: str
     kind: str
-    """The letter of its pass, P for what a backward pass has put off; behind it ``^`` or ``_`` for the upper
-    or the lower half of its row."""
-
-
-def pass_letter(block: Block) -> str:
-    """F, B, I or W."""
-    return str(block)[0]
+    """The letter of its pass, L for the end that a backward pass has left; behind it ``^`` or ``_`` for the
+    upper or the lower half of its row."""
 
 
 def pipeline_bars(simulation: Simulation) -> list[Bar]:
@@ -50,79 +44,87 @@ def pipeline_bars(simulation: Simulation) -> list[Bar]:
     for rank in simulation.ranks:
         for run in rank.blocks:
             begin, end = run.start / total, (run.start + run.course.duration) / total
-            for half, block in zip("^_" if len(run.blocks) == 2 else (" ",), run.blocks, strict=True):
-                bars.append(
-                    Bar(rank.number, begin, end, str(block.micro_batch), pass_letter(block) + half.strip())
-                )
+            passes = moving(run)
+            for n, one in enumerate(passes):
+                half = "" if len(passes) == 1 else "^_"[n > 0]
+                bars.append(Bar(rank.number, begin, end, str(one.micro_batch), one.kind.value + half))
     return bars
 
 
+def moving(run: BlockRun) -> tuple[Pass, ...]:
+    """The passes of a block, without the ends that earlier ones left."""
+    return tuple(one for one in run.stretch.block_passes if one.kind is not PassKind.END)
+
+
 def paired_run(simulation: Simulation) -> BlockRun | None:
-    """A paired block from the middle of the step, on the first stage that has one."""
+    """A block of a forward and a backward pass from the middle of the step, on the first stage with one."""
+    both = {PassKind.FORWARD, PassKind.BACKWARD}
     for rank in simulation.ranks:
-        pairs = [run for run in rank.blocks if run.forward and run.backward]
-        whole = [run for run in pairs if run.backward and run.backward.gradients is Gradients.BOTH]
-        if whole:
-            return whole[len(whole) // 2]
+        pairs = [run for run in rank.blocks if {one.kind for one in moving(run)} == both]
+        if pairs:
+            return pairs[len(pairs) // 2]
     return None
 
 
 def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
     """What a paired block executes from the begin of one pair of layers to the next; rows are streams.
 
-    It is the first pair that takes up what the one before has put off, else the second where there is one.
+    It is the first pair that takes up what the one before has left, else the second where there is one.
     Layers that are fused to a run count as one.
     """
-    tasks = [(e, e.place) for e in run.course.executed if e.place is not None and _in_layer(e)]
+    passes = run.stretch.passes
+    nodes = [
+        (e, e.operation.what, passes[e.operation.turn])
+        for e in run.course.executed
+        if isinstance(e.operation, Compute | Start) and isinstance(e.operation.what, Node)
+    ]
+    tasks = [(e, node, one) for e, node, one in nodes if node.operator.part == "layer"]
     starts: dict[int, float] = {}
-    backward: list[int] = []
+    rounds: dict[int, int] = {}
     for forward in (True, False):
-        own = [(e, place) for e, place in tasks if place.forward is forward and not place.before]
-        backward = sorted({place.position for _, place in own})
-        for n, position in enumerate(backward):
-            first = min(e.start for e, place in own if place.position == position)
+        own = [(e, node) for e, node, one in tasks if one.forward is forward and one.kind is not PassKind.END]
+        places = sorted({node.place for _, node in own}, reverse=not forward)
+        for n, place in enumerate(places):
+            first = min(e.start for e, node in own if node.place == place)
             starts[n] = min(first, starts.get(n, first))
-    programs = simulation.job.schedule.pairs.values()
-    late = {action.operator for program in programs for action in program if is_late(action)}
+            if not forward:
+                rounds[place] = n
 
     def bars(chosen: int) -> list[Bar]:
         begin = starts[chosen]
-        end = starts.get(chosen + 1, max(e.end for e, _ in tasks))
+        end = starts.get(chosen + 1, max(e.end for e, _, _ in tasks))
 
-        def kind(e: Executed, place: Place) -> str:
-            if place.forward:
+        def kind(e: Executed, node: Node, one: Pass) -> str:
+            if one.forward:
                 return "F"
-            left = e.start >= begin and e.task.operator in late and place.position in backward[:chosen]
-            return "P" if place.before or left else "B"
+            left = e.start >= begin and rounds.get(node.place, chosen) < chosen
+            return "L" if one.kind is PassKind.END or left else "B"
 
         return [
-            _pair_bar(e, kind(e, place), begin, end) for e, place in tasks if e.start < end and e.end > begin
+            _pair_bar(e, node, kind(e, node, one), begin, end)
+            for e, node, one in tasks
+            if e.start < end and e.end > begin
         ]
 
     pairs = [bars(n) for n in range(1, len(starts))] or [bars(0)]
-    return next((found for found in pairs if any(bar.kind == "P" for bar in found)), pairs[0])
+    return next((found for found in pairs if any(bar.kind == "L" for bar in found)), pairs[0])
 
 
-def _pair_bar(executed: Executed, kind: str, begin: float, end: float) -> Bar:
-    placed = split_place(executed.task.operator)
-    name = executed.task.operator if placed is None else placed[2]
+def _pair_bar(executed: Executed, node: Node, kind: str, begin: float, end: float) -> Bar:
+    name = name_of(node)
     return Bar(
-        list(Stream).index(executed.task.stream),
+        list(Stream).index(executed.price.stream),
         (max(executed.start, begin) - begin) / (end - begin),
         (min(executed.end, end) - begin) / (end - begin),
-        f"P:{name}" if kind == "P" else name,
+        f"L:{name}" if kind == "L" else name,
         kind,
     )
-
-
-def _in_layer(executed: Executed) -> bool:
-    return executed.task.key.startswith("layer/")
 
 
 def pair_text(
     simulation: Simulation, run: BlockRun, width: int = 100
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, P or blank)."""
+    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank)."""
     bars = pair_bars(simulation, run)
     rows = []
     for number, stream in enumerate(Stream):
@@ -146,11 +148,11 @@ _ROW, _LEFT = 34, 90
 
 
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
-    """The paired block as SVG: blue is the forward strand, green the backward one, pale what it put off."""
+    """The paired block as SVG: blue is the forward strand, green the backward one, pale what it left."""
     bars = pair_bars(simulation, run)
     note = "blue: forward strand, green: backward strand"
-    if any(bar.kind == "P" for bar in bars):
-        note += ", pale with P: what the layer or the block before has put off"
+    if any(bar.kind == "L" for bar in bars):
+        note += ", pale with L: what the layer or the block before has left"
     return _svg(bars, [stream.value for stream in Stream], title, note)
 
 

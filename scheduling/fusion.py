@@ -7,28 +7,14 @@ alone is a run with its own name and its own operators.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
 from braid.scheduling.operators import Graph, Operator, Part, Value
-from braid.scheduling.schedule import (
-    Block,
-    Direction,
-    Gradients,
-    Instruction,
-    Pair,
-    Program,
-    ProgramKey,
-    Reduce,
-    Step,
-    Twins,
-    is_late,
-)
 from braid.scheduling.spec import ParallelLayout
 
-_PLACED = re.compile(r"(\d+)\.([a-z]+)/(.+)")
 _GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
 
 
@@ -53,23 +39,29 @@ def run_name(members: Sequence[str]) -> str:
     return "+".join(name if count == 1 else f"{count}*{name}" for name, count in counted)
 
 
+@lru_cache(maxsize=4096)
+def chunk_parts(layout: ParallelLayout, layers: int, chunk: int) -> tuple[tuple[str, int], ...]:
+    """The parts of a chunk in the order of the forward pass: names and numbers of their layers."""
+    first = [("embedding", -1)] if layout.is_first(chunk) else []
+    last = [("head", layers)] if layout.is_last(chunk) else []
+    return (*first, *(("layer", number) for number in layout.layers_of(chunk, layers)), *last)
+
+
 def chunk_runs(layout: ParallelLayout, layers: int, chunk: int, fused: int) -> list[Run]:
     """The runs of a chunk in the order of the forward pass.
 
     ``fused``: at most that many layers in a run, evenly spread, the model's ends with the layer beside them;
     0: every part is a run of its own.
     """
-    held = list(layout.layers_of(chunk, layers))
-    first = [("embedding", -1)] if layout.is_first(chunk) else []
-    last = [("head", layers)] if layout.is_last(chunk) else []
-    parts = [*first, *(("layer", number) for number in held), *last]
+    parts = chunk_parts(layout, layers, chunk)
+    held = [number for name, number in parts if name == "layer"]
     if not fused or not held:
         return [Run((name,), (number,)) for name, number in parts]
     count = -(-len(held) // fused)
     bounds = [len(held) * n // count for n in range(count + 1)]
     groups = [[("layer", number) for number in held[begin:end]] for begin, end in pairwise(bounds)]
-    groups[0] = first + groups[0]
-    groups[-1] = groups[-1] + last
+    groups[0] = [one for one in parts if one[0] == "embedding"] + groups[0]
+    groups[-1] = groups[-1] + [one for one in parts if one[0] == "head"]
     return [Run(tuple(n for n, _ in group), tuple(i for _, i in group)) for group in groups]
 
 
@@ -99,11 +91,11 @@ def placed(place: int, part: str, name: str) -> str:
     return f"{place}.{part}/{name}"
 
 
-@lru_cache(maxsize=65536)
-def split_place(name: str) -> tuple[int, str, str] | None:
-    """Place, part and own name of what a run's graph names; None for the name of a part that is alone."""
-    match = _PLACED.fullmatch(name)
-    return (int(match[1]), match[2], match[3]) if match else None
+def measured_key(run: str, operator: str) -> str:
+    """The name in a profile of an operator that is named in a schedule's text (`Operator.key`)."""
+    place, slash, own = operator.partition("/")
+    part, name = (place.partition(".")[2], own) if slash else (run, operator)
+    return f"{part}/{name.removesuffix('.again')}"
 
 
 def fuse(members: Sequence[Part]) -> Part:
@@ -124,8 +116,10 @@ def fuse(members: Sequence[Part]) -> Part:
         backward.append([names.operator(op) for op in part.backward.operators])
         for value in part.values.values():
             alias = None if value.alias_of is None else names.value(value.alias_of)
+            whole = None if value.chunk_of is None else names.value(value.chunk_of)
+            keeps = None if value.keeps is None else names.value(value.keeps)
             name = names.value(value.name)
-            values.setdefault(name, replace(value, name=name, alias_of=alias))
+            values.setdefault(name, replace(value, name=name, alias_of=alias, chunk_of=whole, keeps=keeps))
         inputs += [name for name in part.inputs if name in part.constants or not place]
         constants += part.constants
         handed_on = names.value(part.output)
@@ -153,7 +147,7 @@ class _Names:
         return replace(
             op,
             name=placed(self.place, self.part.name, op.name),
-            module=placed(self.place, self.part.name, op.module),
+            place=self.place,
             reads=tuple(map(self.value, op.reads)),
             writes=tuple(map(self.value, op.writes)),
         )
@@ -170,70 +164,3 @@ class _Names:
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
-
-
-def pair_up(
-    ahead: Sequence[str], behind: Sequence[str], pairs: Iterable[tuple[str, str]]
-) -> list[tuple[int | None, int | None]]:
-    """What of a paired block runs together: positions in both passes; None on the side that has no partner.
-
-    ``ahead``: names of the runs of the forward pass in its order; ``behind``: of the backward pass in its.
-    Runs that no program pairs go by themselves, those of the backward pass first, at both ends.
-    """
-    known = set(pairs)
-    starts = {first for first, _ in known}, {second for _, second in known}
-    i = j = 0
-    order: list[tuple[int | None, int | None]] = []
-    while j < len(behind) and behind[j] not in starts[1]:
-        order.append((None, j))
-        j += 1
-    while i < len(ahead) and ahead[i] not in starts[0]:
-        order.append((i, None))
-        i += 1
-    while i < len(ahead) and j < len(behind) and (ahead[i], behind[j]) in known:
-        order.append((i, j))
-        i, j = i + 1, j + 1
-    order += [(None, place) for place in range(j, len(behind))]
-    order += [(place, None) for place in range(i, len(ahead))]
-    return order
-
-
-def carrying(
-    instructions: Sequence[Instruction],
-    names: Callable[[Block], list[str]],
-    pairs: Iterable[tuple[str, str]],
-    ends: Collection[str] = (),
-) -> frozenset[int]:
-    """Positions of the paired blocks of a stage that leave late operators to the next block.
-
-    One does if nothing but messages stands between them and the next one begins with the paired program that
-    the first one ended with, or is a backward pass that begins with the same run and can take up what the
-    other has left. ``names``: the runs of a block in the order of its pass; ``ends``: runs whose backward
-    pass can do that (`takes_up`).
-    """
-    known = set(pairs)
-    found = set()
-    before: tuple[int, tuple[str, str]] | None = None
-    for position, instruction in enumerate(instructions):
-        if isinstance(instruction, Pair):
-            ahead, behind = names(instruction.forward), names(instruction.backward)
-            order = pair_up(ahead, behind, known)
-            keys = [
-                None if i is None or j is None else (ahead[i], behind[j]) for i, j in (order[0], order[-1])
-            ]
-            if before is not None and keys[0] == before[1]:
-                found.add(before[0])
-            before = None if keys[1] is None else (position, keys[1])
-        elif isinstance(instruction, Block) and before is not None:
-            whole = instruction.direction is Direction.BACKWARD and instruction.gradients is Gradients.BOTH
-            if whole and before[1][1] in ends and names(instruction)[0] == before[1][1]:
-                found.add(before[0])
-            before = None
-        elif isinstance(instruction, Block | Twins | Reduce | Step):
-            before = None
-    return frozenset(found)
-
-
-def takes_up(programs: Mapping[ProgramKey, Program]) -> frozenset[str]:
-    """The runs whose backward pass by itself has places for what the paired program before has left."""
-    return frozenset(name for (name, _), program in programs.items() if any(map(is_late, program)))

@@ -58,12 +58,18 @@ class GraphBuilder:
         *,
         statistics: int = 0,
         alias: str | None = None,
+        keeps: str | None = None,
     ) -> str:
         if name in self._values:
             raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
         owner = self._values[alias].alias_of or alias if alias else None
         self._values[name] = Value(
-            name=name, elements=elements, precision=precision, statistics=statistics, alias_of=owner
+            name=name,
+            elements=elements,
+            precision=precision,
+            statistics=statistics,
+            alias_of=owner,
+            keeps=keeps,
         )
         return name
 
@@ -119,7 +125,7 @@ class GraphBuilder:
         ``more``: keys and values of other ranks, and what was attended to before (ring attention).
         """
         y = self._value(f"{name}.out", elements)
-        saved = self._value(f"{name}.saved", saved_elements, statistics=saved_statistics)
+        saved = self._value(f"{name}.saved", saved_elements, statistics=saved_statistics, keeps=y)
         self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
         gradient = _gradient(
             name, "grad", Kind.ATTENTION, Pass.INPUT_GRADIENT, (f"d.{y}", saved), flops=2 * flops
@@ -384,13 +390,17 @@ class GraphBuilder:
         self._check_gradients()
         return Part(
             name=self.name,
-            forward=Graph(operators=tuple(self._forward)),
-            backward=Graph(operators=tuple(self._backward)),
+            forward=self._graph(self._forward),
+            backward=self._graph(self._backward),
             values=dict(self._values),
             inputs=tuple(self._inputs),
             output=output,
             constants=tuple(self._constants),
         )
+
+    def _graph(self, operators: list[Operator]) -> Graph:
+        own = (replace(op, part=self.name, own_name=op.name, measured_as=op.name) for op in operators)
+        return Graph(operators=tuple(own))
 
     def _check_gradients(self) -> None:
         for op in self._backward:

@@ -85,6 +85,19 @@ class Precision(StrEnum):
                 return 8
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Which chunk of tokens an operator works on, of how many (`braid.scheduling.lowering.split`)."""
+
+    whole: str
+    """Name of the operator that is cut."""
+    number: int
+    """From 1."""
+    ways: int
+    axis: str
+    """Of the mesh, over whose ranks the rows are spread."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """A tensor that operators hand on; ``elements`` are those on one rank."""
@@ -96,6 +109,10 @@ class Value:
     """Further elements, in statistic precision, that an opaque value holds (attention's log-sum-exp)."""
     alias_of: str | None = None
     """The value whose memory this one shares, if it has none of its own."""
+    chunk_of: str | None = None
+    """The value that has these rows too, of a chunk of tokens."""
+    keeps: str | None = None
+    """A value that it holds beside its own elements: attention's saved value holds the output."""
 
     def bytes(self, activation_bytes: int) -> int:
         """Bytes on one rank when activations take ``activation_bytes`` each."""
@@ -105,7 +122,12 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A node of a graph. ``module`` names what holds the parameters; ``axis`` is a collective's mesh axis."""
+    """A node of a graph. ``module`` names what holds the parameters; ``axis`` is a collective's mesh axis.
+
+    ``name`` is unique in its graph, also where several parts are one run (``1.layer/qkv.again``); ``part``,
+    ``place`` (of the part in the run), ``own_name`` (``qkv.again``) and ``measured_as`` (``qkv``) are what it
+    is made of.
+    """
 
     name: str
     kind: Kind
@@ -118,6 +140,24 @@ class Operator:
     flops: int = 0
     bytes: int = 0
     """Bytes sent by each rank, for a collective, when activations take two bytes; else 0."""
+    part: str = ""
+    place: int = 0
+    own_name: str = ""
+    """In the part; by default the name."""
+    measured_as: str = ""
+    """The operator of the part whose time this one takes; by default itself."""
+    chunk: Chunk | None = None
+
+    def __post_init__(self) -> None:
+        if not self.own_name:
+            object.__setattr__(self, "own_name", self.name)
+        if not self.measured_as:
+            object.__setattr__(self, "measured_as", self.own_name)
+
+    @property
+    def key(self) -> str:
+        """Its name in a profile."""
+        return f"{self.part}/{self.measured_as}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Plan: few, symbolic decisions that a person can read and edit, with what the runner-up would have cost.
 
-A plan is YAML. `braid.scheduling.planner.compose` makes one and lowers it to a `Schedule` again; what is
+A plan is YAML. `braid.scheduling.planner.decide` makes one and lowers it to a `Schedule` again; what is
 edited into nonsense fails there, with the key that is wrong.
 """
 
@@ -8,89 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.lowering.named import EXECUTABLE, PairMethod
 from braid.scheduling.records import from_mapping, to_mapping
+from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
-from braid.scheduling.spec import (
-    CONTEXT_MODES,
-    RUNNABLE_FAMILIES,
-    ModelShape,
-    ParallelLayout,
-    Workload,
-    check_fit,
-)
+from braid.scheduling.spec import RUNNABLE_FAMILIES
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
-VERSION: Final = 2
-
-
-MOST_FUSED: Final = 8
-"""Longer runs take the search longer and gain nothing: an order reaches over a few operators."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a step computes and how it is laid out: all that operators, sizes and memory follow from."""
-
-    model: ModelShape
-    layout: ParallelLayout
-    workload: Workload
-    schedule: str = "megatron"
-    dtype: str = "bf16"
-    recompute: str = "none"
-    zero: int = 0
-    """1: optimizer states are cut over the ranks that share parameters, which gather the updated ones."""
-    context: str = "all_gather"
-    split: int = 1
-    """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
-    fused: int = 0
-    """Most layers that are scheduled as one (`braid.scheduling.fusion`); 0: layer by layer."""
-    hop: int = 0
-    """Slots for a message between stages, of those that the schedule has (``braid_eager``); 0: as usual."""
-
-    def __post_init__(self) -> None:
-        for key, value, known in (
-            ("schedule", self.schedule, tuple(SCHEDULES)),
-            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
-            ("recompute", self.recompute, RECOMPUTE_POLICIES),
-            ("zero", self.zero, (0, 1)),
-            ("context", self.context, CONTEXT_MODES),
-        ):
-            if value not in known:
-                raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
-        if not 1 <= self.split <= 64:
-            raise ValueError(f"split={self.split} must be between 1 and 64 chunks")
-        if not 0 <= self.fused <= MOST_FUSED:
-            raise ValueError(f"fused={self.fused} must be between 0 and {MOST_FUSED} layers")
-        kind = SCHEDULES[self.schedule]
-        if self.hop and self.hop not in kind.hops:
-            hops = ", ".join(map(str, (0, *kind.hops)))
-            raise ValueError(f"hop={self.hop} must be one of {hops} with schedule={self.schedule!r}")
-        placement = kind.placement_on(self.layout.pp)
-        if self.layout.placement not in (placement, kind.placement):
-            raise ValueError(
-                f"layout.placement={self.layout.placement.value!r} does not go with "
-                f"schedule={self.schedule!r}; set it to {placement.value!r}"
-            )
-        check_fit(self.model, self.layout, self.workload)
-        if self.local_tokens % self.split:
-            raise ValueError(
-                f"split={self.split} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
-            )
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a micro-batch on one rank, outside the tensor-parallel region."""
-        return part_sizes(self.model, self.layout, self.workload.micro_batch).local_tokens
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a replica in one step."""
-        return self.workload.micro_batches(self.layout)
+VERSION: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +120,7 @@ class Plan:
             found.append(f"ZeRO {setting.zero}")
         if setting.model.family not in RUNNABLE_FAMILIES:
             found.append(f"models of the family {setting.model.family}")
-        if not SCHEDULES[setting.schedule].executable:
+        if setting.schedule not in EXECUTABLE:
             found.append(f"the schedule {setting.schedule}")
         if setting.layout.head_layers:
             found.append("fewer layers on the stage with the head")

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from braid.scheduling.fusion import split_place
-from braid.scheduling.lowering.split import chunk_of
-from braid.scheduling.operators import Kind, Operator, Part, Stream
+from braid.scheduling.operators import Kind, Part, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 3
+VERSION: Final = 4
+
+
+class UnknownCostError(ValueError):
+    """A cost that a profile does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class Profile:
     together. It is part of the solo time, where the rank does nothing else."""
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
+    norm_ns_per_parameter: float = 0.0
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION
@@ -68,7 +71,9 @@ class Profile:
     def __post_init__(self) -> None:
         if self.version != VERSION:
             raise ValueError(f"version={self.version!r} of the profile is not {VERSION}; profile anew")
-        require_positive(self, ("barrier_ns", "optimizer_ns_per_parameter"), zero=True)
+        require_positive(
+            self, ("barrier_ns", "optimizer_ns_per_parameter", "norm_ns_per_parameter"), zero=True
+        )
         for name, value in self.solo_ns.items():
             if value < 0:
                 raise ValueError(f"solo_ns.{name}={value} must be zero or more")
@@ -79,11 +84,10 @@ class Profile:
             if not -10 <= effect <= 1.5:
                 raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
 
-    def operator_ns(self, part: str, operator: Operator) -> int:
-        """Solo time of an operator of a part; recomputation costs what the operator did."""
-        key = operator_key(part, operator)
+    def solo(self, key: str) -> int:
+        """Solo time of an operator by its key (`Operator.key`); recomputation costs what the operator did."""
         if key not in self.solo_ns:
-            raise ValueError(
+            raise UnknownCostError(
                 f"profile ({self.source}): no cost of operator {key!r}, which the plan needs; "
                 f"profile this model, layout and micro-batch"
             )
@@ -95,7 +99,7 @@ class Profile:
             if (effect := self.oef.get("|".join(sorted(pair)))) is not None:
                 return effect
         classes = "|".join(sorted(pair))
-        raise ValueError(
+        raise UnknownCostError(
             f"profile ({self.source}): no time of {first!r} together with {second!r} "
             f"(neither the pair nor {classes!r})"
         )
@@ -130,19 +134,14 @@ class Profile:
         """The fit of a transfer; `ValueError` if there is none."""
         key = f"{axis}/{kind.value}"
         if key not in self.transfers:
-            raise ValueError(f"profile ({self.source}): no cost of transfer {key!r}, which the plan needs")
+            raise UnknownCostError(
+                f"profile ({self.source}): no cost of transfer {key!r}, which the plan needs"
+            )
         return self.transfers[key]
 
     def to_json(self) -> str:
         """The profile as JSON that `parse_profile` reads back to an equal object."""
         return json.dumps(to_mapping(self), indent=1)
-
-
-def operator_key(part: str, operator: Operator) -> str:
-    """``PART/OPERATOR``; an operator that is run again, or as part of a run, has the key of the first."""
-    name = operator.name.removesuffix(".again")
-    place = split_place(name)
-    return f"{part}/{name}" if place is None else f"{place[1]}/{place[2]}"
 
 
 def with_chunks(profile: Profile, part: Part) -> Profile:
@@ -155,13 +154,11 @@ def with_chunks(profile: Profile, part: Part) -> Profile:
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
     for op in (*part.forward.operators, *part.backward.operators):
-        chunk = chunk_of(op.name)
-        own = operator_key(part.name, op)
+        own, chunk = op.key, op.chunk
         if chunk is None or own in solo:
             continue
-        origin = replace(op, name=chunk.whole)
-        whole = profile.operator_ns(part.name, origin)
-        name = operator_key(part.name, origin)
+        name = own.removesuffix(f".{chunk.number}of{chunk.ways}")
+        whole = profile.solo(name)
         fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
         latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
         solo[own] = round(latency + (whole - latency) / chunk.ways)

@@ -3,30 +3,27 @@
 Used to draw schedules and to find deadlocks; costs of operators and links are the simulator's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from braid.scheduling.physics import run_in_order
 from braid.scheduling.schedule import (
+    Await,
     Block,
-    Direction,
-    Gradients,
     Instruction,
-    Pair,
+    PassKind,
     Receive,
     Schedule,
     Send,
-    Twins,
-    WaitReceive,
-    WaitSend,
-    blocks_in,
+    passes_in,
 )
 
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """A block or paired block with the slots it occupies on its stage."""
+    """A block with the slots it occupies on its stage."""
 
-    block: Block | Pair | Twins
+    block: Block
     start: int
     end: int
 
@@ -54,72 +51,59 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
     A message arrives when it is sent. To wait for a send takes until its receive is asked for: more would be
     buffering, on which no schedule may count.
     """
-    run = _Run(schedule, forward, backward)
-    while any(run.advance(stage) for stage in range(len(schedule.stages))):
-        pass
-    return Timeline(stages=tuple(tuple(blocks) for blocks in run.timed), stuck=run.stuck())
+    inputs = (backward + 1) // 2
+    slots = {
+        PassKind.FORWARD: forward,
+        PassKind.BACKWARD: backward,
+        PassKind.INPUT: inputs,
+        PassKind.WEIGHT: backward - inputs,
+        PassKind.END: 0,
+    }
+    queues: dict[int, list[_Task]] = {
+        stage: [(stage, n, i) for n, i in enumerate(own) if isinstance(i, Block | Send | Receive | Await)]
+        for stage, own in enumerate(schedule.stages)
+    }
+    messages = {
+        i: task for own in queues.values() for task in own if isinstance(i := task[2], Send | Receive)
+    }
 
-
-class _Run:
-    """How far every stage has come; times are in slots."""
-
-    def __init__(self, schedule: Schedule, forward: int, backward: int) -> None:
-        self._forward, self._backward = forward, backward
-        self._stages = schedule.stages
-        self._clocks = [0] * len(schedule.stages)
-        self._cursors = [0] * len(schedule.stages)
-        self._sent: dict[Block, int] = {}
-        self._asked: dict[Block, int] = {}
-        self.timed: list[list[TimedBlock]] = [[] for _ in schedule.stages]
-
-    def advance(self, stage: int) -> bool:
-        """Run a stage until it has to wait; whether it came any further."""
-        start = self._cursors[stage]
-        instructions = self._stages[stage]
-        while self._cursors[stage] < len(instructions) and self._try(
-            stage, instructions[self._cursors[stage]]
-        ):
-            self._cursors[stage] += 1
-        return self._cursors[stage] > start
-
-    def _try(self, stage: int, instruction: Instruction) -> bool:
-        """Run an instruction; False where it has to wait for another stage."""
-        now = self._clocks[stage]
+    def after(task: _Task) -> Iterator[_Task]:
+        stage, _, instruction = task
         match instruction:
-            case Block() | Pair() | Twins():
-                self._clocks[stage] = now + sum(map(self._duration, blocks_in(instruction)))
-                self.timed[stage].append(TimedBlock(instruction, now, self._clocks[stage]))
-            case Send(block):
-                self._sent[block] = now
-            case Receive(block):
-                self._asked[block] = now
-            case WaitSend(block) | WaitReceive(block):
-                other_side = self._asked if isinstance(instruction, WaitSend) else self._sent
-                if block not in other_side:
-                    return False
-                self._clocks[stage] = max(now, other_side[block])
-        return True
+            case Await(Send(moved, target)):
+                yield messages.get(Receive(moved, stage), (target, -1, instruction))
+            case Await(Receive(moved, source)):
+                yield messages.get(Send(moved, stage), (source, -1, instruction))
 
-    def _duration(self, block: Block) -> int:
-        if block.direction is Direction.FORWARD:
-            return self._forward
-        if block.gradients is Gradients.BOTH:
-            return self._backward
-        input_share = (self._backward + 1) // 2
-        return input_share if block.gradients is Gradients.INPUT else self._backward - input_share
+    times, stuck = run_in_order(
+        queues, after, lambda task: sum(slots[one.kind] for one in passes_in(task[2]))
+    )
+    return Timeline(
+        stages=tuple(
+            tuple(
+                TimedBlock(task[2], *times[task])
+                for task in own
+                if task in times and isinstance(task[2], Block)
+            )
+            for own in queues.values()
+        ),
+        stuck={stage: queues[stage][place][1] for stage, place in stuck.items()},
+    )
 
-    def stuck(self) -> dict[int, int]:
-        """Stages that could not run to their end, with the position at which they wait."""
-        return {
-            stage: cursor for stage, cursor in enumerate(self._cursors) if cursor < len(self._stages[stage])
-        }
+
+_Task = tuple[int, int, Instruction]
+"""Stage, position in its list, instruction."""
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """The largest number of forward blocks of a stage whose backward has not run yet."""
+    """The largest number of forward passes of a stage whose backward pass has not run yet.
+
+    Of a block, the backward passes count first: what they let go, the forward passes beside them take.
+    """
     peak = alive = 0
-    for block in schedule.blocks(stage):
-        if block.gradients is not Gradients.INPUT:
-            alive += 1 if block.direction is Direction.FORWARD else -1
-        peak = max(peak, alive)
+    for instruction in schedule.stages[stage]:
+        for one in sorted(passes_in(instruction), key=lambda one: one.forward):
+            if one.kind not in (PassKind.INPUT, PassKind.END):
+                alive += 1 if one.forward else -1
+            peak = max(peak, alive)
     return peak

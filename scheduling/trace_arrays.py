@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from braid.scheduling.trace import Interval, OverlapNumbers
 
-IntArray = NDArray[np.int64]
+IntArray = NDArray[np.int64] | NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 
@@ -36,7 +37,7 @@ def union(intervals: IntArray) -> IntArray:
     """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish. As `merge`."""
     found = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(found):
-        return np.zeros((0, 2), np.int64)
+        return found
     found = found[np.argsort(found[:, 0], kind="stable")]
     reached = np.maximum.accumulate(found[:, 1])
     begins = np.flatnonzero(np.concatenate([[True], found[1:, 0] > reached[:-1]]))

@@ -123,7 +123,7 @@ class ParallelConfig(Section):
 class OverlapConfig(Section):
     """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
 
-    Schedules with searched pairings (dhelix, braid, braid_eager, braid_twins, braid_v) take them from a plan
+    Schedules with searched pairings (dhelix, braid and its points such as braid_twins) take them from a plan
     (``braid plan --output``), or else from a profile, which is measured on first use. ``auto``: the one that
     is simulated to be fastest, or needs less memory and is within 2 % of it.
     """

@@ -17,18 +17,32 @@ import braid.scheduling
 from braid.actors.config import AUTO, Config
 from braid.actors.controller import planning
 from braid.actors.controller.manifest import write_durably
-from braid.actors.controller.planning import Candidate
 from braid.actors.stage.messages import SerialStep
 from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.plan import Plan, score_of
+from braid.scheduling.planner.decide import Outcome
 from braid.scheduling.profile import Profile
 from braid.scheduling.records import from_mapping, to_mapping
-from braid.scheduling.simulate import Simulation
+from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
 
 KEPT = 32
 """Decisions that are kept in a folder of profiles: those used last."""
 PLANNER = (Path(braid.scheduling.__file__).parent, Path(planning.__file__), Path(__file__))
 """The sources that decide: folders and files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that ``overlap.schedule: auto`` has simulated with the measured profile."""
+
+    schedule: str
+    pipeline: str
+    seconds: float
+    hidden_fraction: float
+    bubble_fraction: float
+    peak_bytes: int
+    fused: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +59,13 @@ class Decisions:
     """Measured times of operators alone, and of the chunks that the schedule cuts them into."""
     serial: SerialStep
     files: Mapping[str, str]
-    """``predicted.json`` and ``trace/predicted.json`` of the run directory."""
+    """``plan.yaml``, ``predicted.json`` and ``trace/predicted.json`` of the run directory."""
 
 
 def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     """The decisions that were made before for the same run and profile, else new ones, which are kept.
 
-    `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.build_schedule`.
+    `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.plan_run`.
     """
     key = decisions_key(config, shape, profile)
     path = config.runs / "profiles" / f"decisions-{key}.json"
@@ -65,24 +79,48 @@ def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decis
 
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     """Search and simulate. `ValueError` as `find_or_decide`."""
-    candidates: tuple[Candidate, ...] = ()
-    if config.overlap.schedule == AUTO:
-        candidates = tuple(planning.rank_schedules(config, shape, profile))
-        config = config.with_schedule(candidates[0].schedule)
-    schedule = planning.build_schedule(config, shape, profile)
-    simulation = planning.predict(config, shape, profile, schedule)
-    serial = planning.serial_step(config, shape, profile)
-    predicted = prediction(simulation, config, serial, profile.source)
+    planned = planning.plan_run(config, shape, profile)
+    taken, serial = planned.taken, planned.serial_step()
+    searched = config.overlap.schedule == AUTO
     return Decisions(
-        name=config.overlap.schedule,
-        candidates=candidates,
-        schedule=schedule.to_text(),
-        solo_ns=planning.schedule_costs(config, shape, profile, schedule).solo_ns,
+        name=taken.setting.schedule if searched else config.overlap.schedule,
+        candidates=tuple(map(_candidate, planned.outcomes)) if searched else (),
+        schedule=write(taken.code.schedule),
+        solo_ns=taken.bench.profile.solo_ns,
         serial=serial,
         files={
-            "predicted.json": json.dumps(predicted, indent=1),
-            "trace/predicted.json": chrome_trace(simulation.spans()),
+            "predicted.json": json.dumps(prediction(taken, serial), indent=1),
+            "trace/predicted.json": chrome_trace(taken.simulation.spans()),
+            **_plan_file(config, taken),
         },
+    )
+
+
+def _plan_file(config: Config, taken: Outcome) -> dict[str, str]:
+    """``plan.yaml``, which `braid train --plan` runs again; none for a schedule of the user's own."""
+    if config.overlap.schedule_file is not None:
+        return {}
+    plan = Plan(
+        cluster="this run's",
+        profile=taken.bench.profile.source,
+        setting=taken.setting,
+        choices=taken.choices,
+        score=score_of(taken.numbers),
+        pairing=taken.note,
+    )
+    return {"plan.yaml": plan.to_yaml()}
+
+
+def _candidate(outcome: Outcome) -> Candidate:
+    numbers = outcome.numbers
+    return Candidate(
+        schedule=outcome.setting.schedule,
+        pipeline=outcome.setting.pipeline,
+        seconds=numbers.step_seconds,
+        hidden_fraction=numbers.hidden_fraction,
+        bubble_fraction=numbers.bubble_fraction,
+        peak_bytes=numbers.peak_bytes,
+        fused=outcome.setting.fused,
     )
 
 
@@ -97,14 +135,11 @@ _PREDICTED = (
 )
 
 
-def prediction(
-    simulation: Simulation, config: Config, serial: SerialStep, source: str
-) -> dict[str, float | str]:
+def prediction(outcome: Outcome, serial: SerialStep) -> dict[str, float | str]:
     """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
-    numbers = simulation.numbers(config.train.micro_batch)
     return {
-        "source": source,
-        **{name: getattr(numbers, name) for name in _PREDICTED},
+        "source": outcome.bench.profile.source,
+        **{name: getattr(outcome.numbers, name) for name in _PREDICTED},
         "serial_seconds": serial.seconds,
         "alpha": serial.alpha,
         "limit_speedup": serial.limit_speedup,

@@ -20,7 +20,8 @@ from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.stage.messages import COMPUTE, MESSAGE, Rendezvous, RunPlan, Samples, Together
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
-from braid.scheduling.profile import Profile, TransferFit, operator_key, read_profile
+from braid.scheduling.profile import Profile, TransferFit, read_profile
+from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import AXES, ModelShape
 
 ROUNDS = 9
@@ -54,7 +55,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
     handling = [_handling(samples, number) for number in (0, 1)]
     classes = {
-        operator_key(part.name, op): operator_class(op)
+        op.key: operator_class(op)
         for part in parts.values()
         for graph in (part.forward, part.backward)
         for op in graph.operators
@@ -62,12 +63,13 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     return Profile(
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
         solo_ns={key: round(ns) for key, ns in solo.items()},
-        classes={**classes, "optimizer": "memory"},
+        classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=_oef(samples, solo, spares, spare_of, classes),
         slowdowns=_slowdowns(samples, solo, spares, spare_of, classes),
         transfers=_transfers(samples),
         issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
         take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
+        norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
     )
@@ -275,7 +277,7 @@ def find_or_measure(
     begin = time.perf_counter()
     serial = config.with_schedule("megatron")
     schedule = build_schedule(serial, shape)
-    plan = RunPlan(config=serial, shape=shape, schedule=schedule.to_text(), data="")
+    plan = RunPlan(config=serial, shape=shape, schedule=write(schedule), data="")
     profile = measure(plan, launcher, model_graphs(serial, shape))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, profile.to_json())

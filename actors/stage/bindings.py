@@ -1,43 +1,33 @@
-"""Turns operator programs into bound actions: closures over modules, groups and value names.
+"""Binds operations of linked code to modules, groups and registers: each becomes a function of frames.
 
-Everything that can be decided before a step is decided here: which method an operator calls, which values die
-after which action, which transfers are awaited at once. What cannot be bound fails here, when it is loaded.
+Everything that can be decided before a step is decided here: which method an operator calls, which group a
+collective uses, how a span is labelled. What cannot be bound fails here, when it is loaded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.model import PartInstance
-from braid.actors.stage.slots import Values
+from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.chunks import place_chunk, rows_of_chunk, whole_for
 from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, reduce_scatter
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.lowering.split import Chunk, chunk_of
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass
-from braid.scheduling.profile import operator_key
-from braid.scheduling.schedule import (
-    Action,
-    Barrier,
-    Block,
-    Compute,
-    Direction,
-    Late,
-    PairProgram,
-    Program,
-    Side,
-    Start,
-    Wait,
-    is_late,
-)
+from braid.scheduling.code import Compute, Frame, Node, Start, Wait, name_of
+from braid.scheduling.operators import Chunk, Kind, Operator
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import Label
 
-BoundAction = Callable[[Values, Block], None]
+Registers = list[Any]
+"""Of a frame, by number."""
+Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
+"""An operation of a stretch, called with the frames and the passes of the stretch."""
 
 COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
     Kind.ALL_GATHER: all_gather,
@@ -47,219 +37,158 @@ COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
 
 
 class Binder:
-    """Binds programs of one rank; ``collectives`` are called with a tensor and the mesh's line."""
+    """Binds what layers do on one rank; ``collectives`` are called with a tensor and the mesh's line."""
 
     def __init__(
         self,
+        model: StageModel,
         mesh: Mesh,
         streams: Streams,
         recorder: Recorder,
-        activation_bytes: int,
         collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
     ) -> None:
         self._collectives = collectives
-        self._mesh = mesh
-        self._streams = streams
-        self._recorder = recorder
-        self._activation_bytes = activation_bytes
+        self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
+        self._activation_bytes = model.context.dtype.itemsize
 
-    def bind(
-        self, program: Program, part: Part, instance: PartInstance, direction: Direction, trains: bool
-    ) -> tuple[BoundAction, ...]:
-        """The actions of one part instance, but for late ones (`bind_end`).
-
-        ``trains``: a backward pass follows the forward pass.
-        """
-        order = [(position, action) for position, action in enumerate(program) if not is_late(action)]
-        return tuple(self._bind(program, order, part, instance, direction, trains).values())
-
-    def bind_end(
-        self, program: Program, before: PairProgram, part: Part, instance: PartInstance
-    ) -> dict[int, BoundAction]:
-        """What a backward pass by itself does for the one before, by position in its program.
-
-        ``before``: the paired program that has put that off. Late operators run after all others of their
-        pass, which let go of what these alone have read.
-        """
-        first = [a for a in before if not isinstance(a, Barrier) and a.side is Direction.BACKWARD]
-        whole, count = (*first, *program), len(first)
-        own = [(n, action) for n, action in enumerate(whole) if n < count or is_late(action)]
-        bound = self._bind(whole, own, part, instance, Direction.BACKWARD, True)
-        return {position - count: action for position, action in bound.items() if position >= count}
-
-    def bind_split(
-        self, inputs: Program, weights: Program, part: Part, instance: PartInstance
-    ) -> tuple[tuple[BoundAction, ...], tuple[BoundAction, ...]]:
-        """A backward pass in two halves; what the second reads lives until then."""
-        whole = (*inputs, *weights)
-        bound = self._bind(whole, list(enumerate(whole)), part, instance, Direction.BACKWARD, True)
-        actions = tuple(bound.values())
-        return actions[: len(inputs)], actions[len(inputs) :]
-
-    def bind_side(
-        self, program: PairProgram, part: Part, instance: PartInstance, direction: Direction, side: Side
-    ) -> dict[int, BoundAction]:
-        """The actions of one pass (``side``) in a program of two, by position.
-
-        Late operators run when the next program comes to their positions: of all that this pass does they
-        are the last.
-        """
-        sides = (side, Late.BACKWARD) if side is Direction.BACKWARD else (side,)
-        own = [
-            (position, action)
-            for position, action in enumerate(program)
-            if not isinstance(action, Barrier) and action.side in sides
-        ]
-        own.sort(key=lambda entry: is_late(entry[1]))
-        return self._bind(program, own, part, instance, direction, True)
-
-    def _bind(
-        self,
-        program: PairProgram,
-        own: Sequence[tuple[int, Action]],
-        part: Part,
-        instance: PartInstance,
-        direction: Direction,
-        trains: bool,
-    ) -> dict[int, BoundAction]:
-        """Actions (positions in ``program``) in the order in which they run."""
-        graph = part.forward if direction is Direction.FORWARD else part.backward
-        dying = _last_reads([action for _, action in own], part, direction, trains)
-        bound: dict[int, BoundAction] = {}
-        for turn, (position, action) in enumerate(own):
-            operator = graph.named(action.operator)
-            frees = dying[turn]
-            match action:
-                case Compute():
-                    chunk = chunk_of(operator.name)
-                    bound[position] = (
-                        self._compute(operator, instance, frees)
-                        if chunk is None
-                        else self._compute_chunk(operator, chunk, graph, instance, frees)
-                    )
-                case Start():
-                    following = program[position + 1] if position + 1 < len(program) else None
-                    awaited_next = following == Wait(action.operator, action.side)
-                    bound[position] = self._start(operator, part, instance, awaited_next)
-                case Wait():
-                    bound[position] = self._wait(operator, frees)
-        return bound
-
-    def _compute(self, operator: Operator, instance: PartInstance, frees: Iterable[str]) -> BoundAction:
-        call = method_of(operator, instance)
-        reads, writes, gone = operator.reads, operator.writes, tuple(frees)
-        name, layer = instance.locate(operator.name)
-        key = operator_key(instance.name, operator)
-        label = Label(operator=name, stream=operator.stream, layer=layer, flops=operator.flops, key=key)
+    def compute(self, operation: Compute, chunk: int) -> Bound:
+        """A compute operator of a chunk of the model."""
+        node = operation.what
+        assert isinstance(node, Node)
+        op, instance = node.operator, self._instance(node, chunk)
+        if op.chunk is not None:
+            return self._compute_rows(operation, op.chunk, node, instance)
+        call, label = method_of(op, instance), self._label(node, instance)
+        turn, writes, gone = operation.turn, operation.writes, operation.frees
+        inputs_of = _getter(operation.reads)
         mark, record = self._streams.mark, self._recorder.compute
 
-        def run(values: Values, block: Block) -> None:
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
+            frame = frames[turn]
             begin = mark()
-            inputs = [values[name] for name in reads]
+            inputs = inputs_of(frame)
             results = call(*inputs)
             if not label.shapes:
                 label = replace(label, shapes=shapes_of(inputs, results if writes else ()))
-            del inputs
             if writes:
-                values.update(zip(writes, results, strict=True))
-            for name in gone:
-                del values[name]
-            record(label, block, begin, mark())
+                for register, result in zip(writes, results, strict=True):
+                    frame[register] = result
+            for register in gone:
+                frame[register] = None
+            record(label, passes[turn], begin, mark())
 
         return run
 
-    def _compute_chunk(
-        self, operator: Operator, chunk: Chunk, graph: Graph, instance: PartInstance, frees: Iterable[str]
-    ) -> BoundAction:
+    def _compute_rows(self, operation: Compute, chunk: Chunk, node: Node, instance: PartInstance) -> Bound:
         """A GEMM on one chunk of what is gathered; its rows go to their places in the whole result."""
-        call = method_of(operator, instance)
-        writers = {name: op for op in graph.operators for name in op.writes}
-        if (
-            len(operator.reads) != 1
-            or operator.reads[0] not in writers
-            or len(_chunks_written(operator)) != 1
-        ):
+        op = node.operator
+        if len(operation.reads) != 1 or len(operation.writes) != 2:
             raise ValueError(
-                f"operator {operator.name} of {instance.name} {instance.index} reads "
-                f"{', '.join(operator.reads)} and writes {', '.join(operator.writes)}; only what turns the "
-                f"gathered value alone into one other can run in chunks: use another overlap.schedule"
+                f"operator {op.name} of {instance.name} {instance.index} reads {', '.join(op.reads)} and "
+                f"writes {', '.join(op.writes)}; only what turns the gathered value alone into one other can "
+                f"run in chunks: use another overlap.schedule"
             )
-        (source,), (target,), gone = operator.reads, _chunks_written(operator), tuple(frees)
-        ranks = self._ranks(writers[source])
-        name, layer = instance.locate(operator.name)
-        key = operator_key(instance.name, operator)
-        label = Label(operator=name, stream=operator.stream, layer=layer, flops=operator.flops, key=key)
+        call, label = method_of(op, instance), self._label(node, instance)
+        (source,), (rows, whole) = operation.reads, operation.writes
+        turn, gone = operation.turn, operation.frees
+        keep = self._keeper(chunk, rows, whole)
         mark, record = self._streams.mark, self._recorder.compute
 
-        def run(values: Values, block: Block) -> None:
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
+            frame = frames[turn]
             begin = mark()
-            (result,) = call(values[source])
+            (result,) = call(frame[source])
             if not label.shapes:
-                label = replace(label, shapes=shapes_of([values[source]], [result]))
-            _keep_chunk(values, target, result, chunk, ranks)
-            for name in gone:
-                del values[name]
-            record(label, block, begin, mark())
+                label = replace(label, shapes=shapes_of([frame[source]], [result]))
+            keep(frame, result)
+            for register in gone:
+                frame[register] = None
+            record(label, passes[turn], begin, mark())
 
         return run
 
-    def _ranks(self, operator: Operator) -> int:
-        """How many ranks take part in a collective."""
-        assert operator.axis is not None
-        return self._mesh.layout.degree(operator.axis)
-
-    def _start(
-        self, operator: Operator, part: Part, instance: PartInstance, awaited_next: bool
-    ) -> BoundAction:
-        assert operator.axis is not None
-        collective = self._collectives[operator.kind]
-        lines = {s: line for (axis, s), line in self._mesh.lines.items() if axis == operator.axis}
-        (source,), key, chunk = operator.reads, _transfer_key(operator), chunk_of(operator.name)
-        precision = part.values[source].precision
-        moved = operator.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
-        name, layer = instance.locate(operator.name)
-        label = Label(
-            operator=name,
-            stream=operator.stream,
-            layer=layer,
-            bytes=moved,
-            key=operator_key(instance.name, operator),
-        )
+    def start(self, operation: Start, frame: Frame, chunk: int) -> Bound:
+        """The begin of a collective; the register of its result holds the transfer until its wait."""
+        node = operation.what
+        assert isinstance(node, Node)
+        op = node.operator
+        collective = self._collectives[op.kind]
+        lines = {s: line for (axis, s), line in self._mesh.lines.items() if axis == op.axis}
+        (source,), (target,) = operation.reads, operation.writes
+        precision = frame.values[source].precision
+        moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
+        label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
+        turn, stream, lone, rows = operation.turn, op.stream, operation.lone, op.chunk
         start, record = self._streams.start, self._recorder.transfer
 
-        def run(values: Values, block: Block) -> None:
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
-            x, line = values[source], lines[block.strand]
-            if chunk is not None:
-                x = rows_of_chunk(x, chunk.number, chunk.ways)
+            frame, one = frames[turn], passes[turn]
+            x = frame[source]
+            if rows is not None:
+                x = rows_of_chunk(x, rows.number, rows.ways)
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(operator.stream, collective(x, line), awaited_next=awaited_next)
-            values[key] = transfer
-            record(label, block, transfer)
+            transfer = start(stream, collective(x, lines[one.strand]), awaited_next=lone)
+            frame[target] = transfer
+            record(label, one, transfer)
 
         return run
 
-    def _wait(self, operator: Operator, frees: Iterable[str]) -> BoundAction:
-        chunk, key = chunk_of(operator.name), _transfer_key(operator)
-        (target,) = operator.writes if chunk is None else _chunks_written(operator)
-        ranks = self._ranks(operator)
-        gone = tuple(frees)
+    def wait(self, operation: Wait) -> Bound:
+        """The end of a collective."""
+        node = operation.what
+        assert isinstance(node, Node)
+        turn, target, gone = operation.turn, operation.writes[0], operation.frees
+        chunk = node.operator.chunk
+        keep = None if chunk is None else self._keeper(chunk, *operation.writes)
         wait = self._streams.wait
 
-        def run(values: Values, block: Block) -> None:
-            transfer: Transfer = values.pop(key)
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            frame = frames[turn]
+            transfer: Transfer = frame[target]
             wait(transfer)
-            if chunk is None:
-                values[target] = transfer.take()
-            else:
-                _keep_chunk(values, target, transfer.take(), chunk, ranks)
-            for name in gone:
-                del values[name]
+            frame[target] = transfer.take()
+            if keep is not None:
+                keep(frame, frame[target])
+            for register in gone:
+                frame[register] = None
 
         return run
+
+    def _keeper(self, chunk: Chunk, rows: int, whole: int) -> Callable[[Registers, Tensor], None]:
+        """Keeps a chunk of a value, and its rows in the whole value, which the first chunk to come makes."""
+        ranks = self._mesh.layout.degree(chunk.axis)
+
+        def keep(frame: Registers, x: Tensor) -> None:
+            frame[rows] = x
+            if frame[whole] is None:
+                frame[whole] = whole_for(x, chunk.ways)
+            place_chunk(frame[whole], x, chunk.number, chunk.ways, ranks)
+
+        return keep
+
+    def _instance(self, node: Node, chunk: int) -> PartInstance:
+        return self._model.chunks[chunk][node.part]
+
+    def _label(self, node: Node, instance: PartInstance) -> Label:
+        op = node.operator
+        return Label(
+            operator=name_of(node), stream=op.stream, layer=instance.index, flops=op.flops, key=op.key
+        )
+
+
+def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
+    """What reads some registers of a frame."""
+    match reads:
+        case ():
+            return lambda frame: ()
+        case (register,):
+            return lambda frame: (frame[register],)
+        case _:
+            return itemgetter(*reads)
 
 
 def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
@@ -272,26 +201,8 @@ def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
     return f"{told(inputs)} -> {told(results)}".removesuffix(" -> ") or "-"
 
 
-def _chunks_written(operator: Operator) -> tuple[str, ...]:
-    """Of a chunk: the chunks of values that it writes, without the wholes that the last one completes."""
-    return tuple(name for name in operator.writes if chunk_of(name) is not None)
-
-
-def _keep_chunk(values: Values, name: str, x: Tensor, chunk: Chunk, ranks: int) -> None:
-    """Keep a chunk of a value, and its rows in the whole value, which the first chunk to come makes."""
-    written = chunk_of(name)
-    assert written is not None
-    values[name] = x
-    if written.whole not in values:
-        values[written.whole] = whole_for(x, chunk.ways)
-    place_chunk(values[written.whole], x, chunk.number, chunk.ways, ranks)
-
-
-def _transfer_key(operator: Operator) -> str:
-    return f"transfer {operator.name}"
-
-
 def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
+    """The method of a part's module that an operator calls; `ValueError` if there is no such module."""
     if operator.kind is Kind.ADD:
         return _add
     module = instance.modules.get(operator.module)
@@ -301,13 +212,13 @@ def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
             f"{operator.module!r}; there are {', '.join(instance.modules)}"
         )
     match operator.phase:
-        case Pass.FORWARD | Pass.RECOMPUTE:
+        case Phase.FORWARD | Phase.RECOMPUTE:
             return module.forward
-        case Pass.INPUT_GRADIENT:
+        case Phase.INPUT_GRADIENT:
             return module.input_gradient
-        case Pass.WEIGHT_GRADIENT:
+        case Phase.WEIGHT_GRADIENT:
             return module.weight_gradient
-        case Pass.GRADIENT:
+        case Phase.GRADIENT:
             return _both_gradients(module)
 
 
@@ -324,23 +235,3 @@ def _both_gradients(module: ComputeOperator) -> Callable[..., Any]:
 
 def _add(partial: Any, part: Any) -> tuple[Any]:
     return (partial + part,)
-
-
-def _last_reads(
-    program: Sequence[Action], part: Part, direction: Direction, trains: bool
-) -> Mapping[int, tuple[str, ...]]:
-    """For every position of the program, the values that nothing reads after it."""
-    graph = part.forward if direction is Direction.FORWARD else part.backward
-    if direction is Direction.FORWARD:
-        kept = {part.output, *(part.saved() if trains else ())}
-    else:
-        kept = {f"d.{name}" for name in part.inputs if name not in part.constants}
-    last: dict[str, int] = {}
-    for position, action in enumerate(program):
-        if not isinstance(action, Start):
-            operator = graph.named(action.operator)
-            last |= {name: position for name in (*operator.reads, *operator.writes) if name not in kept}
-    return {
-        position: tuple(name for name, at in last.items() if at == position)
-        for position in range(len(program))
-    }

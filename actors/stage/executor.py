@@ -1,226 +1,296 @@
-"""Runs a schedule: a loop without policy over one stage's instructions.
+"""Runs linked code: a loop over one stage's operations.
 
-What runs when, on which stream and beside what is written in the schedule; the executor moves values between
-slots, hands blocks' inputs from one to the next, and calls bound operators.
+What runs when, on which stream, beside what and what is then let go is written in the code; the executor
+binds every distinct operation once and calls them in order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.actors.stage.bindings import Binder, shapes_of
-from braid.actors.stage.blocks import BlockRunner, MicroBatch
+from braid.actors.stage.bindings import COLLECTIVES, Binder, Bound, Registers, shapes_of
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.primitives import receive, send
-from braid.scheduling.fusion import carrying, takes_up
-from braid.scheduling.lowering.lower import successor
-from braid.scheduling.operators import Part, Stream
-from braid.scheduling.schedule import (
-    Block,
-    Gather,
-    Pair,
-    Receive,
-    Reduce,
-    Schedule,
-    Send,
-    Step,
-    Twins,
-    WaitGather,
-    WaitReceive,
-    WaitReduce,
-    WaitSend,
+from braid.kernels.collectives.primitives import Launch, receive, send
+from braid.scheduling.code import (
+    Barrier,
+    Code,
+    Compute,
+    Frame,
+    Hand,
+    Loss,
+    Node,
+    Operation,
+    Start,
+    Stretch,
+    Wait,
+    name_of,
 )
+from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Token ids of one micro-batch on the device: inputs and their successors, each T long."""
+
+    tokens: Tensor
+    targets: Tensor
 
 
 class Update(Protocol):
     """What ends a training step."""
 
-    def start_reduce(self, chunk: int) -> None:
-        """Begin to reduce a chunk's gradients."""
+    def start(self, reduce: Reduce) -> None:
+        """Begin to sum gradients, or the squares of the norm, over an axis."""
 
-    def wait_reduce(self, chunk: int) -> None:
+    def wait(self, reduce: Reduce) -> None:
         """Finish that."""
+
+    def norm(self) -> None:
+        """Square and add up this rank's gradients."""
 
     def step(self) -> None:
         """Update the parameters."""
 
 
-def _check_executable(schedule: Schedule) -> None:
-    """Raise `ValueError` for what a schedule may hold and this executor does not run."""
-    for instruction in (i for stage in schedule.stages for i in stage):
-        if isinstance(instruction, Gather | WaitGather):
-            raise ValueError(
-                f"schedule {schedule.name} holds {instruction}, which can be planned and simulated, but not "
-                f"executed in this version; set parallel.zero to 0"
-            )
+_Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
 
 
 class Executor:
-    """One rank's loop over one schedule, bound to its modules and groups."""
+    """One rank's loop over its stage of the code, bound to its modules and groups."""
 
     def __init__(
         self,
         *,
-        schedule: Schedule,
-        parts: Mapping[str, Part],
+        code: Code,
         model: StageModel,
         mesh: Mesh,
         streams: Streams,
         recorder: Recorder,
+        collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
+        watch: Callable[[Operation], None] | None = None,
     ) -> None:
-        _check_executable(schedule)
-        self.schedule = schedule
-        self._parts = parts
-        self._model = model
-        self._mesh = mesh
-        self._streams = streams
-        self._recorder = recorder
-        self._instructions = schedule.stages[mesh.position["pp"]]
-        self._inputs: dict[Block, Tensor | None] = {}
-        self._sending: dict[Block, Transfer] = {}
-        self._receiving: dict[Block, Transfer] = {}
-        self._labels: dict[Block, Label] = {}
-        """Of messages that are sent."""
+        """``watch`` is called after every operation, before it frees what it is the last to touch."""
+        self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
+        self._binder = Binder(model, mesh, streams, recorder, collectives)
+        self._watch = watch
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
-        self._blocks = BlockRunner(
-            schedule=schedule,
-            parts=parts,
-            model=model,
-            binder=Binder(mesh, streams, recorder, model.context.dtype.itemsize),
-            streams=streams,
-        )
-        ends = takes_up(schedule.programs)
-        self._carrying = carrying(self._instructions, self._blocks.names, schedule.pairs, ends)
+        self._update: Update | None = None
+        self._chunks = code.schedule.chunks
+        self._sending: dict[object, Transfer] = {}
+        self._losses: list[Tensor] = []
+        self._frames: dict[tuple[int, int], Registers] = {}
+        self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
+        """Micro-batch, registers, and which of them the batch fills."""
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
-        self._dtype, self._device = model.context.dtype, model.context.device
+        bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
+        self._stretches: list[_Stretch] = []
+        for stretch in code.stages[mesh.position["pp"]]:
+            key = (id(stretch.body), *(one.chunk for one in stretch.passes))
+            if key not in bound:
+                bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
+            frames = tuple(map(self._frame, stretch.passes, stretch.frames))
+            self._stretches.append((stretch, frames, bound[key]))
+
+    def _frame(self, one: Pass, frame: Frame) -> Registers:
+        key = one.micro_batch, one.chunk
+        if key not in self._frames:
+            self._frames[key] = [None] * len(frame.names)
+            if frame.constants:
+                self._constants.append((one.micro_batch, self._frames[key], frame.constants))
+        return self._frames[key]
 
     @torch.no_grad()
     def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Update | None) -> float:
-        """Run the schedule once. Returns the sum of token losses this rank saw (0.0 without the head).
+        """Run the code once. Returns the sum of token losses this rank saw (0.0 without the head).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
-        ``loss_scale`` multiplies gradients. ``update`` may be None for a schedule without backward passes.
+        ``loss_scale`` multiplies gradients. ``update`` may be None for code without backward passes.
         """
+        self._update = update
         self._recorder.clear()
-        self._blocks.clear()
-        for position, instruction in enumerate(self._instructions):
-            if self.before is not None:
-                self.before(position)
-            match instruction:
-                case Block():
-                    self._run_block(instruction, batches, loss_scale)
-                case Pair():
-                    self._run_pair(instruction, batches, loss_scale, position in self._carrying)
-                case Twins():
-                    self._run_twins(instruction, batches, loss_scale)
-                case Send(block, stage):
-                    self._send(block, stage)
-                case Receive(block, stage):
-                    following = self._instructions[position + 1]
-                    self._receive(block, stage, following == WaitReceive(block))
-                case WaitSend(block):
-                    transfer = self._sending.pop(block)
-                    self._streams.wait(transfer)
-                    transfer.take()
-                case WaitReceive(block):
-                    transfer = self._receiving.pop(block)
-                    self._streams.wait(transfer)
-                    self._inputs[block] = transfer.take()
-                case Reduce(chunk):
-                    assert update is not None
-                    update.start_reduce(chunk)
-                case WaitReduce(chunk):
-                    assert update is not None
-                    update.wait_reduce(chunk)
-                case Step():
-                    assert update is not None
-                    update.step()
-        self._blocks.assert_empty()
-        left = [*self._inputs, *self._sending, *self._receiving]
-        assert not left, f"messages were left over: {', '.join(map(str, left))}"
-        return sum(float(loss) for loss in self._blocks.losses)
+        self._losses.clear()
+        self._fill(batches, loss_scale)
+        before, mark, note = self.before, self._streams.mark, self._recorder.block
+        for position, (stretch, frames, operations) in enumerate(self._stretches):
+            if before is not None:
+                before(position)
+            passes = stretch.passes
+            if stretch.block_passes:
+                begin = mark()
+                for operation in operations:
+                    operation(frames, passes)
+                note(stretch.paired, passes[0], begin, mark())
+            else:
+                for operation in operations:
+                    operation(frames, passes)
+        self._fill([None] * len(batches), None)
+        left = [key for key, frame in self._frames.items() if any(value is not None for value in frame)]
+        assert not left, f"registers were left over of micro-batch and chunk {', '.join(map(str, left))}"
+        return sum(float(loss) for loss in self._losses)
+
+    def _fill(self, batches: Sequence[MicroBatch | None], loss_scale: float | None) -> None:
+        """Give frames what their operators read of the batch, or take it away again."""
+        for micro_batch, frame, constants in self._constants:
+            batch = batches[micro_batch]
+            values = {"loss_scale": loss_scale}
+            values |= {} if batch is None else vars(batch)
+            for name, registers in constants.items():
+                for register in registers:
+                    frame[register] = values.get(name)
 
     def held(self) -> list[object]:
-        """All activations and messages that are alive at this moment; tokens are not among them."""
-        return [self._blocks.held(), self._inputs, self._sending, self._receiving]
+        """All activations and messages that are alive at this moment, without what the batch gave."""
+        given = {
+            id(frame[register])
+            for _, frame, constants in self._constants
+            for registers in constants.values()
+            for register in registers
+        }
+        return [value for frame in self._frames.values() for value in frame if id(value) not in given]
 
-    # -- blocks ------------------------------------------------------------------------------------------
+    # -- binding -------------------------------------------------------------------------------------------
 
-    def _run_block(self, block: Block, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
-        received = self._inputs.pop(block.whole, None) if block.travels else None
-        begin = self._streams.mark()
-        result = self._blocks.run(block, received, batches[block.micro_batch], loss_scale)
-        self._recorder.block(False, block, begin, self._streams.mark())
-        self._hand_on(block, result)
+    def _bind(self, operation: Operation, stretch: Stretch) -> Bound:
+        if self._watch is None:
+            return self._bound(operation, stretch)
+        run, watch = self._bound(replace(operation, frees=()), stretch), self._watch
 
-    def _run_pair(
-        self, pair: Pair, batches: Sequence[MicroBatch | None], loss_scale: float, keeps_late: bool
-    ) -> None:
-        received = self._inputs.pop(pair.forward, None), self._inputs.pop(pair.backward.whole, None)
-        batch = batches[pair.forward.micro_batch]
-        begin = self._streams.mark()
-        results = self._blocks.run_pair(pair, received, batch, loss_scale, keeps_late=keeps_late)
-        self._recorder.block(True, pair.forward, begin, self._streams.mark())
-        for block, result in zip((pair.forward, pair.backward), results, strict=True):
-            self._hand_on(block, result)
+        def watched(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            run(frames, passes)
+            watch(operation)
+            for register in operation.frees:
+                frames[operation.turn][register] = None
 
-    def _run_twins(self, twins: Twins, batches: Sequence[MicroBatch | None], loss_scale: float) -> None:
-        first, second = twins.blocks
-        received = self._inputs.pop(first, None), self._inputs.pop(second, None)
-        both = batches[first.micro_batch], batches[second.micro_batch]
-        begin = self._streams.mark()
-        results = self._blocks.run_twins(twins, received, both, loss_scale)
-        self._recorder.block(True, first, begin, self._streams.mark())
-        for block, result in zip(twins.blocks, results, strict=True):
-            self._hand_on(block, result)
+        return watched
 
-    def _hand_on(self, block: Block, result: Tensor | None) -> None:
-        """Keep a block's result as the input of the next one of its pass."""
-        following = successor(block.whole, self._mesh.layout) if block.travels else None
-        if following is not None:
-            self._inputs[following] = result
+    def _bound(self, operation: Operation, stretch: Stretch) -> Bound:
+        turn = operation.turn
+        match operation:
+            case Compute(what=Node()):
+                return self._binder.compute(operation, stretch.passes[turn].chunk)
+            case Start(what=Node()):
+                return self._binder.start(operation, stretch.frames[turn], stretch.passes[turn].chunk)
+            case Wait(what=Node()):
+                return self._binder.wait(operation)
+            case Barrier():
+                return lambda frames, passes: self._streams.synchronise()
+            case Hand(reads=(register,), to=to, register=into, frees=frees):
+                return lambda frames, passes: _hand(frames[turn], register, frames[to], into, frees)
+            case Loss(reads=(register,), frees=frees):
+                return lambda frames, passes: self._keep_loss(frames[turn], register, frees)
+            case Start(what=Send() as sent, reads=(register,)):
+                return self._send(sent, register)
+            case Wait(what=Send(), frees=frees):
+                return self._sent(operation, frees)
+            case Start(what=Receive() as received, writes=(register,)):
+                return self._receive(received, register, lone=operation.lone)
+            case Wait(what=Receive(), writes=(register,)):
+                return lambda frames, passes: self._received(frames[0], register)
+            case Start(what=Reduce() as reduce):
+                return lambda frames, passes: self._updating.start(reduce)
+            case Wait(what=Reduce() as reduce):
+                return lambda frames, passes: self._updating.wait(reduce)
+            case Compute(what=Norm() as norm):
+                return self._timed(norm, lambda: self._updating.norm())
+            case Compute(what=Step() as step):
+                return self._timed(step, lambda: self._updating.step())
+            case Start(what=Gather() as gather):
+                raise ValueError(
+                    f"the schedule holds {gather}, which can be planned and simulated, but not executed in "
+                    f"this version; set parallel.zero to 0"
+                )
+        raise AssertionError(operation)
+
+    def _timed(self, what: Norm | Step, do: Callable[[], None]) -> Bound:
+        label = Label(operator=name_of(what), stream=Stream.COMPUTE)
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            begin = self._streams.mark()
+            do()
+            self._recorder.compute(label, None, begin, self._streams.mark())
+
+        return run
+
+    @property
+    def _updating(self) -> Update:
+        assert self._update is not None
+        return self._update
+
+    def _keep_loss(self, frame: Registers, register: int, frees: Sequence[int]) -> None:
+        self._losses.append(frame[register])
+        for gone in frees:
+            frame[gone] = None
 
     # -- messages between stages ---------------------------------------------------------------------------
 
-    def _send(self, block: Block, stage: int) -> None:
-        x = self._inputs.pop(block)
-        assert x is not None
-        peer, tag = self._mesh.peer(stage), self._tag(block)
-        group, lane = self._channel(block, down=stage > self._mesh.position["pp"])
-        launch = send(x, peer, group, tag)
-        transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
-        self._sending[block] = transfer
-        label = self._labels.get(block)
-        if label is None:
-            label = self._labels[block] = Label(
-                operator=f"send {block}", stream=Stream.INTER, bytes=x.nbytes, shapes=shapes_of([x], ())
+    def _send(self, sent: Send, register: int) -> Bound:
+        peer, tag = self._mesh.peer(sent.stage), self._tag(sent.moved)
+        group, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
+        label = Label(operator=name_of(sent), stream=Stream.INTER)
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            nonlocal label
+            x = frames[0][register]
+            if not label.shapes:
+                label = replace(label, bytes=x.nbytes, shapes=shapes_of([x], ()))
+            launch = send(x, peer, group, tag)
+            transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
+            self._sending[sent] = transfer
+            self._recorder.transfer(label, sent.moved, transfer)
+
+        return run
+
+    def _sent(self, operation: Wait, frees: Sequence[int]) -> Bound:
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            transfer = self._sending.pop(operation.what)
+            self._streams.wait(transfer)
+            transfer.take()
+            for register in frees:
+                frames[0][register] = None
+
+        return run
+
+    def _receive(self, received: Receive, register: int, *, lone: bool) -> Bound:
+        """Not recorded as communication: most of it is waiting for the stage before to compute, which is
+        bubble; the message itself is the sender's span."""
+        peer, tag = self._mesh.peer(received.stage), self._tag(received.moved)
+        group, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
+        dtype, device = self._model.context.dtype, self._model.context.device
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            x = torch.empty(self._message_shape, dtype=dtype, device=device)
+            launch = receive(x, peer, group, tag)
+            frames[0][register] = self._streams.start(
+                Stream.INTER, launch, awaited_next=lone, lane=f"receive {lane}"
             )
-        self._recorder.transfer(label, block, transfer)
 
-    def _receive(self, block: Block, stage: int, awaited_next: bool) -> None:
-        x = torch.empty(self._message_shape, dtype=self._dtype, device=self._device)
-        peer, tag = self._mesh.peer(stage), self._tag(block)
-        group, lane = self._channel(block, down=stage < self._mesh.position["pp"])
-        launch = receive(x, peer, group, tag)
-        transfer = self._streams.start(
-            Stream.INTER, launch, awaited_next=awaited_next, lane=f"receive {lane}"
-        )
-        self._receiving[block] = transfer
-        # Not recorded as communication: most of a receive is waiting for the stage before to compute, which
-        # is bubble; the message itself is the sender's span.
+        return run
 
-    def _channel(self, block: Block, *, down: bool) -> tuple[dist.ProcessGroup, str]:
+    def _received(self, frame: Registers, register: int) -> None:
+        transfer = frame[register]
+        self._streams.wait(transfer)
+        frame[register] = transfer.take()
+
+    def _channel(self, moved: Pass, *, down: bool) -> tuple[dist.ProcessGroup, str]:
         way = "down" if down else "up"
-        return self._mesh.channels[block.direction, way], f"{block.direction.value} {way}"
+        return self._mesh.channels[moved.direction, way], f"{moved.direction.value} {way}"
 
-    def _tag(self, block: Block) -> int:
-        return block.micro_batch * self.schedule.chunks + block.chunk
+    def _tag(self, moved: Pass) -> int:
+        return moved.micro_batch * self._chunks + moved.chunk
+
+
+def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:
+    target[into] = source[register]
+    for gone in frees:
+        source[gone] = None

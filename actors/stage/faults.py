@@ -14,7 +14,7 @@ from pathlib import Path
 
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.messages import Fault
-from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
+from braid.scheduling.schedule import Direction, Instruction, Norm, Reduce, Step, passes_in
 
 FOLDER = "faults"
 """Of a run's directory, where fired faults leave their marks."""
@@ -110,11 +110,11 @@ def _place(fault: Fault, instructions: Sequence[Instruction]) -> int:
     """The position of the instruction before which a fault fires."""
 
     def fits(instruction: Instruction) -> bool:
-        directions = {block.direction for block in blocks_in(instruction)}
+        directions = {one.direction for one in passes_in(instruction)}
         if fault.phase == "optimizer":
             return isinstance(instruction, Step)
         if fault.kind == "nan":  # all gradients are there, and none has been reduced
-            return isinstance(instruction, Reduce | Step)
+            return isinstance(instruction, Reduce | Norm)
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
     places = [place for place, instruction in enumerate(instructions) if fits(instruction)]

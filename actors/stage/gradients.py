@@ -13,17 +13,20 @@ from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import all_reduce
+from braid.scheduling.code import name_of
 from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import Reduce
+from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.trace import Label
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of some parameters of one chunk in one flat buffer, reduced over ``groups`` in order."""
+    """Gradients of some parameters of one chunk in one flat buffer, summed over some axes."""
 
     chunk: int
     buffer: Tensor
-    groups: tuple[dist.ProcessGroup, ...]
+    axes: tuple[str, ...]
 
 
 class GradientBuckets:
@@ -47,20 +50,16 @@ class GradientBuckets:
         self.parameters = parameters
         self._streams = streams
         self._recorder = recorder
-        self._pending: dict[int, list[Transfer]] = {}
+        self._mesh = mesh
+        self._pending: dict[Reduce, list[Transfer]] = {}
         self.buckets = [
-            self._fill(chunk, members, _groups(members[0], mesh))
-            for (chunk, _, _), members in _partition(parameters, bucket_bytes)
+            self._fill(chunk, members, axes)
+            for (chunk, axes), members in _partition(parameters, mesh.layout, bucket_bytes)
         ]
-        self._labels = [
-            Label(operator=f"gradients.{number}", stream=Stream.INTER, bytes=bucket.buffer.nbytes)
-            for number, bucket in enumerate(self.buckets)
-        ]
+        self._labels: dict[tuple[Reduce, int], Label] = {}
         self._norm = _GlobalNorm(parameters, mesh)
 
-    def _fill(
-        self, chunk: int, members: list[StageParameter], groups: tuple[dist.ProcessGroup, ...]
-    ) -> Bucket:
+    def _fill(self, chunk: int, members: list[StageParameter], axes: tuple[str, ...]) -> Bucket:
         like = members[0].tensor
         dtype = torch.float64 if self._deterministic else main_gradient_dtype(like.dtype)
         buffer = torch.zeros(sum(p.tensor.numel() for p in members), dtype=dtype, device=like.device)
@@ -69,35 +68,47 @@ class GradientBuckets:
             tensor = parameter.tensor
             tensor.main_grad = buffer[offset : offset + tensor.numel()].view(tensor.shape)  # type: ignore[attr-defined]
             offset += tensor.numel()
-        return Bucket(chunk, buffer, groups)
+        return Bucket(chunk, buffer, axes)
 
-    def start_reduce(self, chunk: int) -> None:
-        """Begin to sum the gradients of a chunk; reductions that others depend on finish here."""
-        pending = self._pending[chunk] = []
-        for number, bucket in enumerate(self.buckets):
-            if bucket.chunk != chunk:
-                continue
-            for position, group in enumerate(bucket.groups):
-                last = position == len(bucket.groups) - 1
-                label = self._labels[number]
-                launch = all_reduce(bucket.buffer, group)
-                transfer = self._streams.start(Stream.INTER, launch, awaited_next=not last)
-                self._recorder.transfer(label, None, transfer)
-                if last:
-                    pending.append(transfer)
-                else:
-                    self._streams.wait(transfer)
-                    transfer.take()
+    def start(self, reduce: Reduce) -> None:
+        """Begin to sum, over an axis, the gradients of a chunk that are shared along it, or the squares."""
+        pending = self._pending[reduce] = []
+        for buffer in self._summed(reduce):
+            group = self._mesh.shared(reduce.axis)
+            label = self._label(reduce, buffer)
+            launch = all_reduce(buffer, group)
+            transfer = self._streams.start(label.stream, launch, awaited_next=False, lane="data")
+            self._recorder.transfer(label, None, transfer)
+            pending.append(transfer)
 
-    def wait_reduce(self, chunk: int) -> None:
-        """Finish what `start_reduce` began."""
-        for transfer in self._pending.pop(chunk):
+    def _summed(self, reduce: Reduce) -> list[Tensor]:
+        if reduce.chunk is None:
+            return [self._norm.squares]
+        alike = (b for b in self.buckets if b.chunk == reduce.chunk)
+        return [bucket.buffer for bucket in alike if reduce.axis in bucket.axes]
+
+    def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
+        key = reduce, buffer.numel()
+        if key not in self._labels:
+            stream = Stream.INTRA if reduce.axis == "tp" else Stream.INTER
+            self._labels[key] = Label(
+                operator=name_of(reduce), stream=stream, bytes=buffer.nbytes, shapes=str(buffer.numel())
+            )
+        return self._labels[key]
+
+    def wait(self, reduce: Reduce) -> None:
+        """Finish what `start` began."""
+        for transfer in self._pending.pop(reduce):
             self._streams.wait(transfer)
             transfer.take()
 
+    def square(self) -> None:
+        """Square and add up this rank's gradients, parameter by parameter; sums over axes follow."""
+        self._norm.square()
+
     def norm(self) -> Tensor:
-        """Global gradient norm over all axes, each parameter counted once; 0-dim float64."""
-        return self._norm()
+        """Global gradient norm, each parameter counted once, after all sums; 0-dim float64."""
+        return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -115,26 +126,28 @@ def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _groups(parameter: StageParameter, mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    groups = []
-    if parameter.replicated:
-        groups.append(mesh.group("tp"))
-    if parameter.shared and mesh.ends is not None:
-        groups.append(mesh.ends)
-    if mesh.layout.dp > 1:
-        groups.append(mesh.group("dp"))
-    return tuple(groups)
+def _axes(parameter: StageParameter, layout: ParallelLayout) -> tuple[str, ...]:
+    """Axes over which a parameter's gradient is summed, as `gradient_axes` orders them."""
+    found = {
+        "tp": parameter.replicated,
+        "ends": parameter.shared,
+        "copies": layout.copies > 1,
+        "dp": layout.dp > 1,
+    }
+    return tuple(axis for axis, needed in found.items() if needed)
 
 
 def _partition(
-    parameters: list[StageParameter], bucket_bytes: int
-) -> Iterator[tuple[tuple[int, bool, bool], list[StageParameter]]]:
-    """Parameters of one chunk that are reduced over the same groups, in buckets of bounded size."""
+    parameters: list[StageParameter], layout: ParallelLayout, bucket_bytes: int
+) -> Iterator[tuple[tuple[int, tuple[str, ...]], list[StageParameter]]]:
+    """Parameters of one chunk that are summed over the same axes, in buckets of bounded size."""
 
     def kind(p: StageParameter) -> tuple[int, bool, bool]:
         return p.chunk, p.replicated, p.shared
 
-    for key, members in groupby(sorted(parameters, key=kind), key=kind):
+    for (chunk, _, _), group in groupby(sorted(parameters, key=kind), key=kind):
+        members = list(group)
+        key = chunk, _axes(members[0], layout)
         bucket: list[StageParameter] = []
         size = 0
         for parameter in members:
@@ -161,17 +174,13 @@ class _GlobalNorm:
         self._views = [piece.of_local(p.tensor.main_grad) for _, p, piece in pieces]  # type: ignore[attr-defined]
         places = {name: place for place, name in enumerate(names)}
         self._index = torch.tensor([places[name] for name, _, _ in pieces], device=device)
-        self._squares = torch.zeros(len(names), dtype=torch.float64, device=device)
-        self._groups = [mesh.group(axis) for axis in ("tp", "pp") if mesh.layout.degree(axis) > 1]
+        self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
 
-    def __call__(self) -> Tensor:
-        squares = self._squares.zero_()
+    def square(self) -> None:
+        squares = self.squares.zero_()
         if self._views:
             norms = torch.stack(torch._foreach_norm(self._views)).to(torch.float64)
             squares.index_add_(0, self._index, norms * norms)
-        for group in self._groups:
-            dist.all_reduce(squares, group=group)
-        return squares.sum().sqrt()
 
 
 def _all_names(mine: list[str], mesh: Mesh) -> list[str]:

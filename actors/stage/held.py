@@ -6,11 +6,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from braid.actors.stage.executor import Executor
-from braid.actors.stage.streams import Mark, Streams, Transfer
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.autograd import Graph
-from braid.scheduling.schedule import Block
-from braid.scheduling.trace import Label
+from braid.scheduling.code import Operation
+from braid.scheduling.schedule import Reduce
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""
@@ -40,27 +39,29 @@ def held_bytes(*values: object) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class MemoryMeter(Recorder):
-    """Notes, instead of spans, the most bytes that an executor holds after any compute operator."""
+class MemoryMeter:
+    """Notes the most bytes that an executor holds after any operation, before that frees anything."""
 
-    def __init__(self, streams: Streams) -> None:
-        super().__init__(streams)
+    def __init__(self) -> None:
         self.executor: Executor | None = None
         self.peak_bytes = 0
 
-    def compute(self, label: Label, block: Block | None, begin: Mark, end: Mark) -> None:
-        """An operator ran."""
-        if self.executor is not None:
-            self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
+    def __call__(self, operation: Operation) -> None:
+        """An operation ran (`Executor` watch)."""
+        assert self.executor is not None
+        self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
 
 
 class NoUpdate:
     """The end of a step that leaves parameters as they are."""
 
-    def start_reduce(self, chunk: int) -> None:
+    def start(self, reduce: Reduce) -> None:
         """Nothing."""
 
-    def wait_reduce(self, chunk: int) -> None:
+    def wait(self, reduce: Reduce) -> None:
+        """Nothing."""
+
+    def norm(self) -> None:
         """Nothing."""
 
     def step(self) -> None:

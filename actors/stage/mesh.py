@@ -33,6 +33,13 @@ class Mesh:
     ends: dist.ProcessGroup | None
     """First and last pipeline stage, for a head tied to the embedding across an unfolded pipeline."""
 
+    def shared(self, axis: str) -> dist.ProcessGroup:
+        """The group of the ranks that share parameters along an axis (`gradient_axes`)."""
+        if axis == "ends":
+            assert self.ends is not None
+            return self.ends
+        return self.group(axis)
+
     def group(self, axis: str, strand: Strand = Strand.ALPHA) -> dist.ProcessGroup:
         """The group of this rank's peers along an axis, for a strand."""
         return self.lines[axis, strand].group

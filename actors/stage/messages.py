@@ -176,5 +176,6 @@ class Samples:
     """The class of every collective of the graphs: equal kind, axis and size."""
     transfers: Mapping[str, list[tuple[int, int]]]
     """Payload bytes and time, by ``AXIS/KIND``."""
+    norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
     hardware: str

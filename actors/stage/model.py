@@ -1,6 +1,6 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from braid.actors.stage.layers import (
 from braid.actors.stage.parameters import OperatorModule, StageParameter
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.fusion import chunk_runs, placed, run_name, split_place
+from braid.scheduling.fusion import chunk_parts
 from braid.scheduling.layers import PartSizes, embedding, head
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Part
@@ -36,34 +36,6 @@ class PartInstance:
     name: str
     index: int
     modules: dict[str, ComputeOperator]
-    members: tuple["PartInstance", ...] = ()
-    """Of a run (`braid.scheduling.fusion`): its parts."""
-
-    @property
-    def ends_model(self) -> bool:
-        """Whether its output is the loss."""
-        return (self.members or (self,))[-1].name == "head"
-
-    def locate(self, operator: str) -> tuple[str, int]:
-        """An operator's name within its part, and the part's layer."""
-        split = split_place(operator)
-        return (operator, self.index) if split is None else (split[2], self.members[split[0]].index)
-
-
-def fused_instance(members: Sequence[PartInstance]) -> PartInstance:
-    """Consecutive parts as one, with modules named as `braid.scheduling.fusion.fuse` names them."""
-    if len(members) == 1:
-        return members[0]
-    return PartInstance(
-        name=run_name([member.name for member in members]),
-        index=members[0].index,
-        modules={
-            placed(place, member.name, key): module
-            for place, member in enumerate(members)
-            for key, module in member.modules.items()
-        },
-        members=tuple(members),
-    )
 
 
 class StageModel:
@@ -96,16 +68,16 @@ class StageModel:
         for chunk in layout.chunks_of(position["pp"]):
             self.chunks[chunk] = tuple(self._build_chunk(chunk))
 
-    def _build_chunk(self, chunk: int) -> list[PartInstance]:
-        parts = []
-        if chunk == 0:
-            parts.append(self._instance("embedding", 0, embedding_modules(self.context), chunk))
-        for index in self.layout.layers_of(chunk, self.shape.layers):
-            modules = self.definition.modules(self.context, index)
-            parts.append(self._instance("layer", index, modules, chunk))
-        if chunk == self.layout.chunks - 1:
-            parts.append(self._instance("head", self.shape.layers, head_modules(self.context), chunk))
-        return parts
+    def _build_chunk(self, chunk: int) -> Iterator[PartInstance]:
+        for name, index in chunk_parts(self.layout, self.shape.layers, chunk):
+            match name:
+                case "embedding":
+                    modules = embedding_modules(self.context)
+                case "head":
+                    modules = head_modules(self.context)
+                case _:
+                    modules = self.definition.modules(self.context, index)
+            yield self._instance(name, index, modules, chunk)
 
     def _instance(
         self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int
@@ -132,15 +104,6 @@ class StageModel:
         return PartInstance(
             name=name, index=index, modules={key: entry.module for key, entry in modules.items()}
         )
-
-    def runs(self, chunk: int, fused: int) -> tuple[PartInstance, ...]:
-        """A chunk's parts, or runs of them, in the order of the forward pass."""
-        rest = list(self.chunks[chunk])
-        instances = []
-        for run in chunk_runs(self.layout, self.shape.layers, chunk, fused):
-            members, rest = rest[: len(run.members)], rest[len(run.members) :]
-            instances.append(fused_instance(members))
-        return tuple(instances)
 
     def initialise(self, seed: int) -> None:
         """Give every parameter its initial value, the same in every layout."""

@@ -28,7 +28,6 @@ from braid.actors.stage.bindings import COLLECTIVES, method_of
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
-from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.collectives.primitives import (
     Launch,
@@ -40,8 +39,10 @@ from braid.kernels.collectives.primitives import (
     swap,
 )
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
-from braid.scheduling.profile import operator_key
 from braid.scheduling.schedule import Direction, Strand
+
+Values = dict[str, Any]
+"""Of a part, by name."""
 
 _ROOM = 1.5
 """So many times an operator's length is left to it before a transfer's end, so that it ends within."""
@@ -100,7 +101,9 @@ class Profiler:
             self._message = x, stage ^ 1
 
     @torch.no_grad()
-    def run(self, rounds: int, optimizer_step: Callable[[], object], parameters: int) -> Samples:
+    def run(
+        self, rounds: int, square: Callable[[], object], update: Callable[[], object], parameters: int
+    ) -> Samples:
         """Measure ``rounds`` times what stands alone, and as often what stands together."""
         for turn in range(-1, rounds):
             for name in ("layer", "embedding", "head"):
@@ -110,11 +113,9 @@ class Profiler:
                         self._random.seed(f"{self.seed} {turn} {name} {beside}")
                         self._pass(self.parts[name], next(self._instances[name]), beside, counts=turn >= 0)
         transfers = self._transfers(rounds)
-        updates = []
-        for _ in range(3):
-            begin = self.streams.mark()
-            optimizer_step()
-            updates.append(self._between(begin, self.streams.mark()) / max(1, parameters))
+        norms, updates = (
+            [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
+        )
         return Samples(
             solo_ns=dict(self._solo),
             together=dict(self._together),
@@ -122,6 +123,7 @@ class Profiler:
             handling=dict(self._handling),
             spare_of=dict(self._spare_of),
             transfers=transfers,
+            norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             hardware=hardware(self.model.context.device),
         )
@@ -161,7 +163,7 @@ class Profiler:
         self, part: Part, graph: Graph, instance: PartInstance, values: Values, beside: bool, counts: bool
     ) -> None:
         for operator in graph.operators:
-            key = operator_key(part.name, operator)
+            key = operator.key
             if operator.kind.communicates:
                 ns = self._communicate(operator, values, key, meets=beside)
                 if counts and not beside:
@@ -314,9 +316,10 @@ class Profiler:
                 x = torch.zeros(count, device=context.device, dtype=context.dtype)
                 if layout.pp > 1:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
-                if layout.dp > 1:
-                    launch = all_reduce(x, self.mesh.group("dp"))
-                    measured["dp/all_reduce"].append((x.nbytes, self._alone("dp", launch)))
+                for axis in ("tp", "pp", "dp"):
+                    if layout.degree(axis) > 1:
+                        launch = all_reduce(x, self.mesh.group(axis))
+                        measured[f"{axis}/all_reduce"].append((x.nbytes, self._alone(axis, launch)))
                 if layout.tp > 1:
                     ns = self._alone("tp", all_gather(x, self.mesh.lines["tp", Strand.ALPHA]))
                     measured["tp/all_gather"].append((x.nbytes * layout.tp, ns))
@@ -359,6 +362,11 @@ class Profiler:
         """Let all ranks of the tensor-parallel group begin together, as they do after every collective."""
         if self._group is not None:
             dist.barrier(self._group)
+
+    def _time(self, what: Callable[[], object]) -> int:
+        begin = self.streams.mark()
+        what()
+        return self._between(begin, self.streams.mark())
 
     def _between(self, begin: Any, end: Any) -> int:
         return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)

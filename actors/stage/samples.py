@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from braid.actors.config import Config
-from braid.actors.stage.blocks import MicroBatch
 from braid.actors.stage.data import TRAIN, VALIDATION, TokenShards, read_index, sample_ids, samples_digest
+from braid.actors.stage.executor import MicroBatch
 from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.scheduling.spec import ParallelLayout
 

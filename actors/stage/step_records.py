@@ -9,7 +9,7 @@ import numpy as np
 from braid.actors.stage.streams import Streams
 from braid.actors.stage.telemetry import OPERATOR, Recorder
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block, Direction, Strand
+from braid.scheduling.schedule import Direction, Pass, Strand
 from braid.scheduling.span_batches import RECORD, Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray, overlap_numbers
@@ -78,7 +78,7 @@ class StepRecorder(Recorder):
         )
 
     def _without_times(
-        self, labels: Sequence[Label], blocks: Sequence[Block | None], kinds: Sequence[int]
+        self, labels: Sequence[Label], blocks: Sequence[Pass | None], kinds: Sequence[int]
     ) -> Records:
         found = np.zeros(len(labels), RECORD)
         found["label"] = [self._number(label) for label in labels]

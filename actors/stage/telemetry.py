@@ -2,13 +2,13 @@
 
 from braid.actors.stage.streams import Mark, Streams, Transfer
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block
+from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import KINDS, STRANDS, Label, Span
 
 _BLOCK = Label(operator="block", stream=Stream.COMPUTE)
 _PAIRED = Label(operator="paired block", stream=Stream.COMPUTE)
 OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK = map(KINDS.index, ("operator", "block", "paired block"))
-Row = tuple[Label, Block | None, int, Mark, Mark]
+Row = tuple[Label, Pass | None, int, Mark, Mark]
 """A span: what ran, for which block, its kind (a place in `KINDS`), begin and end."""
 
 
@@ -19,22 +19,22 @@ class Recorder:
         self._streams = streams
         self._blocks: list[Row] = []
         self._compute: list[Row] = []
-        self._transfers: list[tuple[Label, Block | None, Transfer]] = []
+        self._transfers: list[tuple[Label, Pass | None, Transfer]] = []
         self.recording = recording
         """Whether spans are kept; may change between steps."""
 
-    def compute(self, label: Label, block: Block | None, begin: Mark, end: Mark) -> None:
+    def compute(self, label: Label, block: Pass | None, begin: Mark, end: Mark) -> None:
         """An operator ran on the compute stream."""
         if self.recording:
             self._compute.append((label, block, OPERATOR, begin, end))
 
-    def transfer(self, label: Label, block: Block | None, transfer: Transfer) -> None:
+    def transfer(self, label: Label, block: Pass | None, transfer: Transfer) -> None:
         """A transfer was issued; its end is read when the step is over."""
         if self.recording:
             self._transfers.append((label, block, transfer))
 
-    def block(self, paired: bool, block: Block, begin: Mark, end: Mark) -> None:
-        """A block, or a paired one (then ``block`` is its forward pass), ran."""
+    def block(self, paired: bool, block: Pass, begin: Mark, end: Mark) -> None:
+        """A block ran; ``block`` is the first of its passes, ``paired`` whether it has several."""
         if self.recording:
             label, kind = (_PAIRED, _PAIRED_BLOCK) if paired else (_BLOCK, _SINGLE_BLOCK)
             self._blocks.append((label, block, kind, begin, end))

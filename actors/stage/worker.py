@@ -41,12 +41,13 @@ from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.family import operator_family
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_parser import parse
-from braid.scheduling.validate import validate
+from braid.scheduling.schedule_text import parse
+from braid.scheduling.validate import linked
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -151,10 +152,11 @@ class Worker(Logged):
         definition = load_layer(config.model.layer)
         sizes = part_sizes(plan.shape, layout, train.micro_batch)
         self._parts = parts = model_parts(sizes, definition, train.recompute)
-        runs = scheduled_parts(parts, layout, plan.shape.layers, fused=schedule.fused, split=schedule.split)
-        validate(schedule, layout, runs)
-        evaluation = validation_schedule(layout, validation_micro_batches(config), parts)
-        validate(evaluation, layout, parts)
+        layers = plan.shape.layers
+        runs = scheduled_parts(parts, layout, layers, fused=schedule.fused, split=schedule.split)
+        self._code = linked(schedule, layout, layers, runs)
+        validation = validation_schedule(layout, validation_micro_batches(config), parts)
+        evaluation = linked(validation, layout, layers, parts)
         self._model_of = partial(
             StageModel,
             shape=plan.shape,
@@ -178,9 +180,8 @@ class Worker(Logged):
         )
         self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
-        self._runs, self._schedule = runs, schedule
-        self._executor = self._bind(schedule=schedule, parts=runs, recorder=self._recorder)
-        self._evaluator = self._bind(schedule=evaluation, parts=parts, recorder=self._recorder)
+        self._executor = self._bind(code=self._code, recorder=self._recorder)
+        self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         instructions = schedule.stages[self._mesh.position["pp"]]
         self._saboteur = (
             Saboteur(plan.faults, self.rank, config.run_directory, instructions) if plan.faults else None
@@ -244,7 +245,7 @@ class Worker(Logged):
         assert self._streams is not None
         profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed)
         count = sum(parameter.tensor.numel() for parameter in self._model.parameters)
-        samples = profiler.run(rounds, lambda: self._optimizer.step(0), count)
+        samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0), count)
         self._gradients.zero()
         return samples
 
@@ -254,8 +255,8 @@ class Worker(Logged):
         The step runs once more without an update, slowly, as every operator is followed by a count.
         """
         assert self._streams is not None
-        meter = MemoryMeter(self._streams)
-        executor = self._bind(schedule=self._schedule, parts=self._runs, recorder=meter)
+        meter = MemoryMeter()
+        executor = self._bind(code=self._code, recorder=Recorder(self._streams), watch=meter)
         meter.executor = executor
         assert self._samples is not None
         batches = self._samples.of_step(step)
@@ -378,8 +379,7 @@ class _Update:
     """Ends the step of a schedule."""
 
     def __init__(self, gradients: GradientBuckets, optimizer: Optimizer, step: int) -> None:
-        self.start_reduce = gradients.start_reduce
-        self.wait_reduce = gradients.wait_reduce
+        self.start, self.wait, self.norm = gradients.start, gradients.wait, gradients.square
         self._optimizer, self._step = optimizer, step
         self.gradient_norm = self.lr = 0.0
         self.applied = False

@@ -3,6 +3,7 @@
 import { byId, bytes, el, hideTip, nanoseconds, percent, showTip, svg, table } from "./dom.js";
 import { theme } from "./theme.js";
 
+const PASSES = { F: "forward pass", B: "backward pass", I: "input gradients", W: "weight gradients", L: "end of a backward pass" };
 const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel" };
 
 export function drawPlan(run) {
@@ -12,8 +13,8 @@ export function drawPlan(run) {
   const parts = [facts(state)];
   for (const [place, pair] of (state.schedule?.pairs ?? []).entries()) {
     const picture = strands(pair);
-    if (!place) parts.push(el("h3", { text: `Pairing: forward of ${pair.forward} beside backward of ${pair.backward}` }), pairingHelp(), picture);
-    else parts.push(el("details", {}, el("summary", { text: `Pairing: forward of ${pair.forward} beside backward of ${pair.backward}` }), picture));
+    if (!place) parts.push(el("h3", { text: `Together: ${pair.sides.join(" beside ")}` }), pairingHelp(), picture);
+    else parts.push(el("details", {}, el("summary", { text: `Together: ${pair.sides.join(" beside ")}` }), picture));
   }
   if (state.schedule && !state.schedule.pairs.length) parts.push(el("p", { class: "quiet", text: `Schedule ${state.schedule.name} pairs no passes: one strand.` }));
   const config = el("pre", { text: JSON.stringify(state.config, null, 1) });
@@ -36,10 +37,10 @@ function facts(state) {
 }
 
 function pairingHelp() {
-  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one strand to the computation of the other that hides it. A dashed frame: put off by the layer or the block before (P: in the schedule)." });
+  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: put off by the layer or the block before (L in the schedule)." });
 }
 
-/** Boxes one after the other, rails from start to wait, bonds between a rail and what the other strand computes. */
+/** Boxes one after the other, rails from start to wait, bonds between a rail and what the other pass computes. */
 function arrange(actions) {
   const known = actions.filter((one) => one.verb === "compute" && one.ns).map((one) => one.ns);
   const usual = known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : 1;
@@ -49,7 +50,7 @@ function arrange(actions) {
   const open = new Map();
   let x = 14;
   for (const action of actions) {
-    const key = `${action.side}:${action.operator}`;
+    const key = `${action.turn}:${action.operator}`;
     if (action.verb === "compute") {
       const wide = Math.max(20, Math.min(190, 52 * ((action.ns ?? usual) / usual)));
       boxes.push({ ...action, x, wide });
@@ -72,43 +73,45 @@ function arrange(actions) {
   return { boxes, rails, barriers, wide: x + 14 };
 }
 
-function strands({ actions }) {
+/** The first pass above, those beside it below. */
+function strands({ sides, actions }) {
   const colours = theme.colours;
   const { boxes, rails, barriers, wide } = arrange(actions);
-  const lanes = { F: stack(rails.filter((rail) => rail.side === "F")), B: stack(rails.filter((rail) => rail.side !== "F")) };
-  const above = 26 + lanes.F * 11;
+  const lanes = { above: stack(rails.filter((rail) => !rail.turn)), below: stack(rails.filter((rail) => rail.turn)) };
+  const [first, ...others] = sides.map((side) => PASSES[side[0]]);
+  const above = 26 + lanes.above * 11;
   const top = above;
   const bottom = top + 92;
-  const height = bottom + 24 + lanes.B * 11 + 26;
-  const picture = svg("svg", { width: Math.max(wide + 80, 300), height, role: "img", "aria-label": `${boxes.length} computations and ${rails.length} transfers of two strands` });
-  picture.append(label(6, 13, "forward pass, one strand", colours.strands[1][theme.dark ? 1 : 2], 600), label(6, height - 8, "backward pass, the other strand", colours.strands[2][theme.dark ? 1 : 2], 600));
+  const height = bottom + 24 + lanes.below * 11 + 26;
+  const picture = svg("svg", { width: Math.max(wide + 80, 300), height, role: "img", "aria-label": `${boxes.length} computations and ${rails.length} transfers of ${sides.length} passes` });
+  picture.append(label(6, 13, first, colours.strands[1][theme.dark ? 1 : 2], 600), label(6, height - 8, others.join(" and "), colours.strands[2][theme.dark ? 1 : 2], 600));
   for (const x of barriers) picture.append(svg("line", { x1: x, x2: x, y1: top - 8, y2: bottom + 32, stroke: colours.quiet, "stroke-dasharray": "3 3" }));
   for (const rail of rails) {
-    const forward = rail.side === "F";
-    const y = forward ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
+    const upper = !rail.turn;
+    const y = upper ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
     for (const box of boxes) {
-      if ((box.side === "F") === forward || box.x + box.wide <= rail.x || box.x >= rail.end) continue;
+      if (!box.turn === upper || box.x + box.wide <= rail.x || box.x >= rail.end) continue;
       const middle = box.x + box.wide / 2;
-      picture.append(svg("path", { d: `M${middle} ${forward ? y + 4 : y - 4} L${middle} ${forward ? bottom : top + 24}`, stroke: colours.hidden, "stroke-width": 2, "stroke-opacity": 0.55, fill: "none" }));
+      picture.append(svg("path", { d: `M${middle} ${upper ? y + 4 : y - 4} L${middle} ${upper ? bottom : top + 24}`, stroke: colours.hidden, "stroke-width": 2, "stroke-opacity": 0.55, fill: "none" }));
     }
   }
   for (const rail of rails) {
-    const forward = rail.side === "F";
-    const y = forward ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
+    const upper = !rail.turn;
+    const y = upper ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
     const alone = !boxes.some((box) => box.x < rail.end && box.x + box.wide > rail.x);
     const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden, ...lateFrame(rail) });
     picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to", ...lateNote(rail)]));
   }
   for (const box of boxes) {
-    const forward = box.side === "F";
-    const fill = forward ? colours.strands[1][0] : colours.strands[2][0];
-    const y = forward ? top : bottom;
+    const upper = !box.turn;
+    const fill = upper ? colours.strands[1][0] : colours.strands[2][0];
+    const y = upper ? top : bottom;
     const group = svg("g", {});
     group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, ...lateFrame(box) }));
     const most = Math.floor((box.wide - 6) / 6);
     const name = box.operator.split("/").at(-1);
-    if (most > 2) group.append(label(box.x + 4, y + 16, name.length > most ? `${name.slice(0, most - 1)}…` : name, forward ? "#001a2b" : "#201500"));
-    picture.append(named(group, [box.operator, ["pass", forward ? "forward" : "backward"], ["alone", nanoseconds(box.ns)], ...lateNote(box)]));
+    if (most > 2) group.append(label(box.x + 4, y + 16, name.length > most ? `${name.slice(0, most - 1)}…` : name, upper ? "#001a2b" : "#201500"));
+    picture.append(named(group, [box.operator, ["pass", PASSES[box.side]], ["alone", nanoseconds(box.ns)], ...lateNote(box)]));
   }
   return el("div", { class: "strands", tabindex: 0, role: "group", "aria-label": "Pairing; scroll sideways" }, picture);
 }

@@ -15,6 +15,7 @@ from braid.actors.stage.worker import RunPlan
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import prepare
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.schedule_text import write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def plan_of(
         }
     )
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
 

@@ -29,6 +29,7 @@ from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.messages import Rendezvous, RunPlan
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
+from braid.scheduling.schedule_text import write
 
 ALONE, SYNCHRONOUS, ASYNCHRONOUS = "no save", "synchronous", "asynchronous"
 _GENERATION = 1
@@ -178,7 +179,7 @@ class _Legs:
 def _ranks(config: Config) -> Iterator[_Legs]:
     data = prepare_text(config.runs)
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     with ExitStack() as stack:
         directory = RunDirectory(config, resume=False, overwrite=False)

@@ -15,11 +15,10 @@ import torch
 
 from braid.actors.stage.bindings import method_of
 from braid.actors.stage.host_link import HOST_COLLECTIVES
-from braid.actors.stage.slots import Values
 from braid.jobs.benchmarks.gpu_rig import Rig
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Kind, Operator, Stream
-from braid.scheduling.profile import Profile, operator_key
+from braid.scheduling.profile import Profile
 
 ALONE: Final = "alone"
 COPY: Final = "copy"
@@ -131,7 +130,7 @@ class _Measurement:
     def _row(
         self, op: Operator, alone: Mapping[str, int], copy_ns: int, product_ns: int | None
     ) -> OperatorTime:
-        key = operator_key("layer", op)
+        key = op.key
         with_copy, with_product = (
             round(median(self._times[key, company])) if (key, company) in self._times else None
             for company in (COPY, PRODUCT)
@@ -149,7 +148,7 @@ class _Measurement:
     def _pass(self, first: int, counts: bool) -> None:
         """One forward and backward pass, keeping all values; operators take the companies in turn."""
         rig, layer = self._rig, self._rig.layer
-        values: Values = {"x": rig.tokens(), f"d.{layer.output}": rig.tokens(seed=3)}
+        values: dict[str, Any] = {"x": rig.tokens(), f"d.{layer.output}": rig.tokens(seed=3)}
         for graph in (layer.forward, layer.backward):
             for place, op in enumerate(graph.operators):
                 company = self._companies[(first + place) % len(self._companies)]
@@ -162,7 +161,7 @@ class _Measurement:
                 if op.writes:
                     values.update(zip(op.writes, results, strict=True))
                 if counts:
-                    self._times[operator_key("layer", op), company].append(ns)
+                    self._times[op.key, company].append(ns)
 
     def _alone(self) -> None:
         """What operators are measured beside, and a barrier."""

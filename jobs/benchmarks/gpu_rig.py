@@ -1,20 +1,21 @@
 """What the benchmark on one GPU measures with: layers as one of two tensor-parallel ranks holds them.
 
-The graphs, modules, binder and block runner are the executor's own. The rank is taken from the middle of a
-pipeline, where a chunk is layers and nothing else, and its collectives are copies over the link to the host.
+Graphs, modules, linked code and executor are training's own. The rank is taken from the middle of a pipeline,
+where a chunk is layers and nothing else; its collectives are copies over the link to the host, and what would
+arrive from its neighbours is there already.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from braid.actors.stage.bindings import Binder
-from braid.actors.stage.blocks import BlockRunner
+from braid.actors.stage.bindings import Bound, Registers
+from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import main_gradient_dtype
 from braid.actors.stage.host_link import HOST_COLLECTIVES, RANKS, HostLink
 from braid.actors.stage.layers import INITIAL_DEVIATION
@@ -23,11 +24,26 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import CudaStreams, Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line
+from braid.scheduling.code import Wait
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.lower import serial_programs
-from braid.scheduling.lowering.programs import PairingDecision, pair_program
+from braid.scheduling.link import link
+from braid.scheduling.lowering.lower import with_ends, with_transfers
+from braid.scheduling.lowering.programs import Order, own_program, program_of
 from braid.scheduling.operators import Part
-from braid.scheduling.schedule import Schedule, Strand
+from braid.scheduling.schedule import (
+    Block,
+    Direction,
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    Schedule,
+    Send,
+    Side,
+    Sides,
+    Strand,
+)
+from braid.scheduling.schedule_text import parse_sides
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 LEAD_CYCLES: Final = 2_000_000
@@ -94,9 +110,14 @@ class Rig:
         """Three stages, of which the rig is the middle one."""
         return ParallelLayout(tp=self.tp, pp=_STAGES)
 
+    @cached_property
+    def whole(self) -> ModelShape:
+        """A model of which every stage holds ``layers`` layers."""
+        return replace(self.shape, layers=_STAGES * self.layers)
+
     @property
-    def chunk(self) -> int:
-        """The chunk that the rig holds."""
+    def place(self) -> int:
+        """The stage that the rig is, and the chunk that it holds."""
         return _MIDDLE
 
     @cached_property
@@ -115,7 +136,7 @@ class Rig:
         """The layers with random weights and cleared gradients."""
         position = {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0}
         model = StageModel(
-            shape=self.shape,
+            shape=self.whole,
             layout=self.layout,
             position=position,
             sizes=part_sizes(self.shape, self.layout, micro_batch=1),
@@ -137,7 +158,7 @@ class Rig:
     @property
     def instance(self) -> PartInstance:
         """The first layer's modules."""
-        return self.model.chunks[self.chunk][0]
+        return self.model.chunks[self.place][0]
 
     @cached_property
     def link(self) -> HostLink:
@@ -215,33 +236,83 @@ class Rig:
         tensors = [parameter.tensor for parameter in self.model.parameters]
         return [tensor.main_grad for tensor in tensors]  # type: ignore[attr-defined]
 
-    def schedule(self, decision: PairingDecision | None) -> Schedule:
-        """Programs of the layer alone, and of two strands together if a decision says how."""
-        layer, pairs = self.layer, {}
-        if decision is not None:
-            pairs["layer", "layer"] = pair_program(layer.forward, layer.backward, decision)
-        return Schedule(
+    def chain(self, pairs: int, orders: Mapping[str, Order]) -> Schedule:
+        """A forward pass, paired blocks (forward of the next, backward of the one before), a backward pass.
+
+        On the rig's stage alone; micro-batches take strands by turns. ``orders``: as in a plan, of both
+        passes of a layer; without any the passes of a block run one after the other.
+        """
+
+        def one(kind: PassKind, micro_batch: int) -> Pass:
+            strand = (Strand.ALPHA, Strand.BETA)[micro_batch % 2]
+            return Pass(kind, micro_batch, self.place, strand)
+
+        forward, backward = PassKind.FORWARD, PassKind.BACKWARD
+        blocks = (
+            Block((one(forward, 0),)),
+            *(Block((one(forward, n), one(backward, n - 1))) for n in range(1, pairs + 1)),
+            Block((one(backward, pairs),)),
+        )
+        order = tuple(blocks if stage == _MIDDLE else () for stage in range(_STAGES))
+        programs: dict[Sides, Program] = {
+            (side,): own_program(side, self.parts, trains=True)
+            for side in (Side(forward, "layer"), Side(backward, "layer"))
+        }
+        for text, steps in orders.items():
+            sides = parse_sides(text)
+            programs[sides] = program_of(sides, self.parts, steps)
+        schedule = Schedule(
             name="bench",
             chunks=self.layout.chunks,
-            micro_batches=1,
-            stages=(),
-            programs=serial_programs(self.parts, trains=True),
-            pairs=pairs,
+            micro_batches=pairs + 1,
+            stages=with_transfers(order, self.layout),
+            programs=programs,
+        )
+        return with_ends(schedule, self.layout, self.whole.layers)
+
+    def stage(self, schedule: Schedule, streams: Streams, recorder: Recorder) -> "LoneStage":
+        """The executor of a schedule's middle stage, with copies for collectives."""
+        return LoneStage(
+            {Direction.FORWARD: self.tokens(), Direction.BACKWARD: self.tokens(seed=3)},
+            code=link(schedule, self.layout, self.whole.layers, self.parts),
+            model=self.model,
+            mesh=self.mesh,
+            streams=streams,
+            recorder=recorder,
+            collectives=HOST_COLLECTIVES,
         )
 
-    def runner(self, decision: PairingDecision | None, streams: Streams) -> tuple[BlockRunner, Recorder]:
-        """The executor of such blocks, with copies for collectives."""
-        recorder = Recorder(streams)
-        itemsize = self.dtype.itemsize
-        binder = Binder(self.mesh, streams, recorder, itemsize, HOST_COLLECTIVES)
-        runner = BlockRunner(
-            schedule=self.schedule(decision),
-            parts=self.parts,
-            model=self.model,
-            binder=binder,
-            streams=streams,
-        )
-        return runner, recorder
+
+class LoneStage(Executor):
+    """An executor without neighbours: what it receives is always there, what it sends is kept."""
+
+    def __init__(self, arriving: Mapping[Direction, Tensor], **bound: Any) -> None:
+        """``arriving``: what every message of a direction holds; the rest as for an `Executor`."""
+        self._arriving = arriving
+        self.sent: list[Tensor] = []
+        """What forward and backward passes gave, in order."""
+        super().__init__(**bound)
+
+    def _send(self, sent: Send, register: int) -> Bound:
+        return lambda frames, passes: self.sent.append(frames[0][register])
+
+    def _sent(self, operation: Wait, frees: Sequence[int]) -> Bound:
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            for register in frees:
+                frames[0][register] = None
+
+        return run
+
+    def _receive(self, received: Receive, register: int, *, lone: bool) -> Bound:
+        x = self._arriving[received.moved.direction]
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            frames[0][register] = x
+
+        return run
+
+    def _received(self, frame: Registers, register: int) -> None:
+        """It was there from the begin."""
 
 
 def first_line(error: BaseException) -> str:

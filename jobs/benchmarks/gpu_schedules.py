@@ -10,21 +10,24 @@ import random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.streams import Streams
+from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.gpu_operators import OperatorTable
 from braid.jobs.benchmarks.gpu_rig import CapturedStreams, Rig, first_line
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
+from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block, Direction, Pair, Strand
+from braid.scheduling.schedule import Block
+from braid.scheduling.schedule_text import write_sides
 from braid.scheduling.trace import Span, length_ns, merge, overlap_ns
 
 SERIAL: Final = "serial"
@@ -90,35 +93,33 @@ class ScheduleTable:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one schedule's blocks are paired; no pairing runs them one after the other."""
+    """How one schedule's blocks are paired; without an order their passes run one after the other."""
 
     schedule: str
-    pairing: PairingDecision | None
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """Of both passes of a layer, as in a plan."""
+    method: str = "one after the other"
+    """In a word."""
     predicted_ns: int | None = None
-
-    @property
-    def method(self) -> str:
-        """The pairing's method in a word."""
-        return self.pairing.method.value if self.pairing else "one after the other"
 
 
 def decisions(rig: Rig, operators: OperatorTable) -> tuple[list[Decision], dict[str, str]]:
     """Pairings from measured costs, and the schedules that cannot be made here, with the reason."""
     made = [
-        Decision(SERIAL, None),
-        Decision("wavelet", PairingDecision(method=PairMethod.TURNS)),
+        Decision(SERIAL),
+        Decision("wavelet", {"F:layer|B:layer": ()}, PairMethod.TURNS),
     ]
     try:
-        from braid.scheduling.planner.compose import decide_pairing
+        from braid.scheduling.planner.orders import decide_pairing
         from braid.scheduling.planner.strands import pair_problem
     except ImportError as error:
         reason = f"its order has to be searched for, and the search cannot be loaded: {error}"
         return made, dict.fromkeys(SEARCHED, reason)
     layer, profile = rig.layer, operators.profile(rig)
-    problem = pair_problem("layer", layer.forward, "layer", layer.backward, profile)
+    problem = pair_problem(layer.forward, layer.backward, profile)
     for name, method in SEARCHED.items():
-        pairing, note = decide_pairing(problem, method)
-        made.append(Decision(name, pairing, note.ns * rig.layers))
+        sides, order, note = decide_pairing(problem, method)
+        made.append(Decision(name, {write_sides(sides): order}, note.method, note.ns * rig.layers))
     return made, {}
 
 
@@ -141,49 +142,45 @@ def measure_schedules(
     )
 
 
+def _nothing() -> None:
+    pass
+
+
 class Chain:
-    """A chain of blocks bound to some streams: three things to run in turn, with results that stay."""
+    """A chain of blocks bound to some streams, whose results stay.
+
+    It has three phases: the first forward block, the paired blocks, the last backward block.
+    """
 
     def __init__(self, rig: Rig, decision: Decision, pairs: int, streams: Streams) -> None:
-        self._pairs, self._chunk = pairs, rig.chunk
+        schedule = rig.chain(pairs, decision.orders)
         self._timed = not isinstance(streams, CapturedStreams)  # events of a graph have no times
-        self._runner, self.recorder = rig.runner(decision.pairing, streams)
-        self._x, self._dy = rig.tokens(), rig.tokens(seed=3)
+        self._pairs, self._recorder = pairs, Recorder(streams)
+        self._stage = rig.stage(schedule, streams, self._recorder)
+        instructions = schedule.stages[rig.place]
+        _, *self._later = (n for n, one in enumerate(instructions) if isinstance(one, Block))
         self.results: list[Tensor] = []
         """Outputs and input gradients of the paired blocks."""
         self.spans: list[Span] = []
-        """What the paired blocks ran, after `end`; of chains that run at once."""
+        """What the paired blocks ran; of chains that run at once."""
 
-    def _block(self, direction: Direction, micro_batch: int) -> Block:
-        strand = (Strand.ALPHA, Strand.BETA)[micro_batch % 2]
-        return Block(direction, micro_batch, self._chunk, strand)
+    def run(self, between: Callable[[], None] = _nothing) -> None:
+        """Run all blocks; ``between`` is called between two phases (of a chain without pairs: once)."""
 
-    def begin(self) -> None:
-        """The first forward block."""
-        self.recorder.clear()
-        self._runner.run(self._block(Direction.FORWARD, 0), self._x, None, 1.0)
-        self.recorder.clear()
+        def before(position: int) -> None:
+            if position not in (self._later[0], self._later[-1]):
+                return
+            between()
+            if self._pairs and position == self._later[-1]:
+                self.results = [*self._stage.sent]
+                self.spans = self._recorder.spans(0, 0) if self._timed else []
+            self._stage.sent.clear()
+            self._recorder.clear()
 
-    def paired(self) -> None:
-        """All paired blocks; weight gradients that one puts off run in the next."""
-        self.results.clear()
-        for n in range(1, self._pairs + 1):
-            pair = Pair(self._block(Direction.FORWARD, n), self._block(Direction.BACKWARD, n - 1))
-            received, last = (self._x, self._dy), n == self._pairs
-            results = self._runner.run_pair(pair, received, None, 1.0, keeps_late=not last)
-            self.results += [result for result in results if result is not None]
-
-    def end(self) -> None:
-        """The last backward block."""
-        self.spans = self.recorder.spans(0, 0) if self._timed else []
-        self.recorder.clear()
-        self._runner.run(self._block(Direction.BACKWARD, self._pairs), self._dy, None, 1.0)
-        self._runner.assert_empty()
-
-    @property
-    def phases(self) -> tuple[Callable[[], None], ...]:
-        """What has to run, in order."""
-        return self.begin, self.paired, self.end
+        self._stage.before = before
+        self._stage.run([None] * (self._pairs + 1), 1.0, None)
+        self._stage.sent.clear()
+        self._recorder.clear()
 
 
 class GraphChain:
@@ -193,22 +190,43 @@ class GraphChain:
         self._chain = chain
         self._graphs: list[torch.cuda.CUDAGraph] = []
         pool = torch.cuda.graph_pool_handle()
-        for phase in chain.phases:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=rig.compute):
-                phase()
-            self._graphs.append(graph)
-        chain.recorder.clear()
+        with ExitStack() as capture:
+
+            def begin_next() -> None:
+                capture.close()
+                self._graphs.append(torch.cuda.CUDAGraph())
+                capture.enter_context(torch.cuda.graph(self._graphs[-1], pool=pool, stream=rig.compute))
+
+            begin_next()
+            chain.run(begin_next)
 
     @property
     def results(self) -> list[Tensor]:
         """As `Chain.results`."""
         return self._chain.results
 
-    @property
-    def phases(self) -> tuple[Callable[[], None], ...]:
-        """As `Chain.phases`."""
-        return tuple(graph.replay for graph in self._graphs)
+    def run(self, between: Callable[[], None] = _nothing) -> None:
+        """As `Chain.run`."""
+        first, *later = self._graphs
+        first.replay()
+        for graph in later:
+            between()
+            graph.replay()
+
+
+def phases_ns(rig: Rig, chain: Chain | GraphChain) -> list[int]:
+    """Nanoseconds of the device for every phase of a chain; the host issues ahead of it."""
+    marks: list[Any] = []
+
+    def mark() -> None:
+        marks.append(rig.streams.mark())
+
+    rig.synchronise()
+    rig.lead()
+    mark()
+    chain.run(mark)
+    mark()
+    return [rig.between(begin, end) for begin, end in pairwise(marks)]
 
 
 def capture(rig: Rig, decision: Decision, pairs: int) -> tuple[GraphChain | None, str]:
@@ -233,27 +251,19 @@ class _Run:
 
     def time(self, counts: bool) -> None:
         """One chain at once, one replayed."""
-        eager = self._timed(self._eager)
+        eager = self._paired_ns(self._eager)
         communication = self._overlap()
-        replayed = self._timed(self._graph) if self._graph is not None else None
+        replayed = self._paired_ns(self._graph) if self._graph is not None else None
         if counts:
             self._times["eager"].append(eager)
             self._communication.append(communication)
             if replayed is not None:
                 self._times["graph"].append(replayed)
 
-    def _timed(self, chain: Chain | GraphChain) -> int:
+    def _paired_ns(self, chain: Chain | GraphChain) -> int:
         """Nanoseconds of one paired block; the host issues the first while the forward block runs."""
-        rig = self._rig
-        begin, paired, end = chain.phases
-        rig.synchronise()
-        rig.lead()
-        begin()
-        start = rig.streams.mark()
-        paired()
-        stop = rig.streams.mark()
-        end()
-        return rig.between(start, stop) // self._pairs
+        _, paired, _ = phases_ns(self._rig, chain)
+        return paired // self._pairs
 
     def _overlap(self) -> tuple[int, int]:
         """Nanoseconds of communication in a paired block of the last chain run at once, all and hidden."""
@@ -286,8 +296,7 @@ def results_of(rig: Rig, chain: Chain | GraphChain) -> list[Tensor]:
     """Copies of all results of a chain that starts with cleared gradients."""
     for gradient in rig.gradients():
         gradient.zero_()
-    for phase in chain.phases:
-        phase()
+    chain.run()
     rig.synchronise()
     return [tensor.clone() for tensor in (*chain.results, *rig.gradients())]
 

@@ -15,8 +15,9 @@ import torch
 
 from braid.actors.stage.host_link import HOST_COLLECTIVES
 from braid.jobs.benchmarks.gpu_rig import Rig, first_line
+from braid.jobs.benchmarks.gpu_schedules import SERIAL, Chain, Decision, phases_ns
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.schedule import Block, Direction
+from braid.scheduling.schedule import Direction
 
 PEAK_FLOPS_PER_S: Final = {
     ("GB200",): 2500e12,
@@ -74,22 +75,19 @@ def measure_passes(rig: Rig, sequences: Sequence[int], rounds: int) -> list[Pass
 
 
 def _passes(rig: Rig, rounds: int) -> PassTime:
-    times: dict[Direction, list[int]] = {direction: [] for direction in Direction}
+    times: list[list[int]] = []
     with rig.running():
-        runner, recorder = rig.runner(None, rig.streams)
-        x, dy = rig.tokens(), rig.tokens(seed=3)
+        chain = Chain(rig, Decision(SERIAL), 0, rig.streams)
         for turn in range(rounds + 2):
-            for direction, received in ((Direction.FORWARD, x), (Direction.BACKWARD, dy)):
-                block = Block(direction, 0, rig.chunk)
-                ns = rig.timed(lambda b=block, r=received: runner.run(b, r, None, 1.0))  # type: ignore[misc]
-                recorder.clear()
-                if turn > 1:
-                    times[direction].append(ns)
+            found = phases_ns(rig, chain)
+            if turn > 1:
+                times.append(found)
+    forward_ns, backward_ns = (round(median(column)) for column in zip(*times, strict=True))
     flops = rig.layer.forward.flops
     return PassTime(
         sequence=rig.shape.sequence,
-        forward_ns=round(median(times[Direction.FORWARD])),
-        backward_ns=round(median(times[Direction.BACKWARD])),
+        forward_ns=forward_ns,
+        backward_ns=backward_ns,
         forward_flops=flops,
         backward_flops=2 * flops,
         peak_flops_per_s=peak_flops_per_s(rig.hardware),

@@ -6,7 +6,7 @@ from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.cluster import ClusterSpec, Efficiency, Gpu, Link
 from braid.scheduling.operators import Part, Pass
 from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.profile import Profile, operator_key
+from braid.scheduling.profile import Profile
 from braid.scheduling.spec import ParallelLayout
 
 MEMORY_BYTES_PER_S = 8e9
@@ -23,13 +23,13 @@ def modelled_profile(
     Contention is that of the preset of GPUs on a PCIe switch.
     """
     forward = [
-        (name, op)
-        for name, part in parts.items()
+        op
+        for part in parts.values()
         for op in part.forward.operators
         if op.phase is Pass.FORWARD and op.flops
     ]
-    flops = sum(op.flops for _, op in forward)
-    seconds = sum(measured.solo_ns[operator_key(name, op)] for name, op in forward) / 1e9
+    flops = sum(op.flops for op in forward)
+    seconds = sum(measured.solo_ns[op.key] for op in forward) / 1e9
     whole = Efficiency(ceiling=1.0, half_flops=0.0)
     core = Gpu(
         name="core",

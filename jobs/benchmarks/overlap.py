@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from braid.actors.config import Config, parse_config
 from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.planning import (
     build_schedule,
-    decide_run,
     model_graphs,
-    predict,
-    schedule_costs,
+    plan_run,
     setting_of,
 )
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
@@ -33,10 +31,11 @@ from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
 from braid.jobs.tokenizer import load_tokenizer
-from braid.scheduling.planner.compose import Bench, decide, exact_pairing, layer_pair
-from braid.scheduling.planner.compose import run as simulate_run
-from braid.scheduling.profile import Profile, with_chunks
-from braid.scheduling.schedule import Schedule
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.planner.decide import BenchOf, anything, measured, outcome_of, outcome_of_schedule
+from braid.scheduling.planner.orders import decisions, exact_pairing, layer_pair
+from braid.scheduling.profile import Profile
+from braid.scheduling.schedule_text import write, write_sides
 from braid.scheduling.spec import ModelShape
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
@@ -44,14 +43,16 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "pp2": {"pp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
 }
-OURS = ("braid", "braid_eager", "braid_v")
+OURS = ("braid_w", "braid_eager", "braid_v")
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_twins"),
+    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
+ANY_OF_OURS = "braid"
+"""Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
 GLOO, MESSAGES = False, True
 PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
@@ -207,7 +208,7 @@ class _Bench:
         for turn in range(3):
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
             self._known = self._measure()
-            numbers = self._simulated("megatron", self._known)
+            numbers = plan_run(case.config("megatron"), self.shape, self._known).taken.numbers
             communication = numbers.communication_seconds
             alpha = communication / numbers.step_seconds
             if abs(alpha - case.alpha) < 0.01 or turn == 2:
@@ -225,28 +226,28 @@ class _Bench:
 
     def _measure(self, rounds: int = 5) -> Profile:
         config = self._case.config("megatron")
-        schedule = build_schedule(config, self.shape).to_text()
+        schedule = write(build_schedule(config, self.shape))
         plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data="")
         return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
 
     def _processes(self, config: Config) -> ProcessLauncher:
         return ProcessLauncher(config, self._places)
 
-    def _simulated(self, schedule: str, profile: Profile) -> Any:
-        return simulate_run(*decide_run(self._case.config(schedule), self.shape, profile)).numbers(1)
-
     def exact_seconds(self, profile: Profile) -> float | None:
-        """The simulated step of `braid` with the best order of a layer's two passes that exists."""
-        config = self._case.config("braid")
-        members = model_graphs(config, self.shape)
-        planned = Bench(setting_of(config, self.shape), members, with_chunks(profile, members["layer"]))
-        choices, _ = decide(planned)
+        """The simulated step of `braid_w` with the best order of a layer's two passes that exists."""
+        config = self._case.config("braid_w")
+        bench = self._costed(config, profile)(setting_of(config, self.shape))
+        ((choices, _),) = decisions(bench)
         try:
-            best, _ = exact_pairing(layer_pair(planned))
+            sides, order, _ = exact_pairing(layer_pair(bench))
         except ValueError:
             return None
-        exact = replace(choices, pairings={"layer|layer": best})
-        return simulate_run(planned, exact).numbers(1).step_seconds
+        alone = {text: own for text, own in choices.orders.items() if "|" not in text}
+        exact = Choices(orders={**alone, write_sides(sides): order})
+        return outcome_of(bench, exact, None, anything).numbers.step_seconds
+
+    def _costed(self, config: Config, profile: Profile) -> BenchOf:
+        return measured(model_graphs(config, self.shape), profile)
 
     @contextlib.contextmanager
     def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:
@@ -292,13 +293,14 @@ class _Bench:
         shown = f"{name}, modelled costs" if believed is not None else name
         self._progress(f"starting {shown}")
         config = self._case.config(name)
-        schedule: Schedule = build_schedule(config, self.shape, believed or profile)
+        decided = plan_run(config, self.shape, believed or profile).taken
+        schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
         plan = RunPlan(
             config=config,
             shape=self.shape,
-            schedule=schedule.to_text(),
+            schedule=write(schedule),
             data=self._data,
-            solo_ns=schedule_costs(config, self.shape, profile, schedule).solo_ns,
+            solo_ns=bench.profile.solo_ns,
         )
         launcher = launchers(config)
         files = Path(self._data).parent / "spans" / shown
@@ -307,8 +309,8 @@ class _Bench:
         stack.callback(group.shutdown)
         _meet(group, plan)
         group.call_all("stream_spans", collector.target, 1)  # as in a run
-        simulation = predict(config, self.shape, profile, schedule)
-        return Side(shown, group, predicted=simulation.numbers(1).step_seconds)
+        predicted = outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
+        return Side(shown, group, predicted=predicted)
 
     def start_peer(self, kind: str, messages: bool, stack: contextlib.ExitStack) -> Side:
         """The ranks of a peer, ready to train."""

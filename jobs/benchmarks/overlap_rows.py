@@ -52,7 +52,7 @@ class OverlapResult:
     seed: int
     load_before: tuple[float, float, float]
     exact_seconds: float | None = None
-    """Simulated step of `braid` with layers paired in the best order there is for the measured profile, by
+    """Simulated step of `braid_w` with layers paired in the best order there is for the measured profile, by
     branch and bound; None where that takes too long. Runs of several layers may be faster."""
     spans_price: Spread | None = None
     """Step time with recorded spans over that without, round by round; None: not asked for."""

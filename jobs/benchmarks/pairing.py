@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from braid.jobs.benchmarks.pairing_cases import brute_force, made_up_problem
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import layer_pair, prepare
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import exact_order, list_schedule, pairing_order
+from braid.scheduling.planner.orders import layer_pair
 from braid.scheduling.planner.pairing import pair, round_robin
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload
 
 NEAR: Final = 0.02
@@ -185,7 +186,7 @@ def _layer(model: str, cluster: str, layout: ParallelLayout, context: str = "all
         workload=Workload(global_batch=64, micro_batch=1),
         context=context,
     )
-    return layer_pair(prepare(setting, cluster_preset(cluster)))
+    return layer_pair(modelled(cluster_preset(cluster))(setting))
 
 
 _LLAMA: Final = ParallelLayout(dp=8, tp=8)

@@ -24,24 +24,15 @@ from braid.jobs.benchmarks.papers_steps import chosen_setting
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import sent_bytes
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
+from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.memory import DTYPE_BYTES, stage_parameters
 from braid.scheduling.operators import Graph, Kind, Pass
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import (
-    Bench,
-    decide,
-    evaluate,
-    layer_pair,
-    prepare,
-    replay,
-    segment_steps,
-    with_schedule,
-)
+from braid.scheduling.planner.decide import evaluate, modelled, replay, with_schedule
+from braid.scheduling.planner.orders import Bench, layer_pair, segment_steps
 from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 
 STEP_TOKENS: Final = 16 * 2**20
@@ -250,14 +241,13 @@ def _in_place(graph: StrandGraph, backward: Graph) -> StrandGraph:
 def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
     """Percent over Megatron-LM after each of `PARTS`; their pairings, simulated with all contention."""
     base = evaluate(with_schedule(setting, "megatron"), cluster).numbers.step_seconds
-    bench = prepare(with_schedule(setting, "dhelix"), cluster)
+    bench = modelled(cluster)(with_schedule(setting, "dhelix"))
     return tuple(100 * (base / _with_part(bench, part, cluster) - 1) for part in PARTS)
 
 
 def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
     problem = restricted(layer_pair(bench), bench.layer.backward, part)
-    pairing = PairingDecision(method=PairMethod.BARRIERS, steps=segment_steps(pair(problem)))
-    choices = replace(decide(bench)[0], pairings={"layer|layer": pairing})
+    choices = Choices(orders={"F:layer|B:layer": segment_steps(pair(problem))})
     return replay(bench.setting, choices, cluster).numbers.step_seconds
 
 
@@ -270,7 +260,7 @@ def _breakdown_rows(cluster: ClusterSpec, cp: int) -> Iterator[Row]:
     grouped = model_preset("llama-39b")
     model = replace(grouped, sequence=sequence, kv_heads=grouped.heads)
     setting = chosen_setting([model], cluster, global_batch=BATCH_TOKENS // sequence, cp=cp)
-    problem = layer_pair(prepare(setting, cluster))
+    problem = layer_pair(modelled(cluster)(setting))
     gains = breakdown(setting, cluster)
     steps = [gains[0], *(b - a for a, b in pairwise(gains))]
     listed = ", ".join(f"{part.name} {step:+.1f}" for part, step in zip(PARTS, steps, strict=True))

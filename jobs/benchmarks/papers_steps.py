@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Final
 
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import Outcome, evaluate, with_schedule
+from braid.scheduling.planner.decide import Outcome, evaluate, with_schedule
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 
-OURS: Final = ("braid", "braid_v")
+OURS: Final = ("braid_w", "braid_v")
+"""Pipelines of ours, each by itself: the W is DHelix's."""
 BASELINES: Final[Mapping[str, str]] = {
     "megatron": "Megatron-LM",
     "intra_batch": "Intra-batch",
@@ -129,7 +130,7 @@ def axis_share(run: Steps, axes: Sequence[str]) -> float:
     bench = run.outcomes["megatron"].bench
     layer, setting = bench.layer, bench.setting
     ns = sum(
-        bench.profile.operator_ns("layer", op)
+        bench.profile.solo(op.key)
         for op in (*layer.forward.operators, *layer.backward.operators)
         if op.axis in axes
     )

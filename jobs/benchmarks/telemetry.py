@@ -32,6 +32,7 @@ from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.operators import Stream
+from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import RECORD
 from braid.scheduling.trace import Label
 
@@ -166,7 +167,7 @@ def _side(config: Config, runs: Path, steps: int) -> Config:
 
 def _plan(config: Config, data: Path) -> RunPlan:
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
 

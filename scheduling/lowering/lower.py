@@ -4,103 +4,78 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from braid.scheduling.fusion import fused_parts
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod, PipelineKind
+from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
-from braid.scheduling.lowering.programs import (
-    PairingDecision,
-    chunked_program,
-    ordered_program,
-    pair_program,
-    serial_program,
-    split_programs,
-    twin_program,
-)
+from braid.scheduling.lowering.programs import Order, own_program, program_of
 from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.operators import Part
+from braid.scheduling.rounds import rounds
 from braid.scheduling.schedule import (
+    Await,
     Block,
-    Direction,
     Gather,
-    Gradients,
     Instruction,
-    Pair,
+    Norm,
+    Pass,
+    PassKind,
     Program,
-    ProgramKey,
     Receive,
     Reduce,
     Schedule,
     Send,
+    Side,
+    Sides,
     Step,
-    Twins,
-    WaitGather,
-    WaitReceive,
-    WaitReduce,
-    WaitSend,
-    blocks_in,
+    passes_in,
 )
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.schedule_text import parse_sides
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout
+
+Stages = tuple[tuple[Instruction, ...], ...]
 
 
-def successor(block: Block, layout: ParallelLayout) -> Block | None:
-    """The block that takes what this one produces; None at the end of the pass."""
-    return _neighbour(block, layout, 1 if block.direction is Direction.FORWARD else -1)
+# -- messages ------------------------------------------------------------------------------------------------
 
 
-def predecessor(block: Block, layout: ParallelLayout) -> Block | None:
-    """The block whose output this one takes; None at the beginning of the pass."""
-    return _neighbour(block, layout, -1 if block.direction is Direction.FORWARD else 1)
-
-
-def _neighbour(block: Block, layout: ParallelLayout, distance: int) -> Block | None:
-    chunk = layout.neighbour(block.chunk, distance)
-    return None if chunk is None else replace(block, chunk=chunk)
-
-
-def with_transfers(order: BlockOrder, layout: ParallelLayout) -> tuple[tuple[Instruction, ...], ...]:
+def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
     """Receive before a block, send after it; wait for a send when its answer is back or two more went."""
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
-def _stage_transfers(
-    blocks: tuple[Block | Pair | Twins, ...], stage: int, layout: ParallelLayout
-) -> Iterator[Instruction]:
-    sent: list[Block] = []
-    for instruction in blocks:
-        travelling = [block.whole for block in blocks_in(instruction) if block.travels]
-        for block in travelling:
-            before = predecessor(block, layout)
+def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayout) -> Iterator[Instruction]:
+    sent: list[Send] = []
+    for block in blocks:
+        travelling = [one.whole for one in block.passes if one.kind.travels]
+        for one in travelling:
+            before = one.before(layout)
             if before is not None and layout.stage_of(before.chunk) != stage:
-                yield Receive(block, layout.stage_of(before.chunk))
-                yield WaitReceive(block)
-                activation = replace(before, direction=Direction.FORWARD)
-                if block.direction is Direction.BACKWARD and activation in sent:
+                received = Receive(one, layout.stage_of(before.chunk))
+                yield received
+                yield Await(received)
+                activation = replace(before, kind=PassKind.FORWARD)
+                for old in [old for old in sent if not one.forward and old.moved == activation]:
                     # The gradient is back, so the activation arrived long ago: let go of it without waiting.
-                    sent.remove(activation)
-                    yield WaitSend(activation)
-        yield instruction
-        for block in travelling:
-            after = successor(block, layout)
+                    sent.remove(old)
+                    yield Await(old)
+        yield block
+        for one in travelling:
+            after = one.after(layout)
             if after is not None and layout.stage_of(after.chunk) != stage:
-                if block.direction is Direction.BACKWARD:
+                message = Send(after, layout.stage_of(after.chunk))
+                if not one.forward:
                     # Nothing comes back for a gradient: keep no more than two of a channel under way.
-                    channel = [s for s in sent if _same_channel(s, after, layout)]
+                    channel = [s for s in sent if s.stage == message.stage and not s.moved.forward]
                     for old in channel[:-1]:
                         sent.remove(old)
-                        yield WaitSend(old)
-                yield Send(after, layout.stage_of(after.chunk))
-                sent.append(after)
-    for block in sent:
-        yield WaitSend(block)
+                        yield Await(old)
+                yield message
+                sent.append(message)
+    for old in sent:
+        yield Await(old)
 
 
-def _same_channel(first: Block, second: Block, layout: ParallelLayout) -> bool:
-    same_stage = layout.stage_of(first.chunk) == layout.stage_of(second.chunk)
-    return same_stage and first.direction is second.direction
-
-
-def with_early_receives(
-    stages: tuple[tuple[Instruction, ...], ...], ahead: int = 1
-) -> tuple[tuple[Instruction, ...], ...]:
+def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
     """Start every receive so many blocks before the block that needs it.
 
     gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
@@ -115,87 +90,105 @@ def with_early_receives(
                 instructions.insert(blocks[0], instruction)
                 blocks = [place + 1 for place in blocks]
                 continue
-            if isinstance(instruction, Block | Pair | Twins):
+            if isinstance(instruction, Block):
                 blocks = [*blocks, len(instructions)][-ahead:]
             instructions.append(instruction)
         moved.append(tuple(instructions))
     return tuple(moved)
 
 
-def with_update(
-    stages: tuple[tuple[Instruction, ...], ...], layout: ParallelLayout
-) -> tuple[tuple[Instruction, ...], ...]:
-    """Reduce the gradients of every chunk after the last block, then step."""
-    return tuple(
-        (
-            *stage,
-            *(Reduce(chunk) for chunk in layout.chunks_of(number)),
-            *(WaitReduce(chunk) for chunk in layout.chunks_of(number)),
-            Step(),
-        )
-        for number, stage in enumerate(stages)
-    )
+# -- the update ----------------------------------------------------------------------------------------------
 
 
-def with_early_reduction(
-    stages: tuple[tuple[Instruction, ...], ...],
-) -> tuple[tuple[Instruction, ...], ...]:
-    """Start to reduce a chunk's gradients after its last block, beside what still runs on other chunks."""
-    moved = []
-    for stage in stages:
-        last = {block.chunk: position for position, i in enumerate(stage) for block in blocks_in(i)}
+def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
+    """Axes over which the gradients of a chunk are summed, one after the other.
+
+    ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens; ``ends``: a
+    table that is held by the first and the last stage; ``copies``: the other copy of the model in a
+    bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``edp``: those of the
+    same experts.
+    """
+    linear = layout.chunks == layout.pp > 1
+    ends = model.tied_head and linear and (layout.is_first(chunk) or layout.is_last(chunk))
+    found = {
+        "tp": layout.tp > 1,
+        "ends": ends,
+        "copies": layout.copies > 1,
+        "dp": layout.dp * layout.cp > 1,
+        "edp": model.experts > 0 and layout.dp > layout.ep,
+    }
+    return tuple(axis for axis, needed in found.items() if needed)
+
+
+def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
+    """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
+
+    ``early``: begin after the last block of a chunk, beside what still runs on others.
+    """
+    updated = []
+    for number, stage in enumerate(stages):
+        sums = _Sums({c: list(gradient_axes(model, layout, c)) for c in layout.chunks_of(number)})
+        last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
         instructions: list[Instruction] = []
         for position, instruction in enumerate(stage):
-            if not isinstance(instruction, Reduce) or instruction.chunk not in last:
-                instructions.append(instruction)
-            instructions += [Reduce(chunk) for chunk, end in last.items() if end == position]
-        moved.append(tuple(instructions))
-    return tuple(moved)
+            instructions.append(instruction)
+            if early and isinstance(instruction, Block):
+                instructions += sums.go_on([c for c, end in last.items() if end <= position and sums.left[c]])
+        while sums.under_way or any(sums.left.values()):
+            instructions += sums.go_on(list(sums.left))
+        instructions.append(Norm())
+        for axis in ("tp", "pp"):
+            if layout.degree(axis) > 1:
+                instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
+        updated.append((*instructions, Step()))
+    return tuple(updated)
 
 
-def with_gathering(
-    stages: tuple[tuple[Instruction, ...], ...],
-) -> tuple[tuple[Instruction, ...], ...]:
+@dataclass
+class _Sums:
+    """Sums of a stage's gradients: axes that are left by chunk, and what is under way."""
+
+    left: dict[int, list[str]]
+    under_way: list[Reduce] = field(default_factory=list)
+
+    def go_on(self, chunks: list[int]) -> Iterator[Instruction]:
+        """Wait for what is under way of some chunks, then begin their next sums."""
+        for one in [one for one in self.under_way if one.chunk in chunks]:
+            self.under_way.remove(one)
+            yield Await(one)
+        for chunk in chunks:
+            if self.left[chunk]:
+                self.under_way.append(Reduce(chunk, self.left[chunk].pop(0)))
+                yield self.under_way[-1]
+
+
+def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
     """Gather every chunk's parameters from the first moment on; wait before its first block (ZeRO)."""
     gathered = []
     for stage in stages:
-        chunks = list(dict.fromkeys(block.chunk for i in stage for block in blocks_in(i)))
-        instructions: list[Instruction] = [Gather(chunk) for chunk in chunks]
+        chunks = list(dict.fromkeys(one.chunk for i in stage for one in passes_in(i)))
+        axes = {c: [a for a in gradient_axes(model, layout, c) if a in ("dp", "edp")] for c in chunks}
+        instructions: list[Instruction] = [Gather(chunk, axis) for chunk in chunks for axis in axes[chunk]]
         for instruction in stage:
-            for chunk in [block.chunk for block in blocks_in(instruction) if block.chunk in chunks]:
-                instructions.append(WaitGather(chunk))
-                chunks.remove(chunk)
+            for chunk in dict.fromkeys(one.chunk for one in passes_in(instruction)):
+                if chunk in chunks:
+                    instructions += [Await(Gather(chunk, axis)) for axis in axes[chunk]]
+                    chunks.remove(chunk)
             instructions.append(instruction)
         gathered.append(tuple(instructions))
     return tuple(gathered)
 
 
-def serial_programs(parts: Mapping[str, Part], trains: bool) -> dict[ProgramKey, Program]:
-    """The serial program of every part and pass; of forward passes alone where nothing ``trains``."""
-    if not trains:
-        return {(name, Direction.FORWARD): serial_program(part.evaluation) for name, part in parts.items()}
-    programs = {(name, Direction.FORWARD): serial_program(part.forward) for name, part in parts.items()}
-    return programs | {
-        (name, Direction.BACKWARD): serial_program(part.backward) for name, part in parts.items()
-    }
+# -- programs ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Decisions that a schedule is lowered with, beside its name; the defaults need no profile."""
+    """Decisions that a schedule is lowered with, beside its setting; the defaults need no profile."""
 
-    pairings: Mapping[str, PairingDecision] = field(default_factory=dict)
-    """How ``PART|PART`` (usually ``layer|layer``) run together, where blocks are paired."""
-    forward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Order of a part's forward operators in blocks that run alone; serial where it is not given."""
-    backward_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same of backward operators. ``P:qkv.wgrad`` is of the pass before: it runs there if a paired block
-    has put it off, and nowhere else."""
-    twin_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Order of the operators of two micro-batches, ``1:qkv``, by part and pass: ``PART FF``, ``PART BB``."""
-    early_reduction: bool = False
-    gathers: bool = False
-    """Whether ranks hold only parts of the updated parameters and gather them (ZeRO)."""
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """How the operators of a program are issued: by what it is for, as in a schedule's text
+    (``F:layer|B:layer|L:layer``). Passes alone are serial where no order is given."""
 
 
 def scheduled_parts(
@@ -206,102 +199,123 @@ def scheduled_parts(
 
 
 def training_schedule(
-    name: str,
-    layout: ParallelLayout,
-    micro_batches: int,
-    parts: Mapping[str, Part],
-    choices: Choices | None = None,
-    fused: int = 0,
-    split: int = 1,
-    hop: int = 0,
+    setting: Setting, parts: Mapping[str, Part], choices: Choices | None = None
 ) -> Schedule:
-    """Lower one of the named training schedules; `ValueError` for what does not exist or is missing.
+    """Lower a setting; `ValueError` for decisions that are missing or of something else.
 
-    ``parts``: those of `scheduled_parts`, where layers are ``fused`` or ``split``.
-    ``hop``: see `PipelineKind.order`.
+    ``parts``: those of `scheduled_parts`.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"overlap.schedule={name!r} is not known; use one of {', '.join(sorted(SCHEDULES))}")
-    kind, choices = SCHEDULES[name], choices or Choices()
-    order = kind.order(layout, micro_batches, hop)
-    in_time = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
-    stages = with_update(in_time, layout)
-    if choices.early_reduction:
-        stages = with_early_reduction(stages)
-    if choices.gathers:
-        stages = with_gathering(stages)
+    kind, layout, model = setting.kind, setting.layout, setting.model
+    order = setting.order.order(layout, setting.micro_batches, setting.hop)
+    hop = setting.hop or setting.order.hops[0]
+    stages = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
+    stages = with_update(stages, model, layout, early=kind.searched)
+    if setting.zero:
+        stages = with_gathering(stages, model, layout)
     schedule = Schedule(
-        name=name,
+        name=setting.schedule,
         chunks=layout.chunks,
-        micro_batches=micro_batches,
+        micro_batches=setting.micro_batches,
         stages=stages,
-        programs=serial_programs(parts, trains=True),
-        fused=fused,
-        split=split,
+        programs=_programs(setting, stages, parts, choices or Choices()),
+        fused=setting.fused,
+        split=setting.split,
     )
-    return _with_programs(schedule, kind, parts, choices)
+    return with_ends(schedule, layout, model.layers)
 
 
-def _with_programs(
-    schedule: Schedule, kind: PipelineKind, parts: Mapping[str, Part], choices: Choices
-) -> Schedule:
-    """The schedule with all programs that its blocks need."""
-    programs = dict(schedule.programs)
-    if kind.splits_collectives:
-        layer = parts["layer"]
-        programs["layer", Direction.FORWARD] = chunked_program(layer.forward)
-        programs["layer", Direction.BACKWARD] = chunked_program(layer.backward)
-    for direction, orders in (
-        (Direction.FORWARD, choices.forward_orders),
-        (Direction.BACKWARD, choices.backward_orders),
-    ):
-        for name, order in orders.items():
-            part = _known(parts, name, "order")
-            graph = part.forward if direction is Direction.FORWARD else part.backward
-            programs[name, direction] = ordered_program(graph, order)
-    splits: dict[tuple[str, Gradients], Program] = {}
-    instructions = [i for stage in schedule.stages for i in stage]
-    if any(block.gradients is not Gradients.BOTH for i in instructions for block in blocks_in(i)):
-        for part in parts.values():
-            splits |= split_programs(part)
-    pairs = {}
-    if any(isinstance(i, Pair) for i in instructions):
-        decisions = dict(choices.pairings)
-        if not decisions:
-            if kind.pairs is not PairMethod.TURNS:
-                raise ValueError(
-                    f"overlap.schedule={schedule.name} needs a pairing: measure the run with "
-                    f"`braid profile`, or make a plan with `braid plan --output plan.yaml` and set "
-                    f"overlap.plan"
-                )
-            decisions = {"layer|layer": PairingDecision(method=PairMethod.TURNS)}
-        for key, decision in decisions.items():
-            first, _, second = key.partition("|")
-            ahead, behind = (_known(parts, name, "pairing") for name in (first, second))
-            pairs[first, second] = pair_program(ahead.forward, behind.backward, decision)
-    twins = {}
-    present = {i.direction for i in instructions if isinstance(i, Twins)}
-    for key, order in choices.twin_orders.items():
-        name, _, letters = key.partition(" ")
-        part, direction = _known(parts, name, "order"), Direction(letters[:1])
-        if direction in present:
-            graph = part.forward if direction is Direction.FORWARD else part.backward
-            twins[name, direction] = twin_program(graph, order)
-    return replace(schedule, programs=programs, splits=splits, pairs=pairs, twins=twins)
+def _programs(
+    setting: Setting, stages: Stages, parts: Mapping[str, Part], choices: Choices
+) -> dict[Sides, Program]:
+    """A program of every pass that runs, by itself, and those that were decided."""
+    kinds = {one.kind for stage in stages for i in stage for one in passes_in(i)}
+    programs: dict[Sides, Program] = {}
+    for kind in (kind for kind in PassKind if kind in kinds):
+        for name in parts:
+            side = Side(kind, name)
+            chunked = setting.kind.splits_collectives and name == "layer"
+            programs[side,] = own_program(side, parts, trains=True, chunked=chunked)
+    together = {
+        frozenset(one.kind for one in passes_in(i)) for stage in stages for i in stage if _is_several(i)
+    }
+    orders = dict(choices.orders)
+    if setting.kind.pairs is PairMethod.TURNS and not orders:
+        orders["F:layer|B:layer"] = ()
+    decided = set()
+    for text, order in orders.items():
+        sides = parse_sides(text)
+        movers = frozenset(side.kind for side in sides if side.kind is not PassKind.END)
+        alone = sum(side.kind is not PassKind.END for side in sides) == 1
+        if alone or movers in together:
+            programs[sides] = program_of(sides, parts, order)
+            decided.add(movers)
+    if frozenset((PassKind.FORWARD, PassKind.BACKWARD)) in together - decided:
+        raise ValueError(
+            f"overlap.schedule={setting.schedule} needs a pairing: measure the run with `braid profile`, or "
+            f"make a plan with `braid plan --output plan.yaml` and set overlap.plan"
+        )
+    return programs
 
 
-def _known(parts: Mapping[str, Part], name: str, what: str) -> Part:
-    if name not in parts:
-        raise ValueError(f"{what}: {name!r} is no part of this model and layout; plan anew")
-    return parts[name]
+def _is_several(instruction: Instruction) -> bool:
+    return len(passes_in(instruction)) > 1
+
+
+def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedule:
+    """Name the ends of backward passes in the blocks that take them up.
+
+    A block does if nothing but messages stands between it and the one that leaves the end, and it begins with
+    a program that has a side for it: the one that the other block has ended with, or that of a backward pass
+    by itself.
+    """
+    of, stages = rounds(schedule, layout, layers), []
+    for stage in schedule.stages:
+        instructions: list[Instruction] = []
+        left: tuple[Pass, Sides] | None = None
+        for instruction in stage:
+            if isinstance(instruction, Block):
+                found = of(instruction)
+                if left is not None and _takes_up(schedule, found[0], left[1]):
+                    instruction = Block((*instruction.passes, replace(left[0], kind=PassKind.END)))
+                left = _leaves(schedule, instruction, found[-1])
+            elif not isinstance(instruction, Send | Receive) and not (
+                isinstance(instruction, Await) and isinstance(instruction.transfer, Send | Receive)
+            ):
+                left = None
+            instructions.append(instruction)
+        stages.append(tuple(instructions))
+    return replace(schedule, stages=tuple(stages))
+
+
+def _end_of(sides: Sides) -> Side | None:
+    """The side that takes up the end of a program's backward pass."""
+    back = next((side for side in sides if side.kind is PassKind.BACKWARD), None)
+    return None if back is None else Side(PassKind.END, back.run)
+
+
+def _takes_up(schedule: Schedule, first: Sides, left: Sides) -> bool:
+    end = _end_of(left)
+    assert end is not None
+    alone = first == (Side(PassKind.BACKWARD, end.run),)
+    return (*first, end) in schedule.programs and (first == left or alone)
+
+
+def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides] | None:
+    """The backward pass of a block whose end its last program leaves; where there is a whole one, none."""
+    end = _end_of(last)
+    whole = last in schedule.programs
+    if len(last) < 2 or end is None or whole or (*last, end) not in schedule.programs:
+        return None
+    return next(one for one in block.passes if one.kind is PassKind.BACKWARD), last
 
 
 def validation_schedule(layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]) -> Schedule:
     """Forward passes alone over the same layout."""
+    forwards = [Side(PassKind.FORWARD, name) for name in parts]
     return Schedule(
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
         stages=with_early_receives(with_transfers(forward_only(layout, micro_batches), layout)),
-        programs=serial_programs(parts, trains=False),
+        programs={(side,): own_program(side, parts, trains=False) for side in forwards},
     )

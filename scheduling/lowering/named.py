@@ -1,4 +1,4 @@
-"""The schedules by the names that users know, each a pipeline and a way to run its paired blocks."""
+"""The schedules by the names that users know: each a pipeline, or a choice of some, and a way to pair."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from braid.scheduling.spec import ParallelLayout, Placement
 
 
 class PairMethod(StrEnum):
-    """How the two passes of a paired block share the rank."""
+    """How the passes of a block share the rank."""
 
     TURNS = "turns"
-    """The strands take turns, operator by operator (Wavelet's round robin)."""
+    """They take turns, operator by operator (Wavelet's round robin)."""
     BARRIERS = "barriers"
     """Paired segments between barriers (DHelix)."""
     ORDER = "order"
@@ -32,75 +32,102 @@ class PairMethod(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineKind:
-    """A named schedule's pipeline: generator, placement of chunks, how paired blocks run."""
+class Pipeline:
+    """An order of blocks, and where its chunks are."""
 
     generator: Callable[..., BlockOrder]
     """Of layout and number of micro-batches; where there are `hops`, of one of them, too."""
     placement: Placement
-    pairs: PairMethod | None = None
-    """How paired blocks run; None where there are none."""
-    splits_collectives: bool = False
-    executable: bool = False
-    """Whether the runtime of this version executes it."""
-    hops: tuple[int, ...] = ()
-    """Slots that a message between stages may be given, the usual number first; none: there is no choice."""
+    alone: Placement
+    """The placement on one stage, which need not fold for pairs of strands."""
+    hops: tuple[int, ...] = (0,)
+    """Slots that a message between stages may be given, the usual number first; 0: there is no choice."""
 
     def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
-        """The blocks of every stage; ``hop``: one of `hops`, 0 is the usual one."""
-        if not self.hops:
+        """The blocks of every stage; ``hop``: one of `hops`."""
+        if not hop:
             return self.generator(layout, micro_batches)
-        return self.generator(layout, micro_batches, hop or self.hops[0])
+        return self.generator(layout, micro_batches, hop)
 
     def placement_on(self, stages: int) -> Placement:
-        """The placement for a number of stages: one stage alone has nothing to fold for pairs of strands."""
-        alone = stages == 1 and self.generator in (paired_w, twin_ended)
-        return Placement.LINEAR if alone else self.placement
+        """The placement on a number of stages."""
+        return self.alone if stages == 1 else self.placement
 
 
-SCHEDULES: Final[Mapping[str, PipelineKind]] = {
-    "megatron": PipelineKind(generator=one_forward_one_backward, placement=Placement.LINEAR, executable=True),
-    "eager": PipelineKind(
-        generator=eager_one_forward_one_backward, placement=Placement.LINEAR, executable=True
-    ),
-    "folded": PipelineKind(generator=folded_w, placement=Placement.FOLDED, executable=True),
-    "interleaved": PipelineKind(generator=interleaved, placement=Placement.INTERLEAVED, executable=True),
-    "intra_batch": PipelineKind(
-        generator=one_forward_one_backward,
-        placement=Placement.LINEAR,
-        splits_collectives=True,
-        executable=True,
-    ),
-    "wavelet": PipelineKind(
-        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.TURNS, executable=True
-    ),
-    "bidirectional": PipelineKind(
-        generator=bidirectional, placement=Placement.BIDIRECTIONAL, pairs=PairMethod.BARRIERS
-    ),
-    "dhelix": PipelineKind(
-        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.BARRIERS, executable=True
-    ),
-    "braid": PipelineKind(
-        generator=paired_w, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
-    ),
-    "braid_eager": PipelineKind(
-        generator=eager_paired_w,
-        placement=Placement.FOLDED,
-        pairs=PairMethod.ORDER,
-        executable=True,
-        hops=(2, 3, 4),
-    ),
-    "braid_twins": PipelineKind(
-        generator=twin_ended, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
-    ),
-    "braid_v": PipelineKind(
-        generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.ORDER, executable=True
-    ),
-    "dualpipev": PipelineKind(
-        generator=dual_pipe_v, placement=Placement.FOLDED, pairs=PairMethod.TURNS, executable=True
-    ),
-    "zbv": PipelineKind(generator=zero_bubble_v, placement=Placement.FOLDED, executable=True),
+def _pipeline(
+    generator: Callable[..., BlockOrder],
+    placement: Placement,
+    alone: Placement | None = None,
+    hops: tuple[int, ...] = (0,),
+) -> Pipeline:
+    return Pipeline(generator=generator, placement=placement, alone=alone or placement, hops=hops)
+
+
+PIPELINES: Final[Mapping[str, Pipeline]] = {
+    "1f1b": _pipeline(one_forward_one_backward, Placement.LINEAR),
+    "eager_1f1b": _pipeline(eager_one_forward_one_backward, Placement.LINEAR),
+    "folded": _pipeline(folded_w, Placement.FOLDED),
+    "interleaved": _pipeline(interleaved, Placement.INTERLEAVED),
+    "bidirectional": _pipeline(bidirectional, Placement.BIDIRECTIONAL),
+    "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR),
+    "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR),
+    "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
+    "v": _pipeline(dual_pipe_v, Placement.FOLDED),
+    "zero_bubble_v": _pipeline(zero_bubble_v, Placement.FOLDED),
 }
-"""Training schedules by the names that users know."""
+"""Orders of blocks by name."""
 
-EXECUTABLE: Final = tuple(name for name, kind in SCHEDULES.items() if kind.executable)
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleKind:
+    """A named schedule: its pipeline, or those that are searched for the best; how blocks of several run."""
+
+    pipelines: tuple[str, ...]
+    pairs: PairMethod | None = None
+    """None where every block has one pass."""
+    splits_collectives: bool = False
+    searched: bool = False
+    """Our own: orders are searched for, also of passes that run alone; gradients are reduced early."""
+
+    def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
+        """The pipelines that suit a layout; of those that are the same on it, the first."""
+        fitting = [
+            name for name in self.pipelines if PIPELINES[name].placement_on(layout.pp) is layout.placement
+        ]
+        if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
+            fitting.remove("twins")  # with several stages it is w
+        return tuple(fitting)
+
+    def placement_on(self, stages: int) -> Placement:
+        """The placement on a number of stages; all pipelines of a schedule that is searched share it."""
+        return PIPELINES[self.pipelines[0]].placement_on(stages)
+
+
+def _kind(*pipelines: str, pairs: PairMethod | None = None, **more: bool) -> ScheduleKind:
+    return ScheduleKind(pipelines=pipelines, pairs=pairs, **more)
+
+
+SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
+    "megatron": _kind("1f1b"),
+    "eager": _kind("eager_1f1b"),
+    "folded": _kind("folded"),
+    "interleaved": _kind("interleaved"),
+    "intra_batch": _kind("1f1b", splits_collectives=True),
+    "wavelet": _kind("w", pairs=PairMethod.TURNS),
+    "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
+    "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
+    "braid": _kind("w", "twins", "eager_w", "v", pairs=PairMethod.ORDER, searched=True),
+    "dualpipev": _kind("v", pairs=PairMethod.TURNS),
+    "zbv": _kind("zero_bubble_v"),
+    "braid_w": _kind("w", pairs=PairMethod.ORDER, searched=True),
+    "braid_eager": _kind("eager_w", pairs=PairMethod.ORDER, searched=True),
+    "braid_twins": _kind("twins", pairs=PairMethod.ORDER, searched=True),
+    "braid_v": _kind("v", pairs=PairMethod.ORDER, searched=True),
+}
+"""Training schedules by the names that users know; those that begin with ``braid_`` are points of braid."""
+
+EXECUTABLE: Final = tuple(name for name in SCHEDULES if name != "bidirectional")
+"""What the runtime of this version executes."""
+
+POINTS: Final = tuple(name for name in SCHEDULES if name.startswith("braid_"))
+"""Single pipelines of ``braid``, which searches them all."""

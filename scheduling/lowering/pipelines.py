@@ -6,21 +6,26 @@ A generator gives only blocks; `braid.scheduling.lowering.lower` adds communicat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from braid.scheduling.schedule import Block, Direction, Gradients, Pair, Strand, Twins, blocks_in
+from braid.scheduling.schedule import Block, Pass, PassKind, Strand
 from braid.scheduling.spec import ParallelLayout, Placement
 
-BlockOrder = tuple[tuple[Block | Pair | Twins, ...], ...]
+BlockOrder = tuple[tuple[Block, ...], ...]
 """Per stage, its blocks in order."""
 
 
-def forward_block(micro_batch: int, chunk: int) -> Block:
+def forward_pass(micro_batch: int, chunk: int) -> Pass:
     """A forward pass on strand alpha."""
-    return Block(Direction.FORWARD, micro_batch, chunk)
+    return Pass(PassKind.FORWARD, micro_batch, chunk)
 
 
-def backward_block(micro_batch: int, chunk: int, gradients: Gradients = Gradients.BOTH) -> Block:
+def backward_pass(micro_batch: int, chunk: int, kind: PassKind = PassKind.BACKWARD) -> Pass:
     """A backward pass on strand alpha."""
-    return Block(Direction.BACKWARD, micro_batch, chunk, gradients=gradients)
+    return Pass(kind, micro_batch, chunk)
+
+
+def alone(*passes: Pass) -> list[Block]:
+    """A block of each pass."""
+    return [Block((one,)) for one in passes]
 
 
 def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
@@ -45,11 +50,11 @@ def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> 
     stages = []
     for stage in range(layout.pp):
         ahead = min(eagerness * (layout.pp - 1 - stage), micro_batches)
-        order = [forward_block(m, stage) for m in range(ahead)]
+        order = [forward_pass(m, stage) for m in range(ahead)]
         for m in range(micro_batches - ahead):
-            order += [forward_block(m + ahead, stage), backward_block(m, stage)]
-        order += [backward_block(m, stage) for m in range(micro_batches - ahead, micro_batches)]
-        stages.append(tuple(order))
+            order += [forward_pass(m + ahead, stage), backward_pass(m, stage)]
+        order += [backward_pass(m, stage) for m in range(micro_batches - ahead, micro_batches)]
+        stages.append(tuple(alone(*order)))
     return tuple(stages)
 
 
@@ -74,25 +79,25 @@ def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
     stages = []
     for stage in range(p):
-        forwards = [forward_block(micro_batch(k), k // p % turns * p + stage) for k in range(total)]
+        forwards = [forward_pass(micro_batch(k), k // p % turns * p + stage) for k in range(total)]
         backwards = [
-            backward_block(micro_batch(k), (turns - 1 - k // p % turns) * p + stage) for k in range(total)
+            backward_pass(micro_batch(k), (turns - 1 - k // p % turns) * p + stage) for k in range(total)
         ]
         ahead = min(total, 2 * (p - 1 - stage) + (turns - 1) * p)
         order = forwards[:ahead]
         for n in range(total - ahead):
             order += [forwards[ahead + n], backwards[n]]
-        stages.append(tuple(order + backwards[total - ahead :]))
+        stages.append(tuple(alone(*order, *backwards[total - ahead :])))
     return tuple(stages)
 
 
 @dataclass(frozen=True)
 class _Visit:
-    """What one journey brings to a stage at a time: a forward and a backward block, either or both."""
+    """What one journey brings to a stage at a time: a forward and a backward pass, either or both."""
 
     slot: int
-    forward: Block | None
-    backward: Block | None
+    forward: Pass | None
+    backward: Pass | None
 
 
 def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
@@ -105,7 +110,7 @@ def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     min(2p, m+1+i, 2m) blocks of m micro-batches, each of half a stage's layers.
     """
     return tuple(
-        tuple(block for visit in stage for block in (visit.backward, visit.forward) if block)
+        tuple(Block((one,)) for visit in stage for one in (visit.backward, visit.forward) if one)
         for stage in _folded_visits(layout, micro_batches)
     )
 
@@ -132,16 +137,12 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     if layout.chunks > 1 or micro_batches < 3:
         return paired_w(layout, micro_batches)
     last = micro_batches - 1
-    order: list[Block | Pair | Twins] = [Twins(forward_block(0, 0), forward_block(1, 0))]
-    order += [Pair(forward_block(m + 2, 0), backward_block(m, 0)) for m in range(last - 1)]
-    ends = backward_block(last - 1, 0), backward_block(last, 0)
-    order += ends if micro_batches % 2 else [Twins(*ends)]
-
-    def placed(block: Block) -> Block:
-        # Alpha, beta, beta, alpha, and so on: neighbours differ in twins, and next neighbours in pairs.
-        return replace(block, strand=list(Strand)[(block.micro_batch + 1) // 2 % 2])
-
-    return (tuple(_each(instruction, placed) for instruction in order),)
+    order = [Block((forward_pass(0, 0), forward_pass(1, 0)))]
+    order += [Block((forward_pass(m + 2, 0), backward_pass(m, 0))) for m in range(last - 1)]
+    ends = backward_pass(last - 1, 0), backward_pass(last, 0)
+    order += alone(*ends) if micro_batches % 2 else [Block(ends)]
+    # Alpha, beta, beta, alpha, and so on: neighbours differ at the ends, and next neighbours in between.
+    return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
 
 
 def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> BlockOrder:
@@ -157,7 +158,7 @@ def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> 
 def _whole_visits(micro_batches: int) -> list[_Visit]:
     """One stage that need not fold: the forward pass of the whole model beside the backward pass before."""
     return [
-        _Visit(m, forward_block(m, 0) if m < micro_batches else None, backward_block(m - 1, 0) if m else None)
+        _Visit(m, forward_pass(m, 0) if m < micro_batches else None, backward_pass(m - 1, 0) if m else None)
         for m in range(micro_batches + 1)
     ]
 
@@ -180,8 +181,8 @@ def bidirectional(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
                 down = leg % 2 == 0
                 slot = start + (stage if down else p - 1 - stage)
                 here, there = (stage, 2 * p - 1 - stage) if down else (2 * p - 1 - stage, stage)
-                forward = forward_block(now, here) if now < micro_batches else None
-                backward = backward_block(before, there) if 0 <= before < micro_batches else None
+                forward = forward_pass(now, here) if now < micro_batches else None
+                backward = backward_pass(before, there) if 0 <= before < micro_batches else None
                 visits[stage].append(_Visit(slot, forward, backward))
     return _paired([sorted(stage, key=lambda visit: visit.slot) for stage in visits], p)
 
@@ -198,39 +199,36 @@ def _folded_visits(layout: ParallelLayout, micro_batches: int, hop: int = 1) -> 
             before_up = hop * (2 * (p - 1) - stage) + 1
             for slot, forward_chunk, backward_chunk in ((hop * stage, down, up), (before_up, up, down)):
                 back = journey - behind
-                backward = backward_block(back, backward_chunk) if back >= 0 else None
-                forward = forward_block(journey, forward_chunk) if journey < micro_batches else None
+                backward = backward_pass(back, backward_chunk) if back >= 0 else None
+                forward = forward_pass(journey, forward_chunk) if journey < micro_batches else None
                 visits[stage].append(_Visit(2 * journey + slot, forward, backward))
     return [sorted(stage, key=lambda visit: visit.slot) for stage in visits]
 
 
 def _paired(visits: list[list[_Visit]], stages: int) -> BlockOrder:
-    def instructions(visit: _Visit) -> list[Block | Pair]:
+    def blocks(visit: _Visit) -> list[Block]:
         if visit.forward and visit.backward:
-            return [Pair(visit.forward, visit.backward)]
-        return [block for block in (visit.backward, visit.forward) if block]
+            return [Block((visit.forward, visit.backward))]
+        return alone(*(one for one in (visit.backward, visit.forward) if one))
 
-    return on_strands([[i for visit in stage for i in instructions(visit)] for stage in visits], stages)
-
-
-def _each(instruction: Block | Pair | Twins, change: Callable[[Block], Block]) -> Block | Pair | Twins:
-    """The same kind of instruction with changed blocks."""
-    match instruction:
-        case Pair(first, second):
-            return Pair(change(first), change(second))
-        case Twins(first, second):
-            return Twins(change(first), change(second))
-        case _:
-            return change(instruction)
+    return changing_strands(
+        [[block for visit in stage for block in blocks(visit)] for stage in visits], stages
+    )
 
 
-def on_strands(orders: Sequence[Sequence[Block | Pair]], stages: int) -> BlockOrder:
-    """The orders on two strands: micro-batches change them every ``stages``."""
+def changing_strands(orders: Sequence[Sequence[Block]], every: int) -> BlockOrder:
+    """The orders on two strands: micro-batches change them every so many."""
+    return on_strands(orders, lambda micro_batch: micro_batch // every % 2)
+
+
+def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int]) -> BlockOrder:
+    """The orders on strands; ``strand_of``: the number of a micro-batch's strand."""
+    strands = list(Strand)
 
     def placed(block: Block) -> Block:
-        return replace(block, strand=list(Strand)[block.micro_batch // stages % 2])
+        return Block(tuple(replace(one, strand=strands[strand_of(one.micro_batch)]) for one in block.passes))
 
-    return tuple(tuple(_each(instruction, placed) for instruction in order) for order in orders)
+    return tuple(tuple(map(placed, order)) for order in orders)
 
 
 def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
@@ -242,7 +240,8 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     match layout.placement:
         case Placement.LINEAR:
             return tuple(
-                tuple(forward_block(m, stage) for m in range(micro_batches)) for stage in range(layout.pp)
+                tuple(alone(*(forward_pass(m, stage) for m in range(micro_batches))))
+                for stage in range(layout.pp)
             )
         case Placement.FOLDED:
             return _forwards_of(folded_w(layout, micro_batches))
@@ -252,7 +251,7 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
             groups = [range(m, min(m + layout.pp, micro_batches)) for m in range(0, micro_batches, layout.pp)]
             return tuple(
                 tuple(
-                    forward_block(m, chunk)
+                    Block((forward_pass(m, chunk),))
                     for group in groups
                     for chunk in layout.chunks_of(stage)
                     for m in group
@@ -263,11 +262,5 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 def _forwards_of(order: BlockOrder) -> BlockOrder:
     return tuple(
-        tuple(
-            block
-            for instruction in stage
-            for block in blocks_in(instruction)
-            if block.direction is Direction.FORWARD
-        )
-        for stage in order
+        tuple(alone(*(one for block in stage for one in block.passes if one.forward))) for stage in order
     )

@@ -33,7 +33,7 @@ def with_recompute(part: Part, policy: str) -> Part:
             repeated.add(op.name)
             pending += [name for name in op.reads if dropped(name)]
     again = tuple(
-        replace(op, name=f"{op.name}.again", phase=Pass.RECOMPUTE)
+        replace(op, name=f"{op.name}.again", own_name=f"{op.name}.again", phase=Pass.RECOMPUTE)
         for op in part.forward.operators
         if op.name in repeated
     )

@@ -4,31 +4,10 @@ This is MegaScale's (and Centauri's workload partition of a MatMul along its row
 while chunk i+1 of the all-gather before it, or chunk i-1 of the reduce-scatter behind it, is on the link.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Value
-
-_CHUNK = re.compile(r"(.+)\.([1-9][0-9]*)of([1-9][0-9]*)")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Which chunk of which whole operator or value a name stands for."""
-
-    whole: str
-    number: int
-    """From 1."""
-    ways: int
-
-
-@lru_cache(maxsize=65536)
-def chunk_of(name: str) -> Chunk | None:
-    """What ``qkv.1of4`` is a chunk of; None for the name of something whole."""
-    match = _CHUNK.fullmatch(name)
-    return Chunk(match[1], int(match[2]), int(match[3])) if match else None
+from braid.scheduling.operators import Chunk, Graph, Kind, Operator, Part, Pass, Value
 
 
 def split_collectives(part: Part, ways: int, only: Collection[str] | None = None) -> Part:
@@ -129,6 +108,9 @@ def _chunks(
                 replace(
                     op,
                     name=f"{op.name}.{n}of{ways}",
+                    own_name=f"{op.name}.{n}of{ways}",
+                    measured_as=f"{op.measured_as}.{n}of{ways}",
+                    chunk=Chunk(op.name, n, ways, collective.axis or ""),
                     reads=reads,
                     writes=(*writes, *op.writes) if last else writes,
                     flops=op.flops // ways,
@@ -144,7 +126,5 @@ def _part(name: str, number: int, ways: int, values: dict[str, Value]) -> str:
     """A chunk of a value: a slice of its memory."""
     whole = values[name]
     chunk = f"{name}.{number}of{ways}"
-    values[chunk] = replace(
-        whole, name=chunk, elements=whole.elements // ways, alias_of=whole.alias_of or name
-    )
+    values[chunk] = replace(whole, name=chunk, elements=whole.elements // ways, alias_of=None, chunk_of=name)
     return chunk

@@ -1,7 +1,13 @@
 """Pipelines that put weight gradients off, over the folded model: DualPipeV (also of `braid_v`) and ZB-V."""
 
-from braid.scheduling.lowering.pipelines import BlockOrder, backward_block, forward_block, on_strands
-from braid.scheduling.schedule import Block, Direction, Gradients, Pair
+from braid.scheduling.lowering.pipelines import (
+    BlockOrder,
+    alone,
+    backward_pass,
+    changing_strands,
+    forward_pass,
+)
+from braid.scheduling.schedule import Block, Direction, Pass, PassKind
 from braid.scheduling.spec import ParallelLayout
 
 
@@ -18,7 +24,7 @@ def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
             f"{p} stages, train.global_batch and train.micro_batch give {micro_batches}; make them give "
             f"{2 * p} or more, or use overlap.schedule=braid"
         )
-    return on_strands([_DualPipeStage(p, stage, micro_batches).order() for stage in range(p)], p)
+    return changing_strands([_DualPipeStage(p, stage, micro_batches).order() for stage in range(p)], p)
 
 
 class _DualPipeStage:
@@ -29,10 +35,10 @@ class _DualPipeStage:
         self._chunks = (stage, 2 * stages - 1 - stage)
         self._forwards = [0, 0]
         self._backwards = [0, 0]
-        self._owed: list[Block] = []
-        self._order: list[Block | Pair] = []
+        self._owed: list[Pass] = []
+        self._order: list[Block] = []
 
-    def order(self) -> list[Block | Pair]:
+    def order(self) -> list[Block]:
         """The eight phases of the schedule."""
         p, r, m = self._p, self._r, self._m
         behind = p - r - 1
@@ -67,31 +73,31 @@ class _DualPipeStage:
             self._weights()
         return self._order
 
-    def _next_forward(self, which: int) -> Block:
+    def _next_forward(self, which: int) -> Pass:
         self._forwards[which] += 1
-        return forward_block(self._forwards[which] - 1, self._chunks[which])
+        return forward_pass(self._forwards[which] - 1, self._chunks[which])
 
-    def _next_backward(self, which: int) -> Block:
+    def _next_backward(self, which: int) -> Pass:
         self._backwards[which] += 1
-        return backward_block(self._backwards[which] - 1, self._chunks[which])
+        return backward_pass(self._backwards[which] - 1, self._chunks[which])
 
     def _forward(self, which: int) -> None:
-        self._order.append(self._next_forward(which))
+        self._order += alone(self._next_forward(which))
 
     def _backward(self, which: int, *, split: bool = False) -> None:
-        block = self._next_backward(which)
+        one = self._next_backward(which)
         if split:
-            self._owed.append(block)
-            block = backward_block(block.micro_batch, block.chunk, Gradients.INPUT)
-        self._order.append(block)
+            self._owed.append(one)
+            one = backward_pass(one.micro_batch, one.chunk, PassKind.INPUT)
+        self._order += alone(one)
 
     def _weights(self) -> None:
         if self._owed:
-            block = self._owed.pop(0)
-            self._order.append(backward_block(block.micro_batch, block.chunk, Gradients.WEIGHT))
+            one = self._owed.pop(0)
+            self._order += alone(backward_pass(one.micro_batch, one.chunk, PassKind.WEIGHT))
 
     def _pair(self, forward: int, backward: int) -> None:
-        self._order.append(Pair(self._next_forward(forward), self._next_backward(backward)))
+        self._order.append(Block((self._next_forward(forward), self._next_backward(backward))))
 
 
 def zero_bubble_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
@@ -110,9 +116,9 @@ class _ZeroBubble:
 
     def __init__(self, layout: ParallelLayout, micro_batches: int) -> None:
         self._layout, self._m = layout, micro_batches
-        self._orders: list[list[Block]] = [[] for _ in range(layout.pp)]
-        self._ends: dict[Block, int] = {}
-        self._owed: list[list[Block]] = [[] for _ in range(layout.pp)]
+        self._orders: list[list[Pass]] = [[] for _ in range(layout.pp)]
+        self._ends: dict[Pass, int] = {}
+        self._owed: list[list[Pass]] = [[] for _ in range(layout.pp)]
         self._alive = [0] * layout.pp
         self._next = {(chunk, direction): 0 for chunk in range(layout.chunks) for direction in Direction}
 
@@ -121,43 +127,41 @@ class _ZeroBubble:
         left = 3 * self._m * self._layout.chunks
         slot = 0
         while left:
-            for stage, block in enumerate([self._choose(stage, slot) for stage in range(self._layout.pp)]):
-                if block is not None:
-                    self._orders[stage].append(block)
-                    self._ends[block] = slot + 1
+            for stage, one in enumerate([self._choose(stage, slot) for stage in range(self._layout.pp)]):
+                if one is not None:
+                    self._orders[stage].append(one)
+                    self._ends[one] = slot + 1
                     left -= 1
             slot += 1
-        return tuple(map(tuple, self._orders))
+        return tuple(tuple(alone(*order)) for order in self._orders)
 
-    def _choose(self, stage: int, slot: int) -> Block | None:
+    def _choose(self, stage: int, slot: int) -> Pass | None:
         early, late = self._layout.chunks_of(stage)
         for chunk in (late, early):
             m = self._next[chunk, Direction.BACKWARD]
-            block = backward_block(m, chunk, Gradients.INPUT)
-            if m < self._m and self._ready(block, slot):
+            inputs = backward_pass(m, chunk, PassKind.INPUT)
+            if m < self._m and self._ready(inputs, slot):
                 self._next[chunk, Direction.BACKWARD] += 1
-                self._owed[stage].append(backward_block(m, chunk, Gradients.WEIGHT))
-                return block
+                self._owed[stage].append(backward_pass(m, chunk, PassKind.WEIGHT))
+                return inputs
         for chunk in (late, early):
             m = self._next[chunk, Direction.FORWARD]
-            block = forward_block(m, chunk)
+            ahead = forward_pass(m, chunk)
             has_room = chunk == late or self._alive[stage] < self._layout.pp
-            if m < self._m and has_room and self._ready(block, slot):
+            if m < self._m and has_room and self._ready(ahead, slot):
                 self._next[chunk, Direction.FORWARD] += 1
                 self._alive[stage] += chunk == early
-                return block
+                return ahead
         if not self._owed[stage]:
             return None
         weights = self._owed[stage].pop(0)
         self._alive[stage] -= weights.chunk == early
         return weights
 
-    def _ready(self, block: Block, slot: int) -> bool:
-        """Whether what a block needs has ended by a slot."""
-        forward = block.direction is Direction.FORWARD
-        before = self._layout.neighbour(block.chunk, -1 if forward else 1)
-        needed = [] if forward else [forward_block(block.micro_batch, block.chunk)]
-        if before is not None:
-            again = backward_block(block.micro_batch, before, Gradients.INPUT)
-            needed.append(forward_block(block.micro_batch, before) if forward else again)
+    def _ready(self, one: Pass, slot: int) -> bool:
+        """Whether what a pass needs has ended by a slot."""
+        needed = [] if one.forward else [forward_pass(one.micro_batch, one.chunk)]
+        if (before := one.before(self._layout)) is not None:
+            again = backward_pass(one.micro_batch, before.chunk, PassKind.INPUT)
+            needed.append(before if one.forward else again)
         return all(self._ends.get(other, slot + 1) <= slot for other in needed)

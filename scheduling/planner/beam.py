@@ -6,7 +6,7 @@ communication that is left (what of it will stay exposed, is not known; several 
 orders that have issued the same operators compete for one place.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from braid.scheduling.planner.list_schedule import IssueOrder, Machine, State
 from braid.scheduling.planner.strands import PairProblem
@@ -16,13 +16,14 @@ SHARES = (0.0, 0.3, 0.9)
 """Of the communication left, what the estimate adds: none suits problems that communication bounds."""
 
 
-@dataclass(frozen=True)
-class _Partial:
+class _Partial(NamedTuple):
     estimate: float
     state: State
     order: tuple[int, ...]
     left: tuple[float, float, float]
     """Work that has not been issued, per stream."""
+    ready: tuple[int, ...]
+    """What may be issued next, in the order of the graphs."""
 
 
 def beam_order(problem: PairProblem, width: int = WIDTH, shares: tuple[float, ...] = SHARES) -> IssueOrder:
@@ -35,11 +36,13 @@ def _search(machine: Machine, width: int, share: float) -> IssueOrder:
     left = [0.0, 0.0, 0.0]
     for op in range(machine.count):
         left[machine.streams[op]] += machine.solo[op]
-    beam = [_Partial(0.0, machine.start(), (), (left[0], left[1], left[2]))]
+    begin = machine.start()
+    ready = tuple(machine.choices(begin))
+    beam = [_Partial(0.0, begin, (), (left[0], left[1], left[2]), ready)]
     for _ in range(machine.count):
         best: dict[tuple[int, int], _Partial] = {}
         for partial in beam:
-            for op in machine.choices(partial.state):
+            for op in partial.ready:
                 following = _issue(machine, partial, op, share)
                 key = following.state.done_f, following.state.done_b
                 rival = best.get(key)
@@ -57,15 +60,21 @@ def _rank(partial: _Partial) -> tuple[float, float]:
 
 def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Partial:
     state = machine.issue(partial.state, op)
-    left = list(partial.left)
+    left = [*partial.left]
     left[machine.streams[op]] -= machine.solo[op]
-    chain = max((machine.tail[choice] for choice in machine.choices(state)), default=0.0)
+    ready = machine.ready_after(partial.ready, op, state)
+    tail, solo = machine.tail, machine.solo
+    chain = 0.0
+    for choice in ready:
+        if tail[choice] > chain:
+            chain = tail[choice]
     loads = [left[0]]
     for link, queue in enumerate(state.queues, start=1):
         ahead = 0.0
         for queued, remaining in queue:
             ahead += remaining
-            chain = max(chain, ahead + machine.tail[queued] - machine.solo[queued])
+            if (end := ahead + tail[queued] - solo[queued]) > chain:
+                chain = end
         loads.append(left[link] + ahead)
     estimate = state.clock + max(*loads, chain) + share * (loads[1] + loads[2])
-    return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]))
+    return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]), ready)

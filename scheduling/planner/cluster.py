@@ -14,21 +14,20 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.programs import serial_program
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, peak_working_bytes, state_bytes
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
 from braid.scheduling.operators import Kind, Part
-from braid.scheduling.plan import Plan, RunnerUp, Setting, score_of
-from braid.scheduling.planner.compose import Outcome, evaluate, lower, with_schedule
+from braid.scheduling.plan import Plan, RunnerUp, score_of
+from braid.scheduling.planner.decide import COARSE, UNFUSED, Outcome, evaluate, with_schedule
 from braid.scheduling.planner.tiers import collective_notes, tier_notes
-from braid.scheduling.schedule import Direction
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload, check_fit
-from braid.scheduling.validate import validate_memory
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
+from braid.scheduling.validate import check_memory
 
 SIMULATED = 8
 """Layouts that are decided and simulated in full."""
 
-OTHER_SCHEDULES = ("braid_eager", "braid_twins", "braid_v", "interleaved", "zbv", "megatron")
+OTHER_SCHEDULES = ("interleaved", "zbv", "megatron")
 """What the best layout is also simulated with; ours has to be better, or it is not taken."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -81,6 +80,7 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
     if not outcomes:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     outcomes.sort(key=_step)
+    outcomes[0] = _refined(outcomes[0], cluster)
     if search.schedule is None:
         outcomes += _other_schedules(outcomes[0], cluster)
         outcomes.sort(key=_step)
@@ -91,18 +91,9 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
 
 
 def _validate(best: Outcome, cluster: ClusterSpec) -> None:
-    """All checks of the schedule that is taken; the search leaves them out."""
-    setting = best.bench.setting
-    schedule = lower(best.bench, best.choices)
-    validate_memory(
-        schedule,
-        setting.layout,
-        setting.model,
-        best.bench.parts,
-        setting.dtype,
-        cluster.usable_bytes,
-        setting.zero,
-    )
+    """The memory of the schedule that is taken, instruction by instruction."""
+    setting = best.setting
+    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.zero)
 
 
 def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...] = ()) -> Plan:
@@ -121,20 +112,30 @@ def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...
 
 
 def _step(outcome: Outcome) -> float:
-    return outcome.numbers.step_seconds
+    return outcome.step_ns
 
 
 def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[Outcome], list[RunnerUp]]:
     """Outcomes of those that also fit when memory is counted instruction by instruction."""
     outcomes, refused = [], []
     for candidate in chosen:
-        outcome = evaluate(candidate.setting, cluster, check=False)
+        outcome = evaluate(candidate.setting, cluster, space=COARSE)
         if not outcome.missing_bytes:
             outcomes.append(outcome)
             continue
         over = outcome.missing_bytes / 2**30
         refused.append(_described(outcome, f"needs {over:.1f} GiB more than a GPU has"))
     return outcomes, refused
+
+
+def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
+    """The same layout with every pipeline of its schedule; layers are not fused (see `Space`)."""
+    return evaluate(_open(best.setting), cluster, space=UNFUSED)
+
+
+def _open(setting: Setting) -> Setting:
+    """With nothing decided."""
+    return with_schedule(setting, setting.schedule)
 
 
 def _varied(ranked: Sequence[Candidate], simulated: int) -> list[Candidate]:
@@ -155,7 +156,7 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
     outcomes = []
     for name in OTHER_SCHEDULES:
         try:
-            outcome = evaluate(with_schedule(best.bench.setting, name), cluster, check=False)
+            outcome = evaluate(with_schedule(best.setting, name), cluster)
         except ValueError:
             continue  # a schedule that wants another number of micro-batches or layers
         if not outcome.missing_bytes:
@@ -164,7 +165,7 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
 
 
 def _runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
-    slower = outcome.numbers.step_seconds / best.numbers.step_seconds - 1
+    slower = outcome.step_ns / best.step_ns - 1
     ours, theirs = best.numbers, outcome.numbers
     reasons = []
     if theirs.exposed_seconds > ours.exposed_seconds * 1.02:
@@ -186,7 +187,7 @@ def _described(outcome: Outcome, reason: str) -> RunnerUp:
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
         zero=setting.zero,
-        step_seconds=outcome.numbers.step_seconds,
+        step_seconds=outcome.step_ns / 1e9,
         peak_bytes=outcome.numbers.peak_bytes,
         reason=reason,
     )
@@ -214,12 +215,14 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
     """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
-    placement = SCHEDULES[search.schedule or "braid"].placement
+    kind = SCHEDULES[search.schedule or "braid"]
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
     for division in _divisions(search, cluster):
         if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
-        layout = replace(division, placement=placement, late_layers=search.late_layers)
+        placement = kind.placement_on(division.pp)
+        late = search.late_layers if placement is Placement.FOLDED else 0
+        layout = replace(division, placement=placement, late_layers=late)
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:
@@ -277,11 +280,11 @@ def _price(
 
     def total(part: Part, forward: bool) -> float:
         graph = part.forward if forward else part.backward
-        return sum(profile.operator_ns(part.name, op) for op in graph.operators)
+        return sum(profile.solo(op.key) for op in graph.operators)
 
     loads: dict[str, float] = {}
     for op in (*layer.forward.operators, *layer.backward.operators):
-        loads[op.stream] = loads.get(op.stream, 0.0) + profile.operator_ns("layer", op)
+        loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
     serial = sum(loads.values())
     # Searched pairings come within about a third of the way from the busiest stream to the serial time.
     paired = max(loads.values()) + 0.3 * (serial - max(loads.values()))
@@ -293,9 +296,14 @@ def _price(
         ends_ns=sum(total(parts[name], True) + total(parts[name], False) for name in ends),
         saved_bytes=layer.saved_bytes(width),
         ends_saved_bytes=sum(parts[name].saved_bytes(width) for name in ends),
-        working_bytes=peak_working_bytes(head, serial_program(head.forward), Direction.FORWARD, width)
-        + 2 * layer.values["x"].bytes(width),
+        working_bytes=_widest(head, width) + 2 * layer.values["x"].bytes(width),
     )
+
+
+def _widest(part: Part, width: int) -> int:
+    """Most bytes that an operator of a forward pass reads and writes."""
+    names = ({*op.reads, *op.writes} for op in part.forward.operators)
+    return max(sum(part.values[name].bytes(width) for name in touched) for touched in names)
 
 
 def _balanced(model: ModelShape, layout: ParallelLayout, layer: _Layer) -> ParallelLayout:

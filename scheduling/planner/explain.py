@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from braid.scheduling.cluster import ClusterSpec, Level, Link
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.cluster import DoesNotFitError, Search, plan_layout
-from braid.scheduling.planner.compose import Outcome, evaluate, replay
+from braid.scheduling.planner.decide import Outcome, evaluate, replay, with_schedule
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Workload
 
 
@@ -62,7 +63,12 @@ def _faster(cluster: ClusterSpec, level: Level) -> ClusterSpec:
 
 def _planned(plan: Plan, base: Outcome, change: str, cluster: ClusterSpec) -> WhatIf:
     """The same layout, decided anew."""
-    return _answer(change, evaluate(plan.setting, cluster), base)
+    return _answer(change, evaluate(_open(plan.setting), cluster), base)
+
+
+def _open(setting: Setting) -> Setting:
+    """The setting with nothing decided that its schedule leaves open."""
+    return replace(with_schedule(setting, setting.schedule), fused=setting.fused)
 
 
 def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | None:
@@ -92,7 +98,7 @@ def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | No
 def _larger_batch(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | None:
     workload = plan.setting.workload
     larger = Workload(global_batch=2 * workload.global_batch, micro_batch=workload.micro_batch)
-    return _answer("2x global batch", evaluate(replace(plan.setting, workload=larger), cluster), base)
+    return _answer("2x global batch", evaluate(_open(replace(plan.setting, workload=larger)), cluster), base)
 
 
 def _answer(change: str, outcome: Outcome, base: Outcome) -> WhatIf:
@@ -100,5 +106,5 @@ def _answer(change: str, outcome: Outcome, base: Outcome) -> WhatIf:
         change=change,
         step_seconds=outcome.numbers.step_seconds,
         speedup=outcome.numbers.tokens_per_second / base.numbers.tokens_per_second,
-        layout=outcome.bench.setting.layout.describe(),
+        layout=outcome.setting.layout.describe(),
     )

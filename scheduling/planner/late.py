@@ -12,7 +12,7 @@ from functools import lru_cache
 from braid.scheduling.operators import Part
 from braid.scheduling.planner.beam import beam_order
 from braid.scheduling.planner.list_schedule import IssueOrder, improved
-from braid.scheduling.planner.strands import PairProblem, StrandGraph, put_off
+from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits, put_off
 
 BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
 """Widths and shares of communication (`beam_order`) for orders in which blocks overlap. What each finds is
@@ -45,7 +45,7 @@ def run_order(
         return late, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
     best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
     if goes_on:
-        movable = _gradients(_last_layer(problem.backward))
+        movable = _gradients(problem.backward, _last_layer(problem.backward))
         found = beam_order(put_off(problem, movable))
         if found.ns < best[1].ns * (1 - 1e-6):
             best = movable, found
@@ -55,13 +55,14 @@ def run_order(
 
 def _last_layer(graph: StrandGraph) -> tuple[str, ...]:
     """Names of the operators of the layer that a run's backward pass comes to last."""
-    place = [name.partition("/")[0] for name in graph.names if ".layer/" in name or "/" not in name][-1]
-    return tuple(name for name in graph.names if name.partition("/")[0] == place)
+    place = [place for place, layer in zip(graph.places, graph.layers, strict=True) if layer][-1]
+    return tuple(name for name, own in zip(graph.names, graph.places, strict=True) if own == place)
 
 
-def _gradients(names: Sequence[str]) -> tuple[str, ...]:
+def _gradients(graph: StrandGraph, names: Sequence[str]) -> tuple[str, ...]:
     """The weight gradients among some operators."""
-    return tuple(name for name in names if name.endswith(".wgrad"))
+    weights = {graph.names[n] for n in bits(graph.weights)}
+    return tuple(name for name in names if name in weights)
 
 
 def _tail(graph: StrandGraph) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ def _tail(graph: StrandGraph) -> tuple[str, ...]:
     layer = _last_layer(graph)
     streams = dict(zip(graph.names, graph.streams, strict=True))
     first = next((name for name in reversed(layer) if streams[name]), layer[-1])
-    tail, gradients = graph.names[graph.names.index(first) :], _gradients(layer)
+    tail, gradients = graph.names[graph.names.index(first) :], _gradients(graph, layer)
     return tuple(name for name in graph.names if name in tail or name in gradients)
 
 
@@ -79,9 +80,5 @@ def late_sets(problem: PairProblem) -> list[tuple[str, ...]]:
     Long: a twentieth of its pass or more.
     """
     graph = problem.backward
-    movable = [
-        name
-        for name, ns in zip(graph.names, graph.solo_ns, strict=True)
-        if name.endswith(".wgrad") and ns >= graph.total_ns / 20
-    ]
+    movable = [graph.names[n] for n in bits(graph.weights) if graph.solo_ns[n] >= graph.total_ns / 20]
     return [(), *((name,) for name in movable), *([tuple(movable)] if len(movable) > 1 else [])]

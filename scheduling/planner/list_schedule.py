@@ -9,11 +9,13 @@ which is exact and for small graphs.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
 from braid.scheduling.planner.pairing import Pairing
 from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits
 
-_EPSILON = 1e-6
+_FOREVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,7 @@ class IssueOrder:
     ns: float
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """A rank after issuing some operators: its clock and what is under way on the two links."""
 
     clock: float
@@ -49,6 +50,13 @@ class Machine:
         before = [tuple(bits(mask)) for mask in f.before]
         before += [tuple(self.split + op for op in bits(mask)) for mask in b.before]
         self.before = before
+        self.awaited = [
+            tuple((needed, self.streams[needed] - 1) for needed in own if self.streams[needed])
+            for own in before
+        ]
+        """Per operator, the transfers that it waits for, with their lanes."""
+        self.needs = [sum(1 << needed for needed in own) for own in before]
+        self.followers = [[n for n, own in enumerate(before) if op in own] for op in range(self.count)]
         self.tail = [*_tails(f), *_tails(b)]
 
     def start(self) -> State:
@@ -60,39 +68,54 @@ class Machine:
         for op in self.problem.backward.ready(state.done_b):
             yield self.split + op
 
+    def ready_after(self, ready: tuple[int, ...], op: int, state: State) -> tuple[int, ...]:
+        """What may be issued next in ``state``, one operator after ``ready`` was."""
+        done = state.done_f | state.done_b << self.split
+        new = [other for other in self.followers[op] if not self.needs[other] & ~done]
+        left = [other for other in ready if other != op]
+        return tuple(sorted((*left, *new)) if new else left)
+
     def issue(self, state: State, op: int) -> State:
         """The state after issuing one more operator."""
-        clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
-        for needed in self.before[op]:
-            link = self.streams[needed]
-            if link:
-                clock += self._drain(queues, link - 1, needed)
-        link = self.streams[op]
-        if link:
-            queues[link - 1].append((op, self.solo[op]))
-        else:
-            clock += self._compute(queues, op)
+        lanes = [[*state.queues[0]], [*state.queues[1]]]
+        clock = self._advance(state.clock, lanes, op)
         done_f, done_b = state.done_f, state.done_b
         if op < self.split:
             done_f |= 1 << op
         else:
             done_b |= 1 << (op - self.split)
-        return State(clock, done_f, done_b, (tuple(queues[0]), tuple(queues[1])))
+        return State(clock, done_f, done_b, (tuple(lanes[0]), tuple(lanes[1])))
+
+    def _advance(self, clock: float, lanes: list[Lane], op: int) -> float:
+        """Issue an operator; the clock when the next one may be."""
+        for needed, link in self.awaited[op]:
+            lane = lanes[link]
+            while any(queued == needed for queued, _ in lane):
+                clock += run_lanes(lanes, self.slowdown, _FOREVER)
+        link = self.streams[op]
+        if link:
+            lanes[link - 1].append((op, self.solo[op]))
+            return clock
+        return clock + run_compute(lanes, self.slowdown, op, self.solo[op])
 
     def complete(self, state: State, order: Sequence[int], limit: float) -> float:
         """The time of an order's end; infinity as soon as it is beyond a limit."""
+        clock, lanes = state.clock, [[*state.queues[0]], [*state.queues[1]]]
         for op in order:
-            state = self.issue(state, op)
-            if state.clock >= limit:
-                return float("inf")
-        return self.finish(state)
+            clock = self._advance(clock, lanes, op)
+            if clock >= limit:
+                return _FOREVER
+        return clock + self._drained(lanes)
 
     def finish(self, state: State) -> float:
         """The time at which everything that was issued has finished."""
-        clock, queues = state.clock, [list(state.queues[0]), list(state.queues[1])]
-        while queues[0] or queues[1]:
-            clock += self._run_links(queues, float("inf"))
-        return clock
+        return state.clock + self._drained([[*state.queues[0]], [*state.queues[1]]])
+
+    def _drained(self, lanes: list[Lane]) -> float:
+        passed = 0.0
+        while lanes[0] or lanes[1]:
+            passed += run_lanes(lanes, self.slowdown, _FOREVER)
+        return passed
 
     def bound(self, state: State) -> float:
         """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
@@ -110,46 +133,6 @@ class Machine:
                 chain = max(chain, ahead + self.tail[op] - self.solo[op])
             work[link + 1] += ahead
         return state.clock + max(*work, chain)
-
-    def _drain(self, queues: list[list[tuple[int, float]]], link: int, needed: int) -> float:
-        """Time until an operator has left its link, nothing computing; zero if it has already."""
-        waited = 0.0
-        while any(op == needed for op, _ in queues[link]):
-            waited += self._run_links(queues, float("inf"))
-        return waited
-
-    def _run_links(self, queues: list[list[tuple[int, float]]], limit: float, compute: int = -1) -> float:
-        """Let the first operator of each link advance until one of them is done or the limit is reached."""
-        heads = [queue[0] for queue in queues if queue]
-        paces = []
-        for op, _ in heads:
-            pace = 1.0 + sum(self.slowdown[op][other] for other, _ in heads if other != op)
-            paces.append(pace + (self.slowdown[op][compute] if compute >= 0 else 0.0))
-        passed = min(limit, *(left * pace for (_, left), pace in zip(heads, paces, strict=True)))
-        n = 0
-        for queue in queues:
-            if queue:
-                op, left = queue[0]
-                left -= passed / paces[n]
-                n += 1
-                if left <= _EPSILON:
-                    queue.pop(0)
-                else:
-                    queue[0] = (op, left)
-        return passed
-
-    def _compute(self, queues: list[list[tuple[int, float]]], op: int) -> float:
-        """Run a compute operator beside what is under way; the time it takes."""
-        left, passed = self.solo[op], 0.0
-        while left > _EPSILON:
-            heads = [queue[0][0] for queue in queues if queue]
-            if not heads:
-                return passed + left
-            pace = 1.0 + sum(self.slowdown[op][head] for head in heads)
-            step = self._run_links(queues, left * pace, op)
-            left -= step / pace
-            passed += step
-        return passed
 
 
 def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
@@ -259,7 +242,7 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
     visited = 0
     while stack:
         bound, state, order = stack.pop()
-        if bound >= best.ns - _EPSILON:
+        if bound >= best.ns - EPSILON:
             continue
         if len(order) == machine.count:
             if (ns := machine.finish(state)) < best.ns:
@@ -286,7 +269,7 @@ def _is_dominated(state: State, seen: dict[tuple[object, ...], float]) -> bool:
     """
     under_way = tuple((op, round(left, 3)) for queue in state.queues for op, left in queue)
     key = (state.done_f, state.done_b, under_way)
-    if seen.get(key, float("inf")) <= state.clock + _EPSILON:
+    if seen.get(key, float("inf")) <= state.clock + EPSILON:
         return True
     seen[key] = state.clock
     return False

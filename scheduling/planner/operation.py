@@ -5,12 +5,13 @@ partition space its scheduled time, chunk by chunk on the streams of a rank with
 efficiency of small operators, and takes the best; its decision says what the rule would have cost.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
+from braid.scheduling import physics
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, Level
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.partition import (
@@ -43,29 +44,16 @@ def run_in_order(tasks: Iterable[Task]) -> dict[str, Interval]:
 
     Raises `ValueError` where the orders of the streams wait for each other, or for a task that is not there.
     """
-    queues: dict[Stream, deque[Task]] = defaultdict(deque)
+    queues: dict[Stream, list[str]] = defaultdict(list)
+    named: dict[str, Task] = {}
     for task in tasks:
-        queues[task.stream].append(task)
-    times: dict[str, Interval] = {}
-    free = dict.fromkeys(queues, 0)
-    moved = True
-    while moved:
-        moved = False
-        for stream, queue in queues.items():
-            while queue and all(name in times for name in queue[0].after):
-                task = queue.popleft()
-                start = max([free[stream], *(times[name][1] for name in task.after)])
-                assert task.name not in times, f"two tasks are called {task.name}"
-                times[task.name] = (start, start + task.ns)
-                free[stream] = start + task.ns
-                moved = True
-    stuck = {
-        queue[0].name: [name for name in queue[0].after if name not in times]
-        for queue in queues.values()
-        if queue
-    }
+        assert task.name not in named, f"two tasks are called {task.name}"
+        named[task.name] = task
+        queues[task.stream].append(task.name)
+    times, stuck = physics.run_in_order(queues, lambda name: named[name].after, lambda name: named[name].ns)
     if stuck:
-        waits = "; ".join(f"{name} for {', '.join(missing)}" for name, missing in stuck.items())
+        heads = [named[queues[stream][place]] for stream, place in stuck.items()]
+        waits = "; ".join(f"{h.name} for {', '.join(o for o in h.after if o not in times)}" for h in heads)
         raise ValueError(f"static order cannot run: {waits}; put what is waited for first")
     return times
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from braid.scheduling.physics import STREAM_PAIRS, fluid_ns
 from braid.scheduling.planner.strands import (
-    STREAM_PAIRS,
     FloatArray,
     PairProblem,
     StrandGraph,
     bits,
-    fluid_ns,
 )
 
 IntArray = NDArray[np.int64]

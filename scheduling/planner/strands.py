@@ -1,20 +1,20 @@
 """Two passes that share a rank, as the pairing search sees them: operators, times, precedence, contention."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.operators import Graph, Stream
-from braid.scheduling.profile import Profile, operator_key
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.profile import Profile
+from braid.scheduling.schedule_text import write_step
 
 STREAMS = tuple(Stream)
 """Streams by number: 0 computes, 1 and 2 communicate."""
-
-STREAM_PAIRS = ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1))
-"""A stream that suffers and the one that it suffers from."""
 
 FloatArray = NDArray[np.float64]
 
@@ -27,6 +27,12 @@ class StrandGraph:
     streams: tuple[int, ...]
     solo_ns: tuple[float, ...]
     before: tuple[int, ...]
+    weights: int = 0
+    """Mask of the weight gradients."""
+    places: tuple[int, ...] = ()
+    """Per operator, of its part in the run."""
+    layers: tuple[bool, ...] = ()
+    """Per operator, whether its part is a layer."""
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.streams) == len(self.solo_ns) == len(self.before)
@@ -138,8 +144,8 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def strand_graph(part: str, graph: Graph, profile: Profile) -> StrandGraph:
-    """A pass of a part with the profile's costs; precedence is data alone, so weight gradients may move."""
+def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
+    """A pass with the profile's costs; precedence is data alone, so weight gradients may move."""
     writer = {name: n for n, op in enumerate(graph.operators) for name in op.writes}
     before = []
     for op in graph.operators:
@@ -151,96 +157,60 @@ def strand_graph(part: str, graph: Graph, profile: Profile) -> StrandGraph:
     return StrandGraph(
         names=tuple(op.name for op in graph.operators),
         streams=tuple(STREAMS.index(op.stream) for op in graph.operators),
-        solo_ns=tuple(float(profile.operator_ns(part, op)) for op in graph.operators),
+        solo_ns=tuple(float(profile.solo(op.key)) for op in graph.operators),
         before=tuple(before),
+        weights=sum(1 << n for n, op in enumerate(graph.operators) if op.phase is Phase.WEIGHT_GRADIENT),
+        places=tuple(op.place for op in graph.operators),
+        layers=tuple(op.part == "layer" for op in graph.operators),
     )
 
 
-def pair_problem(
-    forward_part: str, forward: Graph, backward_part: str, backward: Graph, profile: Profile
-) -> PairProblem:
-    """The forward pass of one part beside the backward pass of another (or the same)."""
-    operators = [(forward_part, op) for op in forward.operators]
-    operators += [(backward_part, op) for op in backward.operators]
-    keys = [operator_key(part, op) for part, op in operators]
-    slowdown = np.zeros((len(keys), len(keys)))
+def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProblem:
+    """A forward pass beside a backward pass."""
+    operators = [*forward.operators, *backward.operators]
+    slowdown = np.zeros((len(operators), len(operators)))
     cache: dict[tuple[str, str], float] = {}
-    for i, (_, first) in enumerate(operators):
-        for j in range(len(keys)):
-            if first.stream is not operators[j][1].stream:
-                pair = (keys[i], keys[j])
+    for i, first in enumerate(operators):
+        for j, second in enumerate(operators):
+            if first.stream is not second.stream:
+                pair = first.key, second.key
                 if pair not in cache:
                     cache[pair] = profile.slowdown(*pair)
                 slowdown[i, j] = cache[pair]
     return PairProblem(
-        forward=strand_graph(forward_part, forward, profile),
-        backward=strand_graph(backward_part, backward, profile),
+        forward=strand_graph(forward, profile),
+        backward=strand_graph(backward, profile),
         slowdown=slowdown,
         barrier_ns=float(profile.barrier_ns),
     )
 
 
-def twin_problem(part: str, graph: Graph, profile: Profile) -> PairProblem:
-    """The same pass of two micro-batches over a part, as the backward side of a problem without another.
+def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> PairProblem:
+    """Several passes as one, the backward side of a problem without another; operators named ``0:qkv``.
 
-    What the second one computes stands behind the same of the first one, so that gradients are added up in
-    the order of micro-batches. Operators are named ``1:qkv`` and ``2:qkv``.
+    What a pass computes stands behind the same operators of pass ``first``, and of those before it: so
+    gradients are added up in the order of micro-batches.
     """
-    alone = pair_problem(part, Graph(operators=()), part, graph, profile)
-    one, count = alone.backward, len(alone.backward)
-    behind = tuple(
-        mask << count | (0 if stream else 1 << n)
-        for n, (mask, stream) in enumerate(zip(one.before, one.streams, strict=True))
+    turns = sorted(range(len(graphs)), key=lambda turn: (turn != first, turn))
+    everything = Graph(
+        operators=tuple(
+            replace(
+                op, name=write_step(turn, op.name), reads=_of(turn, op.reads), writes=_of(turn, op.writes)
+            )
+            for turn in turns
+            for op in graphs[turn].operators
+        )
     )
-    both = StrandGraph(
-        names=(*(f"1:{name}" for name in one.names), *(f"2:{name}" for name in one.names)),
-        streams=one.streams * 2,
-        solo_ns=one.solo_ns * 2,
-        before=(*one.before, *behind),
-    )
-    return replace(alone, backward=both, slowdown=np.tile(alone.slowdown, (2, 2)))
+    joint = pair_problem(Graph(operators=()), everything, profile)
+    places = {name: n for n, name in enumerate(joint.backward.names)}
+    before = list(joint.backward.before)
+    for earlier, later in pairwise(turns):
+        for op in graphs[later].operators:
+            ahead = places.get(write_step(earlier, op.name))
+            if ahead is not None and not op.kind.communicates:
+                before[places[write_step(later, op.name)]] |= 1 << ahead
+    return replace(joint, backward=replace(joint.backward, before=tuple(before)))
 
 
-def end_problem(part: str, graph: Graph, late: Collection[str], profile: Profile) -> PairProblem:
-    """A backward pass by itself, with what the one before has put off to it, as `twin_problem`.
-
-    Its operators stand behind the same of the one before, which are named ``P:qkv.wgrad``.
-    """
-    alone = pair_problem(part, Graph(operators=()), part, graph, profile)
-    one = alone.backward
-    left = [n for n, name in enumerate(one.names) if name in late]
-    place = {n: k for k, n in enumerate(left)}
-    both = [*left, *range(len(one))]
-    theirs = [sum(1 << place[other] for other in bits(one.before[n]) if other in place) for n in left]
-    own = [
-        mask << len(left) | (1 << place[n] if n in place and not one.streams[n] else 0)
-        for n, mask in enumerate(one.before)
-    ]
-    ends = StrandGraph(
-        names=(*(f"P:{one.names[n]}" for n in left), *one.names),
-        streams=tuple(one.streams[n] for n in both),
-        solo_ns=tuple(one.solo_ns[n] for n in both),
-        before=(*theirs, *own),
-    )
-    return replace(alone, backward=ends, slowdown=alone.slowdown[np.ix_(both, both)])
-
-
-def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
-    """Time in which three streams finish their loads when all start together.
-
-    loads: (n, 3) in ns. slowdowns: (n, 6), of a stream by another as in `STREAM_PAIRS`. While several streams
-    run, each advances at 1 / (1 + sum of its slowdowns by the others that run).
-    """
-    remaining = loads.astype(float, copy=True)
-    total = np.zeros(len(loads))
-    s01, s10, s02, s20, s12, s21 = slowdowns.T
-    for _ in range(3):
-        a0, a1, a2 = (remaining > 1e-9).T.astype(float)
-        pace = np.stack([1 + a1 * s01 + a2 * s02, 1 + a0 * s10 + a2 * s12, 1 + a0 * s20 + a1 * s21], axis=1)
-        active = remaining > 1e-9
-        left = np.where(active, remaining * pace, np.inf).min(axis=1)
-        left = np.where(np.isfinite(left), left, 0.0)
-        total += left
-        remaining = np.where(active, remaining - left[:, None] / pace, 0.0)
-        remaining[remaining < 1e-6] = 0.0
-    return total
+def _of(turn: int, values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(write_step(turn, value) for value in values)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from braid.scheduling.block_profile import BLOCKS, BlockProfile
 from braid.scheduling.operators import Stream
+from braid.scheduling.physics import run_in_order
 from braid.scheduling.trace import Communication, Span, communication
 
 
@@ -179,27 +180,12 @@ def simulate_step(schedule: SubBatchSchedule, times: Sequence[BlockTimes]) -> St
 
     Raises `ValueError` if the streams wait for each other for ever, naming what they wait for.
     """
-    ends: dict[Operation, int] = {}
-    spans: list[Span] = []
     orders = {Stream.COMPUTE: schedule.compute, Stream.INTRA: schedule.communication}
-    free = dict.fromkeys(orders, 0)
-    cursors = dict.fromkeys(orders, 0)
-    while len(ends) < sum(map(len, orders.values())):
-        ready = [
-            stream
-            for stream, order in orders.items()
-            if cursors[stream] < len(order)
-            and all(op in ends for op in schedule.after[order[cursors[stream]]])
-        ]
-        if not ready:
-            heads = [str(order[cursors[s]]) for s, order in orders.items() if cursors[s] < len(order)]
-            raise ValueError(f"the schedule waits for ever at: {'; '.join(heads)}; order producers first")
-        for stream in ready:
-            operation = orders[stream][cursors[stream]]
-            start = max(free[stream], *(ends[op] for op in schedule.after[operation]), 0)
-            ends[operation] = free[stream] = start + times[operation.block].of(operation)
-            cursors[stream] += 1
-            spans.append(_span(operation, stream, start, ends[operation]))
+    found, stuck = run_in_order(orders, schedule.after.__getitem__, lambda op: times[op.block].of(op))
+    if stuck:
+        heads = "; ".join(str(orders[stream][place]) for stream, place in stuck.items())
+        raise ValueError(f"the schedule waits for ever at: {heads}; order producers first")
+    spans = [_span(op, stream, *found[op]) for stream, order in orders.items() for op in order]
     return StepTimeline(spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))))
 
 

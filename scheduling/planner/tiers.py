@@ -10,10 +10,10 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Kind, Operator, Part, Pass
 from braid.scheduling.plan import CollectiveNote, TierNote
-from braid.scheduling.planner.compose import Bench
 from braid.scheduling.planner.layer import BackwardCosts, decide_priority
 from braid.scheduling.planner.model import LaunchCosts, decide_launch
 from braid.scheduling.planner.operation import Overlap, schedule_operation
+from braid.scheduling.planner.orders import Bench
 from braid.scheduling.planner.partition import ChainOperator, Collective, Dim, Role, matmul
 from braid.scheduling.simulate import Simulation
 
@@ -93,7 +93,7 @@ def _layer_note(bench: Bench) -> TierNote:
     """T1 and T2 over the backward pass of a layer: tensor-parallel collectives, no sharded weights."""
     ns: dict[str, int] = dict.fromkeys(("gather", "scatter", "input", "weight", "others"), 0)
     for op in bench.layer.backward.operators:
-        cost = bench.profile.operator_ns("layer", op)
+        cost = bench.profile.solo(op.key)
         match op.kind:
             case Kind.ALL_GATHER:
                 ns["gather"] += cost
@@ -133,7 +133,7 @@ def _model_note(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> T
     layers = len(layout.layers_of(0, setting.model.layers))
     graphs = bench.layer.forward, bench.layer.backward
     forward, backward = (
-        layers * sum(bench.profile.operator_ns("layer", op) for op in graph.operators) for graph in graphs
+        layers * sum(bench.profile.solo(op.key) for op in graph.operators) for graph in graphs
     )
     saved = layers * bench.layer.saved_bytes(2)
     memory = simulation.memory()[0]

@@ -1,82 +1,67 @@
-"""Runs the ranks of a compiled schedule.
+"""Runs the ranks of linked code with prices.
 
-A rank issues its commands in order. A compute task occupies it; a queued task starts at the moment it is
-issued or when its lane is free, never before the compute tasks that were issued earlier have finished. While
-tasks run together on a rank, each advances at 1 / (1 + sum of its slowdowns by the others); two on one link
-share it. Links are shared between the ranks of a node in equal parts, which the profile's times contain.
+A rank runs its operations in order. A compute operator occupies it; a transfer starts at the moment it is
+issued or when its lane is free, never before the compute operators that were issued earlier have finished.
+How they then advance together `braid.scheduling.physics` says. Links are shared between the ranks of a node
+in equal parts, which the profile's times contain.
 
 Ranks meet in messages alone, so each runs on its own until it needs one that is still under way. When all of
 them do, the transfer that ends first, over all ranks, is certain to end undisturbed.
 
-A block that begins with the same transfers under way, with the same work left, always takes the same course:
+A body that begins with the same transfers under way, with the same work left, always takes the same course:
 it is run once and remembered.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from braid.scheduling.schedule import Block
-from braid.scheduling.simulator.compile import (
-    LAYER_LANES,
-    Await,
-    AwaitMessage,
-    Body,
-    Command,
-    Issue,
-    Place,
-    Run,
-    RunBlock,
-    Synchronise,
-    Task,
-)
+from braid.scheduling.code import Barrier, Body, Compute, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
+from braid.scheduling.schedule import Await, Block, Receive, Send
+from braid.scheduling.simulator.prices import LANES, Price, Prices
 
-_EPSILON = 1e-6
-
-Slowdown = Callable[[Task, Task], float]
-"""How much longer the first task takes while the second one runs."""
+_OF_LAYERS = 2
+"""The first lanes are those that a barrier waits for."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """A task with the times at which it began and ended, in nanoseconds."""
+    """An operation with the times at which it began and ended, in nanoseconds."""
 
-    task: Task
+    operation: Operation
+    price: Price
     start: float
     end: float
-    place: Place | None = None
 
 
 @dataclass
-class Queued:
-    """A task on a lane: what is left of it, and when it started (None: it has not)."""
+class _Flight:
+    """A transfer that was issued."""
 
-    task: Task
+    operation: Operation | None
+    price: Price
     token: object
-    place: Place | None
-    left: float
     start: float | None = None
     end: float | None = None
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What becomes of a transfer during a block; times relative to the block's begin."""
+class _Fate:
+    """What becomes of a transfer during a body; times relative to its begin."""
 
     left: float
-    """Work left at the block's end."""
     start: float | None
-    """When it started, if it did so within."""
     end: float | None
-    """When it ended, if it did so within."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a block went, times relative to its begin."""
+    """How a body went, times relative to its begin."""
 
     duration: float
     executed: tuple[Executed, ...]
-    fates: tuple[Fate, ...]
+    fates: tuple[_Fate, ...]
     """Of every transfer under way at the begin."""
 
 
@@ -86,18 +71,7 @@ class BlockRun:
 
     start: float
     course: Course
-    forward: Block | None
-    backward: Block | None
-    second: Block | None = None
-    """Of twins, whose first one stands in its pass's place."""
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """Those that there are."""
-        return tuple(block for block in (self.forward, self.backward, self.second) if block is not None)
-
-
-Courses = dict[tuple[object, ...], Course]
+    stretch: Stretch
 
 
 @dataclass
@@ -105,10 +79,10 @@ class RankRun:
     """One rank: its clock, its lanes, what it has executed."""
 
     number: int
-    commands: Sequence[Command]
-    slowdown: Slowdown
+    stretches: Sequence[Stretch]
+    prices: Prices
     arrivals: dict[object, float]
-    courses: Courses
+    courses: dict[tuple[object, ...], Course]
     clock: float = 0.0
     executed: list[Executed] = field(default_factory=list)
     """Transfers between ranks and the update; what blocks execute stands in their courses."""
@@ -118,181 +92,179 @@ class RankRun:
         self._next = 0
         self._links = 0.0
         """The time up to which the lanes have been advanced; equals the clock but while stalled."""
-        self._lanes: dict[str, list[Queued]] = {}
+        self._lanes: list[Lane] = [[] for _ in LANES]
+        self._flights: list[list[_Flight]] = [[] for _ in LANES]
         self._finished: set[object] = set()
 
     @property
     def done(self) -> bool:
-        """Whether all commands have been executed."""
-        return self._next == len(self.commands)
+        """Whether everything has been executed."""
+        return self._next == len(self.stretches)
 
     def run(self) -> None:
         """Go on until the end or until a message is needed whose arrival is not known yet."""
-        while self._next < len(self.commands):
-            command = self.commands[self._next]
-            if isinstance(command, AwaitMessage):
-                if command.token not in self.arrivals:
-                    return
-                self._wait_until(self.arrivals[command.token])
-            elif isinstance(command, RunBlock):
-                self._run_block(command)
-            else:
-                self._execute(command)
+        while self._next < len(self.stretches):
+            stretch = self.stretches[self._next]
+            match stretch.instruction:
+                case Block():
+                    self._run_block(stretch)
+                case Await(Receive(moved)):
+                    if moved not in self.arrivals:
+                        return
+                    self._wait(max(self.arrivals[moved], self._links, self.clock))
+                case Receive():
+                    pass  # a message arrives when it was sent: receives are asked for in time
+                case _:
+                    self._run(stretch.body)
             self._next += 1
-        self._drain(lambda: any(self._lanes.values()))
+        self._drain(lambda: any(self._lanes))
 
-    def _execute(self, command: Run | Issue | Await | Synchronise) -> None:
-        match command:
-            case Run(task, place):
-                self._compute(task, place)
-            case Issue(task, token, place, busy_ns):
-                lane = self._lanes.setdefault(task.lane, [])
-                lane.append(Queued(task, token, place, task.solo_ns))
-                if len(lane) == 1:
-                    lane[0].start = self.clock
-                self._wait(self.clock + busy_ns)
-            case Await(token, busy_ns):
-                self._drain(lambda: token not in self._finished)
-                self._wait(self.clock + busy_ns)
-            case Synchronise(ns):
-                self._drain(lambda: any(self._lanes.get(lane) for lane in LAYER_LANES))
-                self._wait(self.clock + ns)
+    def _run(self, body: Body) -> None:
+        for operation in body.operations:
+            match operation:
+                case Compute():
+                    price, start = self.prices.of(operation), self.clock
+                    ended = partial(self._ended, start)
+                    self.clock += run_compute(self._lanes, self.prices.slow, price.task, price.ns, ended)
+                    self._links = self.clock
+                    self.executed.append(Executed(operation, price, start, self.clock))
+                case Start(what=what):
+                    price = self.prices.of(operation)
+                    token = (operation.turn, id(what)) if isinstance(what, Node) else what
+                    self._issue(price.lane, _Flight(operation, price, token), price.ns)
+                    self._wait(self.clock + price.busy_ns)
+                case Wait(what=what):
+                    token = (operation.turn, id(what)) if isinstance(what, Node) else what
+                    self._drain(partial(self._is_under_way, token))
+                    self._finished.discard(token)
+                    self._wait(self.clock + self.prices.of(operation).busy_ns)
+                case Barrier():
+                    self._drain(lambda: any(self._lanes[:_OF_LAYERS]))
+                    self._wait(self.clock + self.prices.barrier_ns)
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def _run_block(self, command: RunBlock) -> None:
-        under_way = [queued for lane in self._lanes.values() for queued in lane]
-        key = (id(command.body), *((q.task.key, round(q.left), q.start is None) for q in under_way))
+    def _run_block(self, stretch: Stretch) -> None:
+        under_way = [
+            (number, flight, left)
+            for number, (flights, lane) in enumerate(zip(self._flights, self._lanes, strict=True))
+            for flight, (_, left) in zip(flights, lane, strict=True)
+        ]
+        key = (
+            id(stretch.body),
+            *((n, flight.price.task, round(left), flight.start is None) for n, flight, left in under_way),
+        )
         course = self.courses.get(key)
         if course is None:
-            course = self.courses[key] = self._first_course(command.body, under_way)
+            course = self.courses[key] = self._first_course(stretch.body, under_way)
         begin = self.clock
-        self.blocks.append(BlockRun(begin, course, command.forward, command.backward, command.second))
-        for queued, fate in zip(under_way, course.fates, strict=True):
-            queued.left = fate.left
+        self.blocks.append(BlockRun(begin, course, stretch))
+        self._lanes = [[] for _ in LANES]
+        self._flights = [[] for _ in LANES]
+        for (number, flight, _), fate in zip(under_way, course.fates, strict=True):
             if fate.start is not None:
-                queued.start = begin + fate.start
+                flight.start = begin + fate.start
+            self._lanes[number].append((flight.price.task, fate.left))
+            self._flights[number].append(flight)
+        for (number, flight, _), fate in zip(under_way, course.fates, strict=True):
             if fate.end is not None:
-                self._finish(queued, begin + fate.end)
+                place = self._flights[number].index(flight)
+                self._lanes[number].pop(place)
+                self._flights[number].pop(place)
+                self._note(flight, begin + fate.end)
         self.clock = self._links = begin + course.duration
 
-    def _first_course(self, body: Body, under_way: list[Queued]) -> Course:
-        """Run a block on a rank like this one, whose clock begins at zero."""
-        rank = RankRun(self.number, (), self.slowdown, {}, {})
-        copies = [
-            Queued(q.task, _Before(number), None, q.left, None if q.start is None else 0.0)
-            for number, q in enumerate(under_way)
-        ]
-        for copy in copies:
-            rank._lanes.setdefault(copy.task.lane, []).append(copy)
-        for command in body.commands:
-            rank._execute(command)
+    def _first_course(self, body: Body, under_way: Sequence[tuple[int, _Flight, float]]) -> Course:
+        """Run a body on a rank like this one, whose clock begins at zero."""
+        rank = RankRun(self.number, (), self.prices, {}, {})
+        copies = []
+        for place, (number, flight, left) in enumerate(under_way):
+            copy = _Flight(None, flight.price, ("before", place), None if flight.start is None else 0.0)
+            rank._lanes[number].append((flight.price.task, left))
+            rank._flights[number].append(copy)
+            copies.append(copy)
+        rank._run(body)
+        rests = {
+            id(f): rest
+            for fs, lane in zip(rank._flights, rank._lanes, strict=True)
+            for f, (_, rest) in zip(fs, lane, strict=True)
+        }
         return Course(
             duration=rank.clock,
-            executed=tuple(done for done in rank.executed if done.place is not None),
+            executed=tuple(rank.executed),
             fates=tuple(
-                Fate(copy.left, copy.start if before.start is None else None, copy.end)
-                for before, copy in zip(under_way, copies, strict=True)
+                _Fate(rests.get(id(copy), 0.0), copy.start if flight.start is None else None, copy.end)
+                for (_, flight, _), copy in zip(under_way, copies, strict=True)
             ),
         )
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    def _compute(self, task: Task, place: Place | None) -> None:
-        start, left = self.clock, task.solo_ns
-        while left > _EPSILON:
-            heads = self._heads()
-            if not heads:
-                self.clock += left
-                break
-            pace = 1.0 + sum(self.slowdown(task, head.task) for head in heads)
-            passed = self._advance(heads, left * pace, task)
-            left -= passed / pace
-            self.clock += passed
-        self._links = self.clock
-        self.executed.append(Executed(task, start, self.clock, place))
-
     def _drain(self, unfinished: Callable[[], bool]) -> None:
         """Let the lanes run until what is waited for has finished."""
         while unfinished():
-            self.clock += self._advance(self._heads(), float("inf"))
+            self._advance(float("inf"))
         self._links = self.clock
-
-    def _wait_until(self, time: float) -> None:
-        self._wait(max(time, self._links, self.clock))
 
     def _wait(self, time: float) -> None:
         self.clock = self._links
-        while self.clock < time - _EPSILON:
-            heads = self._heads()
-            self.clock = self.clock + self._advance(heads, time - self.clock) if heads else time
+        while self.clock < time - EPSILON:
+            if any(self._lanes):
+                self._advance(time - self.clock)
+            else:
+                self.clock = time
         self._links = self.clock
+
+    def _advance(self, limit: float) -> None:
+        ended = partial(self._ended, self.clock)
+        self.clock += run_lanes(self._lanes, self.prices.slow, limit, ended=ended)
 
     def next_completion(self) -> float:
         """While stalled: when the next transfer ends if nothing else starts; infinity without one."""
-        heads = self._heads()
-        if not heads:
+        if not any(self._lanes):
             return float("inf")
-        paces = self._paces(heads)
-        return self._links + min(head.left * pace for head, pace in zip(heads, paces, strict=True))
+        return self._links + run_lanes([[*lane] for lane in self._lanes], self.prices.slow, float("inf"))
 
     def complete_next(self) -> None:
         """While stalled: let the transfers run until the next one has ended."""
         stalled_at, self.clock = self.clock, self._links
-        self._links += self._advance(self._heads(), float("inf"))
-        self.clock = stalled_at
+        self._advance(float("inf"))
+        self._links, self.clock = self.clock, stalled_at
 
     # -- lanes -----------------------------------------------------------------------------------------------
 
-    def _heads(self) -> list[Queued]:
-        return [lane[0] for lane in self._lanes.values() if lane]
+    def _issue(self, lane: int, flight: _Flight, ns: float) -> None:
+        if not self._lanes[lane]:
+            flight.start = self.clock
+        self._lanes[lane].append((flight.price.task, ns))
+        self._flights[lane].append(flight)
 
-    def _paces(self, heads: list[Queued], compute: Task | None = None) -> list[float]:
-        paces = []
-        for head in heads:
-            pace = 1.0 if compute is None else 1.0 + self.slowdown(head.task, compute)
-            for other in heads:
-                if other is not head:
-                    shared = other.task.stream is head.task.stream
-                    pace += 1.0 if shared else self.slowdown(head.task, other.task)
-            paces.append(pace)
-        return paces
+    def _is_under_way(self, token: object) -> bool:
+        return token not in self._finished
 
-    def _advance(self, heads: list[Queued], limit: float, compute: Task | None = None) -> float:
-        """Run the heads until one ends or the limit is reached; the time that passed. The clock stays."""
-        paces = self._paces(heads, compute)
-        passed = min(limit, *(head.left * pace for head, pace in zip(heads, paces, strict=True)))
-        for head, pace in zip(heads, paces, strict=True):
-            head.left -= passed / pace
-            if head.left <= _EPSILON:
-                self._finish(head, self.clock + passed)
-        return passed
+    def _ended(self, since: float, lane: int, passed: float) -> None:
+        """The first transfer of a lane has ended."""
+        time = since + passed
+        flight = self._flights[lane].pop(0)
+        if self._flights[lane] and self._flights[lane][0].start is None:
+            self._flights[lane][0].start = time
+        self._note(flight, time)
 
-    def _finish(self, queued: Queued, time: float) -> None:
-        queued.end = time
-        lane = self._lanes[queued.task.lane]
-        lane.remove(queued)
-        if lane and lane[0].start is None:
-            lane[0].start = time
-        self._finished.add(queued.token)
-        assert queued.start is not None
-        self.executed.append(Executed(queued.task, queued.start, time, queued.place))
-        if isinstance(queued.token, tuple) and queued.token[0] == "message":
-            self.arrivals[queued.token] = time
+    def _note(self, flight: _Flight, time: float) -> None:
+        flight.end = time
+        self._finished.add(flight.token)
+        assert flight.start is not None
+        if flight.operation is not None:
+            self.executed.append(Executed(flight.operation, flight.price, flight.start, time))
+        if isinstance(flight.token, Send):
+            self.arrivals[flight.token.moved] = time
 
 
-@dataclass(frozen=True)
-class _Before:
-    """Token of a transfer that was under way when a block began."""
-
-    number: int
-
-
-def run_ranks(commands: Sequence[Sequence[Command]], slowdown: Slowdown) -> list[RankRun]:
+def run_ranks(stages: Sequence[Sequence[Stretch]], prices: Prices) -> list[RankRun]:
     """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
     arrivals: dict[object, float] = {}
-    courses: Courses = {}
-    ranks = [RankRun(n, list(own), slowdown, arrivals, courses) for n, own in enumerate(commands)]
+    courses: dict[tuple[object, ...], Course] = {}
+    ranks = [RankRun(n, own, prices, arrivals, courses) for n, own in enumerate(stages)]
     waiting = list(ranks)
     while waiting:
         before = len(arrivals)

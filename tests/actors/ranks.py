@@ -17,6 +17,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.host_state import take
 from braid.actors.stage.messages import Held, Rendezvous, RunPlan
 from braid.actors.stage.worker import Worker
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 
@@ -46,7 +47,7 @@ class Ranks:
 
     def __init__(self, config: Config, data: Path, group: WorkerGroup) -> None:
         shape = config.check(BYTES_VOCABULARY)
-        schedule = build_schedule(config, shape).to_text()
+        schedule = write(build_schedule(config, shape))
         self.plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
         self.group, self._generation = group, 0
         self.layout = config.layout()

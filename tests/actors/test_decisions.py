@@ -31,7 +31,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("searched again")
 
-    for name in ("decide_run", "run", "simulate"):
+    monkeypatch.setattr(planning, "plan_run", fail)
+    for name in ("decide", "outcome_of", "outcome_of_schedule"):
         monkeypatch.setattr(planning, name, fail)
 
 
@@ -54,7 +55,7 @@ def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch
     first, chosen = start(config, profile)
     assert len(chosen) == 1
     assert first.config.overlap.schedule == chosen[0].candidates[0].schedule
-    assert set(first.files) == {"profile.json", "predicted.json", "trace/predicted.json"}
+    assert set(first.files) == {"plan.yaml", "profile.json", "predicted.json", "trace/predicted.json"}
     forbid(monkeypatch)
     assert start(config, profile) == (first, chosen)
     train = config.train.model_copy(update={"steps": 1000, "lr": 0.5})
@@ -85,7 +86,7 @@ def test_another_planner_decides_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     profile, shape = profile_of(config), config.check(VOCABULARY)
     find_or_decide(config, shape, profile)
     assert Path(planning.__file__) in decisions.PLANNER
-    assert any((place / "planner" / "compose.py").is_file() for place in decisions.PLANNER)
+    assert any((place / "planner" / "decide.py").is_file() for place in decisions.PLANNER)
     source = tmp_path / "planner" / "search.py"
     source.parent.mkdir()
     source.write_text("WIDTH = 4", encoding="utf-8")

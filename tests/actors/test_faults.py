@@ -15,17 +15,21 @@ import torch
 from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at
 from braid.actors.stage.messages import Fault
-from braid.scheduling.schedule import Direction, Instruction, Reduce, Step, blocks_in
-from braid.scheduling.schedule_parser import parse
+from braid.scheduling.schedule import Direction, Instruction, Norm, Reduce, Step, passes_in
+from braid.scheduling.schedule_text import parse, write
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 
 @pytest.fixture
 def instructions(tmp_path: Path) -> tuple[Instruction, ...]:
     """Of a pipeline's first stage."""
-    config = small_config(tmp_path / "runs", parallel={"pp": 2, "dp": 2})
+    return of_first_stage(tmp_path, {"pp": 2, "dp": 2})
+
+
+def of_first_stage(tmp_path: Path, parallel: dict[str, int]) -> tuple[Instruction, ...]:
+    config = small_config(tmp_path / "runs", parallel=parallel)
     schedule = build_schedule(config, config.check(BYTES_VOCABULARY))
-    return tuple(parse(schedule.to_text()).stages[0])
+    return tuple(parse(write(schedule)).stages[0])
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def test_it_comes_once_at_its_place(
         if phase == "optimizer":
             assert isinstance(instructions[place], Step)
         else:
-            directions = {block.direction for block in blocks_in(instructions[place])}
+            directions = {one.direction for one in passes_in(instructions[place])}
             assert (Direction.FORWARD if phase == "forward" else Direction.BACKWARD) in directions
         # The step is repeated, by the same process and by one that replaces it.
         assert positions(saboteur, 5, count, killed) == []
@@ -129,15 +133,15 @@ def test_a_stop_is_no_kill(tmp_path: Path, instructions: tuple[Instruction, ...]
     assert killed == [signal.SIGSTOP]
 
 
-def test_a_gradient_that_is_no_number(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
-) -> None:
-    """When all gradients are there and none is reduced yet, or it would be overwritten or not be seen."""
+@pytest.mark.parametrize("parallel", [{"pp": 2, "dp": 2}, {}], ids=["replicas", "one rank"])
+def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], parallel: dict[str, int]) -> None:
+    """When all gradients are there and none is summed or squared yet, or it would not be seen."""
+    instructions = of_first_stage(tmp_path, parallel)
     saboteur = Saboteur([fault(kind="nan", phase="backward")], 1, tmp_path, instructions)
     held = gradients()
     look = saboteur.before(5, held)
     assert look is not None
-    first = next(n for n, one in enumerate(instructions) if isinstance(one, Reduce | Step))
+    first = next(n for n, one in enumerate(instructions) if isinstance(one, Reduce | Norm))
     for position in range(first):
         look(position)
     assert not held.buckets[0].buffer.isnan().any()

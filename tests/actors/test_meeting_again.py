@@ -8,6 +8,7 @@ from braid.actors.controller.group import WorkerError
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
 
 
@@ -16,7 +17,7 @@ def test_ranks_meet_though_one_of_them_has_tried_alone(tmp_path: Path) -> None:
     data = prepare_text(tmp_path, 5, files=4)
     config = small_config(tmp_path / "runs", parallel={"tp": 2})
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
 
     def plan(timeout_s: float) -> RunPlan:
         cluster = config.cluster.model_copy(update={"group_timeout_s": timeout_s})

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.controller.planning import model_graphs, rank_schedules, serial_step
+from braid.actors.controller.decisions import decide
+from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import (
     check_hardware,
@@ -19,7 +20,7 @@ from braid.actors.controller.profiling import (
 )
 from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.scheduling.operators import Stream
-from braid.scheduling.profile import operator_key, parse_profile
+from braid.scheduling.profile import parse_profile
 
 VOCABULARY = 256
 
@@ -45,7 +46,7 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
     spare_of: dict[str, str] = {}
     for part in parts.values():
         for op in (*part.forward.operators, *part.backward.operators):
-            key = operator_key(part.name, op)
+            key = op.key
             time = 1_000_000 if op.kind.communicates else 800_000
             solo[key] = [round(time * draw.uniform(0.999, 1.001)) for _ in range(9)]
             if op.kind.communicates:
@@ -64,7 +65,11 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
         spares={"tp/one": [1_000_000] * 9},
         handling={"tp/one": [(40_000, 70_000), (50_000, 90_000), (45_000, 60_000)]},
         spare_of=spare_of,
-        transfers={"pp/send_receive": [(1000, 3_000), (9000, 11_000), (1000, 3_100), (9000, 10_900)]},
+        transfers={
+            "pp/send_receive": [(1000, 3_000), (9000, 11_000), (1000, 3_100), (9000, 10_900)],
+            "tp/all_reduce": [(1000, 20_000), (9000, 21_000)],
+        },
+        norm_ns_per_parameter=[1.0, 0.5, 2.0],
         optimizer_ns_per_parameter=[2.0, 3.0, 4.0],
         hardware="CPU made up",
     )
@@ -83,6 +88,7 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert fit.ns_per_byte == pytest.approx(0.9875)
     assert fit.ns(5000) == pytest.approx(7000, rel=0.01)
     assert fit.stream is Stream.INTER
+    assert profile.norm_ns_per_parameter == 1.0
     assert profile.optimizer_ns_per_parameter == 3.0
     assert all(profile.spread_ns[key] < 2_000 for key in profile.solo_ns)
     assert profile.issue_ns["layer/mlp_gather"] == 45_000
@@ -150,7 +156,7 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     parts = model_graphs(config, shape)
     for part in parts.values():
         for op in (*part.forward.operators, *part.backward.operators):
-            assert found.profile.operator_ns(part.name, op) >= 0
+            assert found.profile.solo(op.key) >= 0
     assert found.profile.solo_ns["layer/qkv"] > 0
     for handling in (found.profile.issue_ns, found.profile.take_ns):
         assert 0 < handling["layer/mlp_gather"] < 1e9
@@ -170,15 +176,15 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     found.path.write_text("{}", encoding="utf-8")
     assert known_profile(config, shape) is None, "a damaged profile is measured anew"
     # Decisions made with it: all schedules are ranked, the serial one is no faster than the best.
-    ranked = rank_schedules(config, shape, found.profile)
-    names = {"megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_twins"}
+    made = decide(config_of(tmp_path, overlap={"schedule": "auto"}), shape, found.profile)
+    ranked, serial = list(made.candidates), made.serial
+    names = {"megatron", "intra_batch", "wavelet", "dhelix", "braid"}
     assert {one.schedule for one in ranked} == names
     fastest = min(one.seconds for one in ranked)
     assert ranked[1:] == sorted(ranked[1:], key=lambda one: one.seconds)
     assert ranked[0].seconds < 1.02 * fastest
     alike = [one.peak_bytes for one in ranked if one.seconds < 1.02 * fastest]
     assert ranked[0].peak_bytes == min(alike)
-    serial = serial_step(config, shape, found.profile)
     assert 0 < serial.alpha < 1
     assert serial.seconds == pytest.approx(next(o.seconds for o in ranked if o.schedule == "megatron"))
     assert serial.recovered(serial.seconds) == 0

@@ -17,8 +17,9 @@ from braid.scheduling.lowering.split import with_split_layers
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.compose import evaluate, prepare, run
-from braid.scheduling.profile import Profile, operator_key, with_chunks
+from braid.scheduling.planner.decide import anything, evaluate, measured, outcome_of
+from braid.scheduling.profile import Profile, with_chunks
+from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import cluster
 
@@ -27,13 +28,15 @@ RATES = (2e8, 2e10)
 """Bytes per second: of a link on which communication is most of a step, and of one on which latency is."""
 
 
-def configured(sequence: int = 64, micro_batch: int = 2, tp: int = 2, **overlap: Any) -> Config:
+def configured(
+    sequence: int = 64, micro_batch: int = 2, tp: int = 2, dtype: str = "fp32", **overlap: Any
+) -> Config:
     model = {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence}
     return parse_config(
         {
             "name": "run",
             "model": model,
-            "train": {"global_batch": 8, "micro_batch": micro_batch},
+            "train": {"global_batch": 8, "micro_batch": micro_batch, "dtype": dtype},
             "parallel": {"tp": tp},
             "overlap": {"schedule": "intra_batch", **overlap},
         }
@@ -51,11 +54,11 @@ def profile_of(config: Config, rate: float) -> Profile:
     return analytic_profile(spec, config.layout(), parts, DTYPE_BYTES[config.train.dtype])
 
 
-def simulated(config: Config, rate: float, split: int) -> int:
+def simulated(config: Config, rate: float, split: int) -> float:
     """Nanoseconds of a step with so many chunks."""
     setting = replace(setting_of(config, shape_of(config)), split=split)
-    spec = cluster(gpus=config.parallel.tp, intra=rate)
-    return run(prepare(setting, spec, profile_of(config, rate)), Choices()).step_ns
+    bench = measured(model_graphs(config, shape_of(config)), profile_of(config, rate))(setting)
+    return outcome_of(bench, Choices(), None, anything).step_ns
 
 
 def test_two_chunks_without_a_profile_none_without_gathers() -> None:
@@ -81,7 +84,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None
     config = configured()
     parts = model_graphs(config, shape_of(config))
     solo = {
-        operator_key(part.name, op): [5000]
+        op.key: [5000]
         for part in parts.values()
         for graph in (part.forward, part.backward)
         for op in graph.operators
@@ -93,6 +96,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None
         handling={},
         spare_of={},
         transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
+        norm_ns_per_parameter=[1.0],
         optimizer_ns_per_parameter=[1.0],
         hardware="test",
     )
@@ -114,13 +118,16 @@ def test_a_plan_says_how_many(tmp_path: Path) -> None:
         planned = configured(plan=str(file))
         assert build_schedule(planned, shape_of(planned)).split == split
     short = configured(sequence=12, plan=str(file))
-    with pytest.raises(ConfigError, match=r"^overlap\.plan=.* in 8 chunks, but a rank holds 12 tokens of it"):
+    with pytest.raises(ConfigError, match=r"^overlap\.plan=.* is for model=sequence 64, the configuration"):
         build_schedule(short, shape_of(short))
+    file.write_text(plan.to_yaml().replace(f"split: {plan.setting.split}\n", "split: 3\n"))
+    with pytest.raises(ValueError, match=r"split=3 does not divide a rank's 64 tokens"):
+        build_schedule(planned, shape_of(planned))
 
 
 def test_a_file_says_how_many(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
-    file.write_text(build_schedule(config := configured(), shape_of(config)).to_text())
+    file.write_text(write(build_schedule(config := configured(), shape_of(config))))
     own = configured(schedule_file=str(file))
     assert build_schedule(own, shape_of(own)).split == 2
     odd = configured(sequence=31, micro_batch=2, schedule_file=str(file))
@@ -128,12 +135,11 @@ def test_a_file_says_how_many(tmp_path: Path) -> None:
         ConfigError, match=r"^overlap\.schedule_file=.* in 2 chunks, but a rank holds 31 tokens"
     ):
         build_schedule(odd, shape_of(odd))
-    file.write_text(file.read_text().replace("split 2\n", ""))
-    with pytest.raises(ValueError, match=r"the graph has no operator 'attention_gather\.1of2'"):
-        build_schedule(own, shape_of(own))
-    file.write_text(file.read_text().replace("micro_batches 4\n", "micro_batches 4\nsplit 4\n"))
-    with pytest.raises(ValueError, match=r"the graph has no operator 'attention_gather\.1of2'"):
-        build_schedule(own, shape_of(own))
+    text = file.read_text()
+    for split in (1, 4):
+        file.write_text(text.replace("split 2\n", f"split {split}\n"))
+        with pytest.raises(ValueError, match=r"F:layer: the graph has no operator 'attention_gather\.1of2'"):
+            build_schedule(own, shape_of(own))
 
 
 def test_tokens_that_cannot_be_cut_are_named_with_a_remedy() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import HostStreams, Transfer
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Block, Direction, Strand
+from braid.scheduling.schedule import Pass, PassKind, Strand
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, communication
 
 LABELS = [
@@ -16,21 +16,21 @@ LABELS = [
     for n in range(4)
     for stream in Stream
 ]
-BLOCKS = [
+PASSES = [
     None,
     *(
-        Block(direction, micro_batch, chunk, strand)
-        for direction in Direction
+        Pass(kind, micro_batch, chunk, strand)
+        for kind in PassKind
         for micro_batch in range(3)
         for chunk in range(2)
         for strand in Strand
     ),
 ]
-Ran = list[tuple[Label | None, Block | None, bool, int, int]]
+Ran = list[tuple[Label | None, Pass | None, bool, int, int]]
 """Label, or None for a block; block; whether paired; begin and end."""
 
 
-def a_step(random: Random, program: list[tuple[Label | None, Block | None, bool]]) -> Ran:
+def a_step(random: Random, program: list[tuple[Label | None, Pass | None, bool]]) -> Ran:
     found, now = [], random.randrange(10**9)
     for what in program:
         begin = now + random.randrange(-50, 50)
@@ -39,9 +39,9 @@ def a_step(random: Random, program: list[tuple[Label | None, Block | None, bool]
     return found
 
 
-def a_program(random: Random) -> list[tuple[Label | None, Block | None, bool]]:
+def a_program(random: Random) -> list[tuple[Label | None, Pass | None, bool]]:
     return [
-        (random.choice([*LABELS, None]), random.choice(BLOCKS[1:]), random.random() < 0.5)
+        (random.choice([*LABELS, None]), random.choice(PASSES[1:]), random.random() < 0.5)
         if random.random() < 0.8
         else (random.choice(LABELS), None, False)
         for _ in range(random.randrange(60))
@@ -98,8 +98,7 @@ def test_records_say_what_ran(seed: int) -> None:
             else:
                 assert (line["micro_batch"], line["chunk"]) == (block.micro_batch, block.chunk)
                 assert STRANDS[line["strand"]] == block.strand.value
-                forward = block.direction is Direction.FORWARD
-                assert DIRECTIONS[line["direction"]] == ("forward" if forward else "backward")
+                assert DIRECTIONS[line["direction"]] == ("forward" if block.forward else "backward")
         numbers = recorder.numbers(records)
         times = [(label, (begin, end)) for label, _, _, begin, end in ran if label is not None]
         plain = communication(
@@ -114,6 +113,6 @@ def test_records_say_what_ran(seed: int) -> None:
 
 def test_nothing_is_recorded_unless_asked() -> None:
     recorder = StepRecorder(HostStreams(), recording=False)
-    record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, BLOCKS[1], True)]))
+    record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, PASSES[1], True)]))
     assert not len(recorder.records(0))
     assert recorder.numbers(recorder.records(0)).communication_ns == 0

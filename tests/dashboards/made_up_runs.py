@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.operators import Stream
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import Outcome, evaluate, with_schedule
+from braid.scheduling.planner.decide import Outcome, evaluate, with_schedule
 from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.schedule import Block, Direction
+from braid.scheduling.schedule_text import write
+from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.span_batches import RECORD, Batch, Records
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
@@ -92,17 +92,17 @@ class MadeUpRun:
     def __post_init__(self) -> None:
         self._outcome = outcome(self.ranks)
         self._random = np.random.default_rng(self.seed)
-        self._stages = [self._stage(stage) for stage in range(self._outcome.bench.setting.layout.pp)]
+        self._stages = [self._stage(stage) for stage in range(self._outcome.setting.layout.pp)]
         self._clock = self.begin_ns
         self._describe()
 
     @property
     def layout(self) -> ParallelLayout:
         """Of the run."""
-        return self._outcome.bench.setting.layout
+        return self._outcome.setting.layout
 
     def _describe(self) -> None:
-        made, setting = self._outcome, self._outcome.bench.setting
+        made, setting = self._outcome, self._outcome.setting
         cluster = _cluster(self.ranks)
         (self.path / "trace").mkdir(parents=True, exist_ok=True)
         config = {
@@ -132,7 +132,7 @@ class MadeUpRun:
         self._write("config.yaml", yaml.safe_dump(config))
         self._write("model.json", json.dumps(asdict(SHAPE)))
         self._write("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where}))
-        self._write("schedule.txt", made.simulation.job.schedule.to_text())
+        self._write("schedule.txt", write(made.code.schedule))
         self._write("profile.json", made.bench.profile.to_json())
         self._write("predicted.json", json.dumps(predicted))
         self._write("trace/predicted.json", chrome_trace(made.simulation.spans()))
@@ -185,9 +185,7 @@ class MadeUpRun:
             record["strand"], record["direction"] = STRANDS.index(strand), direction
         made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:]]
         for row, run in enumerate(rank.blocks, start=len(spans)):
-            paired = run.forward is not None and run.backward is not None
-            block = run.forward or run.backward
-            assert block is not None
+            paired, (block, *_) = run.stretch.paired, run.stretch.passes
             record = made.records[row]
             record["start_ns"], record["end_ns"] = round(run.start), round(run.start + run.course.duration)
             record["label"], record["kind"] = len(made.labels) - 2 + paired, 1 + paired
@@ -226,7 +224,7 @@ class MadeUpRun:
         means = {name: float(np.mean(values)) for name, values in ranks.items()}
         peaks = [memory.total_bytes for memory in self._outcome.simulation.memory()]
         peak_bytes = [peaks[self.layout.coordinate(rank)["pp"]] for rank in range(self.ranks)]
-        setting = self._outcome.bench.setting
+        setting = self._outcome.setting
         shared = {"step": self.done, "time": self._clock / 1e9}
         loss = 2.0 + 8.4 * 0.93**self.done + 0.05 * float(self._random.random())
         metrics = {
@@ -277,17 +275,11 @@ def _sides(simulation: Simulation, stage: int) -> Iterator[tuple[int, float]]:
     """Direction and solo time of every span of a stage, in the order of `Simulation.spans`."""
     rank = simulation.ranks[stage]
     for executed in rank.executed:
-        yield 0, executed.task.solo_ns
-    before: Block | None = None
+        yield 0, executed.price.ns
     for run in rank.blocks:
         for executed in run.course.executed:
-            assert executed.place is not None
-            block = run.forward if executed.place.forward else run.backward
-            block = before if executed.place.before else block
-            assert block is not None
-            name = "forward" if block.direction is Direction.FORWARD else "backward"
-            yield DIRECTIONS.index(name), executed.task.solo_ns
-        before = run.backward
+            forward = run.stretch.passes[executed.operation.turn].forward
+            yield DIRECTIONS.index("forward" if forward else "backward"), executed.price.ns
 
 
 def made_up(path: Path, ranks: int, steps: int, **options: Any) -> MadeUpRun:

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from braid.dashboards.plan_view import read_schedule
+from braid.dashboards.plan_view import read_schedule, schedule_view
 from braid.dashboards.run_data import RunData
 from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
-from braid.scheduling.schedule import Compute, is_late
+from braid.scheduling.schedule import Barrier, PassKind
+from braid.scheduling.schedule_text import parse
 from braid.scheduling.span_batches import decode
 from braid.scheduling.trace import communication, length_ns, merge
 from braid.scheduling.trace_arrays import intervals
@@ -97,11 +98,14 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
 def test_what_is_put_off_is_marked_in_the_pairing(finished: Path) -> None:
     schedule = read_schedule(finished)
     assert schedule is not None
-    (program,) = schedule.pairs.values()
-    wanted = [isinstance(action, Compute) and is_late(action) for action in program]
-    assert any(wanted)
+    ((sides, program),) = ((s, p) for s, p in schedule.programs.items() if len(s) > 1)
+    assert [side.kind for side in sides] == [PassKind.FORWARD, PassKind.BACKWARD, PassKind.END]
+    wanted = [None if isinstance(action, Barrier) else sides[action.turn].kind for action in program]
+    assert PassKind.END in wanted
     (pair,) = read(finished).state()["schedule"]["pairs"]
-    assert [action.get("late", False) for action in pair["actions"]] == wanted
+    assert pair["sides"] == ["F:layer", "B:layer", "L:layer"]
+    assert [action.get("side") for action in pair["actions"]] == wanted
+    assert [action.get("late", False) for action in pair["actions"]] == [one == "L" for one in wanted]
 
 
 def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
@@ -201,7 +205,7 @@ def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("schedule.txt", "braid schedule 3\nnonsense"),
+        ("schedule.txt", "braid schedule 4\nnonsense"),
         ("profile.json", "{"),
         ("predicted.json", "[1"),
         ("config.yaml", "a: [b"),
@@ -314,5 +318,26 @@ def test_what_is_put_off_is_marked(finished: Path) -> None:
     state = read(finished).state()
     marked = [one for pair in state["schedule"]["pairs"] for one in pair["actions"] if one.get("late")]
     assert marked
-    assert all(f"{one['verb']} P:{one['operator']}" in text for one in marked)
-    assert len(marked) == text.count(" P:")
+    assert all(f"{one['verb']} 2:{one['operator']}" in text for one in marked)
+    assert len(marked) == text.count(" 2:")
+
+
+def test_the_same_pass_of_two_micro_batches_is_told_apart() -> None:
+    programs = """program F:layer|F:layer
+  compute 0:norm
+  start 0:gather on intra
+  compute 1:norm
+  start 1:gather on intra
+  wait 0:gather
+  wait 1:gather
+"""
+    both = "program F:layer|B:layer\n  compute 0:norm\n"
+    head = "braid schedule 4\nname x\nstages 1\nchunks 1\nmicro_batches 2\nfused 0\nsplit 1\nstage 0\n"
+    first, pair = schedule_view(parse(head + programs + both), None)["pairs"]
+    assert (first["sides"], pair["sides"]) == (["F:layer", "B:layer"], ["F:layer", "F:layer"])
+    assert [(one["verb"], one["turn"]) for one in pair["actions"] if one["operator"] == "gather"] == [
+        ("start", 0),
+        ("start", 1),
+        ("wait", 0),
+        ("wait", 1),
+    ]

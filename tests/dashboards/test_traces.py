@@ -15,6 +15,7 @@ from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs import cli
 from braid.scheduling.operators import Stream
+from braid.scheduling.schedule_text import write
 from braid.scheduling.trace import KINDS, STRANDS, communication
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 
@@ -130,9 +131,7 @@ def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:
     data = prepare_text(tmp_path, 4, files=4)
     config = small_config(tmp_path / "runs", train={"steps": 4}, parallel={"tp": 2})
     shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(
-        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
-    )
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     for options in (RunOptions(until=2), RunOptions(resume=True)):
         events = list(Controller(plan, KeptRanks(config), options).run())
     records = [event.record for event in events if isinstance(event, StepDone)]

@@ -40,6 +40,7 @@ from braid.jobs.benchmarks.plain_torch import (
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import prepare
 from braid.scheduling.layers import part_sizes
+from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 BYTES_VOCABULARY = 257
@@ -189,7 +190,7 @@ def run_layout(path: Path, data: Path, until: int | None = None, **overrides: Ma
     """
     config = small_config(path, **overrides)
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     events = tuple(Controller(plan, KeptRanks(config), RunOptions(until=until)).run())
     return Run(config=config, shape=shape, directory=config.run_directory, events=events)

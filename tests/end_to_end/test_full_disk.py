@@ -16,6 +16,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage.faults import FOLDER, fire, fired_at
 from braid.actors.stage.messages import RunPlan
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
 STEPS = 20
@@ -43,9 +44,7 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) 
     data = prepare_text(tmp_path, 5, files=4)
     config = small_config(small_disk / "runs", train={"steps": STEPS}, checkpoint={"every": 5})
     shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(
-        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
-    )
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     events, error = _collected(Controller(plan, KeptRanks(config), RunOptions()))
     assert "step 20 is done, but its checkpoint does not fit" in error
     assert "go on with --resume" in error
@@ -71,7 +70,7 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
         checkpoint={"every": 5, "mirror": mirror.as_uri(), "asynchronous": asynchronous, "keep": 3},
     )
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
     def run(options: RunOptions) -> list[Event]:
@@ -99,9 +98,7 @@ def test_spans_and_records_that_do_not_fit_are_told(small_disk: Path, tmp_path: 
     data = prepare_text(tmp_path, 5, files=4)
     config = small_config(small_disk / "runs", train={"steps": 400, "validation_samples": 2})
     shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(
-        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
-    )
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     controller = Controller(plan, KeptRanks(config), RunOptions())
     events, error = _collected(controller, fills=small_disk / "filler")
     assert "does not fit" in error

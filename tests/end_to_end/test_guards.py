@@ -15,6 +15,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident, StepDone
 from braid.actors.controller.steps import Stepper
 from braid.actors.stage.messages import Fault, RunPlan
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
 
 STEPS, HIT = 8, 5
@@ -38,7 +39,7 @@ def controller_of(
     keeping = {"every": 1, "keep": 99, **sections.pop("checkpoint", {})}
     config = small_config(path, train=train, checkpoint=keeping, **sections)
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     plan = replace(plan, faults=tuple(faults))
     return Controller(plan, KeptRanks(config), RunOptions()), plan

@@ -14,6 +14,7 @@ from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Saved, Started, StepDone
 from braid.actors.stage.messages import RunPlan
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
 
@@ -28,9 +29,7 @@ def test_a_run_goes_on_from_its_mirror(tmp_path: Path) -> None:
         parallel={"tp": 2},
     )
     shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(
-        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
-    )
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
 
     def run(options: RunOptions) -> Run:
         events: list[Event] = list(Controller(plan, KeptRanks(config), options).run())
@@ -86,7 +85,7 @@ def test_runs_of_one_mirror_go_on_from_their_own_checkpoints(tmp_path: Path) -> 
             checkpoint={"every": 2, "keep": 2, "mirror": mirror.as_uri()},
         ).model_copy(update={"name": name})
         shape = config.check(BYTES_VOCABULARY)
-        schedule = build_schedule(config, shape).to_text()
+        schedule = write(build_schedule(config, shape))
         plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
         return list(Controller(plan, KeptRanks(config), options).run())
 
@@ -120,7 +119,7 @@ def test_a_run_that_nobody_has_begun_begins(tmp_path: Path) -> None:
         checkpoint={"mirror": (tmp_path / "mirror").as_uri()},
     )
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     with pytest.raises(ConfigError, match=r"no run in .* to resume"):
         list(Controller(plan, KeptRanks(config), RunOptions(resume=True)).run())

@@ -23,6 +23,7 @@ from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.ray_metrics import EventFeed
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
 
@@ -44,9 +45,7 @@ def killed(
     """
     config = small_config(path, **overrides)
     shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(
-        config=config, shape=shape, schedule=build_schedule(config, shape).to_text(), data=str(data)
-    )
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     draw, events = random.Random(str(kills)), []
     left = list(kills)
     feeds = [EventFeed(config, sink) for sink in sinks[:1]]
@@ -148,7 +147,7 @@ def test_layouts_that_trained_no_step_are_one_incident_with_the_next(tmp_path: P
 
     def planned(config: Config, _: Launcher) -> RunPlan:
         shape = config.check(BYTES_VOCABULARY)
-        schedule = build_schedule(config, shape).to_text()
+        schedule = write(build_schedule(config, shape))
         return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
     launcher = Shrinking(config)

@@ -24,6 +24,7 @@ from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.messages import Fault, RunPlan, Written
 from braid.actors.stage.worker import Worker
 from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
 GATE, LOG = "BRAID_TEST_GATE", "BRAID_TEST_LOG"
@@ -40,7 +41,7 @@ def controller_of(path: Path, data: Path, launcher: Any = KeptRanks, **sections:
     sections = {"parallel": {"tp": 2}, "train": {"steps": 6, "validation_samples": 2}, **sections}
     config = small_config(path, **sections)
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     return Controller(plan, launcher(config), RunOptions())
 
@@ -183,7 +184,7 @@ def test_a_checkpoint_that_a_failure_has_cost_is_made_up_for(tmp_path: Path, dat
     }
     config = small_config(tmp_path, **sections)
     shape = config.check(BYTES_VOCABULARY)
-    schedule = build_schedule(config, shape).to_text()
+    schedule = write(build_schedule(config, shape))
     fault = Fault(name="kill-save", kind="kill", rank=1, step=hit - 1, phase="save")
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data), faults=(fault,))
     events = list(Controller(plan, ProcessLauncher(config), RunOptions()).run())

@@ -5,6 +5,7 @@ Pairings come from plans with modelled costs of a made-up cluster: whatever they
 """
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,8 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.compose import decisions, evaluate, prepare, replay
+from braid.scheduling.planner.decide import evaluate, modelled, replay
+from braid.scheduling.planner.orders import decisions
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
 from tests.scheduling.plans import cluster
 
@@ -34,20 +36,20 @@ TWO_STRANDS = [
     name for name in EXECUTABLE if name not in ("megatron", "folded", "intra_batch", "braid_twins")
 ]
 CASES = [
-    *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid")),
+    *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid", "braid_w")),
     *(("llama", name, {"pp": 2}, "fp64") for name in TWO_STRANDS),
-    ("llama", "braid", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid_w", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid_v", {"tp": 2, "pp": 2}, "fp64"),
     ("gpt", "braid_eager", {"tp": 2, "pp": 2}, "fp64"),
-    ("llama", "braid", {"dp": 2, "tp": 2}, "fp64"),
-    ("gpt", "braid", {"tp": 2}, "fp64"),
+    ("llama", "braid_w", {"dp": 2, "tp": 2}, "fp64"),
+    ("gpt", "braid_w", {"tp": 2}, "fp64"),
     ("llama", "braid_twins", {"tp": 2}, "fp64"),
     ("llama", "braid_twins", {"dp": 2, "tp": 2}, "fp64"),
     ("gpt", "braid_twins", {"tp": 2}, "fp64"),
     ("llama", "braid_twins", {"tp": 2}, "fp32"),
     ("gpt", "fused twins", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
-    ("llama", "braid", {"tp": 2}, "fp32"),
+    ("llama", "braid_w", {"tp": 2}, "fp32"),
     *(
         ("llama", "fused", parallel, "fp64")
         for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
@@ -68,8 +70,11 @@ CASES = [
 ]
 """``intra_batch`` is exact to the bit as long as a row of a GEMM comes out the same beside fewer other rows:
 so it is in single and double precision on the CPU that this was tried on."""
+RUN = "embedding+4*layer+head"
+ENDS = (f"F:{RUN}|B:{RUN}|L:{RUN}", f"B:{RUN}|L:{RUN}")
+"""Programs that take up what a backward pass has left."""
 FUSED = 4
-"""Layers of a run in the schedule that these tests call fused: braid with several layers ordered as one."""
+"""Layers of a run in the schedule that these tests call fused: braid_w with several layers ordered as one."""
 
 
 class Runs:
@@ -94,8 +99,8 @@ class Runs:
         far = schedule.startswith("far")
         fused = FUSED if far or schedule.startswith("fused") else 0
         plans = schedule == "planned chunks"
-        aliases = {"fused": "braid", "fused twins": "braid_twins", "planned chunks": "intra_batch"}
-        aliases |= {"far": "braid", "far twins": "braid_twins"}
+        aliases = {"fused": "braid_w", "fused twins": "braid_twins", "planned chunks": "intra_batch"}
+        aliases |= {"far": "braid_w", "far twins": "braid_twins"}
         schedule = aliases.get(schedule, schedule)
         if key not in self._runs:
             overrides: dict[str, Mapping[str, Any]] = {
@@ -119,8 +124,8 @@ class Runs:
         setting = replace(fixed_setting(job), fused=fused)
         outcome = evaluate(setting, spec)
         if far:
-            choices, _ = decisions(prepare(setting, spec))[-1]
-            outcome = replay(outcome.bench.setting, choices, spec)
+            choices, _ = decisions(modelled(spec)(setting))[-1]
+            outcome = replay(outcome.setting, choices, spec)
         plan = plan_of(outcome, spec)
         file = self._path / f"plan-{len(self._runs)}.yaml"
         file.write_text(plan.to_yaml(), encoding="utf-8")
@@ -133,7 +138,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def _cases() -> list[Any]:
-    quick = [("braid", {"tp": 2}, "fp64"), ("intra_batch", {"tp": 2}, "fp64")]
+    quick = [("braid_w", {"tp": 2}, "fp64"), ("intra_batch", {"tp": 2}, "fp64")]
     return [
         pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2]}, {case[3]}")
         if case[0] == "llama" and case[1:] in quick
@@ -160,7 +165,7 @@ def test_overlap_changes_no_result(
 
 @pytest.mark.slow
 def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
-    late = runs.of("llama of 8 layers", "braid", {"pp": 2, "late_layers": 1}, "fp64")
+    late = runs.of("llama of 8 layers", "braid_w", {"pp": 2, "late_layers": 1}, "fp64")
     one = runs.of("llama of 8 layers", "megatron", {"pp": 2}, "fp64")
     assert late.losses == one.losses
     assert late.gradient_norms == one.gradient_norms
@@ -169,7 +174,7 @@ def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["megatron", "folded", "braid", "zbv"])
+@pytest.mark.parametrize("schedule", ["megatron", "folded", "braid_w", "zbv"])
 def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
     """Embedding and head add their gradients to one table, in an order that depends on the schedule."""
     run = runs.of("gpt, one table", schedule, {"pp": 2}, "fp64")
@@ -178,16 +183,19 @@ def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: s
 
 def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     """Late weight gradients are part of what is tested."""
-    run = runs.of("llama", "braid", {"tp": 2}, "fp64")
-    text = (run.directory / "schedule.txt").read_text()
-    assert "compute P:" in text
+    text = (runs.of("llama", "braid_w", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
+    assert "\nprogram F:layer|B:layer|L:layer\n" in text
     text = (runs.of("llama", "fused", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
-    assert "compute P:" in text
+    assert f"|L:{RUN}\n" in text
+    assert "  compute 2:" in text
     assert "fused 4" in text
-    assert "[F" in text
+    assert re.search(r"\[F2\.0\|B1\.0b?\|L0\.0", text), "blocks take up what the block before has left"
     text = (runs.of("llama", "far", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
-    late = "start P:1.layer/attention_gather.grad on intra"
-    assert text.count(late) == 2, "collectives are put off as well, and taken up by the last backward pass"
+    late = [f"start {turn}:1.layer/attention_gather.grad on intra" for turn in (1, 2)]
+    of_both, of_one = (text.partition(f"program {sides}\n")[2].partition("\nprogram")[0] for sides in ENDS)
+    assert late[1] in of_both, "collectives are put off as well"
+    assert late[0] not in of_both
+    assert late[0] in of_one, "and taken up by the last backward pass"
 
 
 def test_chunks_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
@@ -205,13 +213,21 @@ def test_chunks_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
 
 
 def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:
-    run = runs.of("llama", "braid", {"tp": 2}, "fp64")
+    run = runs.of("llama", "braid_w", {"tp": 2}, "fp64")
     plan = str(run.config.overlap.plan)
     train = {"dtype": "fp64", "steps": 1}
     for overlap, parallel, message in (
-        ({"schedule": "dhelix", "plan": plan}, {"tp": 2}, "is for overlap.schedule=braid, not dhelix"),
-        ({"schedule": "braid", "plan": plan}, {"pp": 2}, "is for tp 2 with train.recompute=none"),
-        ({"schedule": "braid"}, {"tp": 2}, "needs a pairing: measure the run"),
+        (
+            {"schedule": "dhelix", "plan": plan},
+            {"tp": 2},
+            "is for overlap.schedule=braid_w, the conf.* dhelix",
+        ),
+        (
+            {"schedule": "braid_w", "plan": plan},
+            {"pp": 2},
+            "is for parallel=tp 2, the configuration has pp 2",
+        ),
+        ({"schedule": "braid_w"}, {"tp": 2}, "needs a pairing: measure the run"),
     ):
         with pytest.raises(ValueError, match=message):
             run_layout(

@@ -139,15 +139,17 @@ CASES = [
     ),
     Case(
         "schedule without backward",
-        ("overlap.schedule_file", "forward.txt"),
+        ("overlap.schedule_file", "forward.txt", "no backward programs"),
         {"overlap": {"schedule_file": "forward.txt"}},
         prepare=_write(
-            "forward.txt", b"braid schedule 3\nname f\nstages 1\nchunks 1\nmicro_batches 4\nstage 0\n F0.0\n"
+            "forward.txt",
+            b"braid schedule 4\nname f\nstages 1\nchunks 1\nmicro_batches 4\nfused 0\nsplit 1\n"
+            b"stage 0\n F0.0\n",
         ),
     ),
     Case(
         "schedule of another version",
-        ("braid schedule 3", "braid schedule 7"),
+        ("braid schedule 4", "braid schedule 7"),
         {"overlap": {"schedule_file": "old.txt"}},
         prepare=_write("old.txt", b"braid schedule 7\nname megatron\n"),
     ),

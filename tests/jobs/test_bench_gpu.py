@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,10 +26,8 @@ from braid.jobs.benchmarks.gpu_schedules import (
     results_of,
 )
 from braid.jobs.benchmarks.gpu_utilisation import PEAK_FLOPS_PER_S, PassTime, peak_flops_per_s
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
 from braid.scheduling.presets.library import cluster_names, cluster_preset
-from braid.scheduling.schedule import Direction
+from braid.scheduling.schedule import Block, Direction
 
 CPU = torch.device("cpu")
 
@@ -151,7 +150,7 @@ def test_the_comparison_sees_another_result() -> None:
     for seed in (0, 1):
         rig = Rig(shape=QUICK.shape, device=CPU, dtype=torch.float32, seed=seed)
         with rig.running():
-            found.append(results_of(rig, Chain(rig, Decision("serial", None), 2, rig.streams)))
+            found.append(results_of(rig, Chain(rig, Decision("serial"), 2, rig.streams)))
     assert len(found[0]) == 2 * 2 + len(rig.gradients())
     assert all(largest_difference([a], [b]) > 0.0 for a, b in zip(*found, strict=True))
     assert largest_difference([torch.tensor([math.nan])], [torch.tensor([0.0])]) == math.inf
@@ -160,17 +159,27 @@ def test_the_comparison_sees_another_result() -> None:
 def test_late_weight_gradients_run_in_chains() -> None:
     """A decision that puts weight gradients off gives the serial results, too."""
     rig = Rig(shape=QUICK.shape, device=CPU, dtype=torch.float32, layers=2)
-    layer = rig.layer
-    late = "qkv.wgrad"
-    steps = [f"P:{late}", *(f"F:{op.name}" for op in layer.forward.operators)]
-    steps += [f"B:{op.name}" for op in layer.backward.operators if op.name != late]
-    order = Decision("braid", PairingDecision(method=PairMethod.ORDER, steps=tuple(steps)))
+    order = Decision("braid", {"F:layer|B:layer|L:layer": tuple(_putting_off(rig, "qkv.wgrad"))})
     with rig.running():
         serial, put_off = (
-            results_of(rig, Chain(rig, decision, 3, rig.streams))
-            for decision in (Decision("serial", None), order)
+            results_of(rig, Chain(rig, decision, 3, rig.streams)) for decision in (Decision("serial"), order)
         )
     assert largest_difference(serial, put_off) == 0.0
+
+
+def test_a_rig_holds_the_layers_it_says_and_chains_leave_gradients_to_the_next_block() -> None:
+    rig = Rig(shape=QUICK.shape, device=CPU, dtype=torch.float32, layers=2)
+    assert [part.name for part in rig.model.chunks[rig.place]] == ["layer"] * 2
+    late = {"F:layer|B:layer|L:layer": tuple(_putting_off(rig, "qkv.wgrad"))}
+    blocks = [str(one) for one in rig.chain(2, late).stages[rig.place] if isinstance(one, Block)]
+    assert blocks == ["F0.1", "[F1.1b|B0.1]", "[F2.1|B1.1b|L0.1]", "B2.1"]
+
+
+def _putting_off(rig: Rig, late: str) -> Iterator[str]:
+    """A pair of layers, one after the other, with an operator left to the next pair."""
+    yield f"2:{late}"
+    yield from (f"0:{op.name}" for op in rig.layer.forward.operators)
+    yield from (f"1:{op.name}" for op in rig.layer.backward.operators if op.name != late)
 
 
 def test_operators_stand_beside_copies(result: GpuBenchmark) -> None:
@@ -216,7 +225,7 @@ def test_columns_are_aligned() -> None:
 
 
 def test_schedules_that_need_the_search_say_so(monkeypatch: pytest.MonkeyPatch, result: GpuBenchmark) -> None:
-    monkeypatch.setitem(sys.modules, "braid.scheduling.planner.compose", None)
+    monkeypatch.setitem(sys.modules, "braid.scheduling.planner.orders", None)
     rig = Rig(shape=QUICK.shape, device=CPU, dtype=torch.float32)
     made, left_out = decisions(rig, result.operators)
     assert [one.schedule for one in made] == ["serial", "wavelet"]

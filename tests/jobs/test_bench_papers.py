@@ -27,7 +27,8 @@ from braid.jobs.benchmarks.papers_steps import chosen_setting, steps
 from braid.jobs.benchmarks.planner_published import METHODS, AblationRow, Comparison, StrategyRow
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Operator, Pass
-from braid.scheduling.planner.compose import layer_pair, prepare, with_schedule
+from braid.scheduling.planner.decide import modelled, with_schedule
+from braid.scheduling.planner.orders import layer_pair
 from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
@@ -150,7 +151,7 @@ def test_ours_are_beside_dhelix_and_not_slower() -> None:
     model, cluster = model_preset("llama-25b"), cluster_preset("a40")
     setting = chosen_setting([model], cluster, global_batch=128)
     run = steps("llama-25b", setting, cluster)
-    assert set(run.outcomes) == {"megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_v"}
+    assert set(run.outcomes) == {"megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_v"}
     assert run.gain("dhelix") > run.gain("wavelet") > 0
     assert run.gain("megatron") == pytest.approx(0)
     rows = list(our_rows("figure 11", "Llama", [run]))
@@ -162,7 +163,7 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
     model = replace(model_preset("llama-39b"), sequence=16384)
     cluster = cluster_preset("a40")
     setting = chosen_setting([model], cluster, global_batch=64, cp=2)
-    bench = prepare(with_schedule(setting, "dhelix"), cluster)
+    bench = modelled(cluster)(with_schedule(setting, "dhelix"))
     problem = layer_pair(bench)
     problems = [restricted(problem, bench.layer.backward, part) for part in PARTS]
     times = [pair(each).ns for each in problems]

@@ -25,6 +25,7 @@ from braid.actors.controller.records import Event, StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.checkpoints import new_directory
 from braid.jobs.cli import main
+from braid.scheduling.schedule_text import write
 from tests.actors.saved import digests
 from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
 from tests.foreign_models import opened
@@ -277,7 +278,7 @@ def test_a_forged_table_of_contents_runs_nothing_on_the_ranks(
     """Nor does a run that goes on from such a checkpoint."""
     marker = tmp_path / "ran"
     config = trained.config.model_copy(update={"runs": tmp_path, "name": "run"})
-    schedule = build_schedule(config, trained.shape).to_text()
+    schedule = write(build_schedule(config, trained.shape))
     plan = RunPlan(config=config, shape=trained.shape, schedule=schedule, data=str(data))
 
     def resume() -> list[Event]:
@@ -358,7 +359,7 @@ def test_forged_checkpoints_run_nothing(
     republish(step(run, 4))
     refused(command("export", step(run, 4), tmp_path / "model"), *says)
     config = trained.config.model_copy(update={"runs": tmp_path, "name": "run"})
-    schedule = build_schedule(config, trained.shape).to_text()
+    schedule = write(build_schedule(config, trained.shape))
     plan = RunPlan(config=config, shape=trained.shape, schedule=schedule, data=str(data))
     with pytest.raises(WorkerError) as failure:
         list(Controller(plan, KeptRanks(config), RunOptions(resume=True, until=5)).run())

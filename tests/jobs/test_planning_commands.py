@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from braid.jobs import planning
-from braid.scheduling.planner.compose import prepare
+from braid.scheduling.planner.decide import modelled
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT.parent / "shared/data/rtx3090_tmp_profile.csv"
@@ -99,9 +99,10 @@ def test_plan_simulate_explain_compare(folder: Path) -> None:
 def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
     shown = braid(
         "simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}",
-        "--schedule", "braid", cwd=folder,
+        "--schedule", "braid_w", cwd=folder,
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
+    assert "braid_w, tp 4 x pp 2" in shown.stdout
     assert "simulated" in shown.stdout
     assert "stage 1" in shown.stdout
     assert "a paired block" in shown.stdout
@@ -121,18 +122,39 @@ def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
     assert "estimates: not simulated, not executed yet" in (folder / "plan.yaml").read_text()
 
 
+def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:
+    """What was taken is said; asked for by its own name, it takes as long."""
+    arguments = ("--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}")
+    best, *single = (
+        as_json("simulate", "small.yaml", *arguments, "--schedule", name, cwd=folder)
+        for name in ("braid", "braid_w", "braid_eager", "braid_v")
+    )
+    assert best["fits"]
+    by_pipeline = {one["pipeline"]: one["step_seconds"] for one in single}
+    assert set(by_pipeline) == {"w", "eager_w", "v"}
+    assert best["step_seconds"] == min(by_pipeline.values()) == by_pipeline[best["pipeline"]]
+    shown = braid("simulate", "small.yaml", *arguments, "--schedule", "braid", cwd=folder)
+    assert f"braid ({best['pipeline']}), tp 4 x pp 2" in shown.stdout
+    planned = braid(
+        "plan", "small.yaml", *arguments, "--set", "overlap.schedule=braid", "--output", "p.yaml", cwd=folder
+    )
+    assert f"braid ({best['pipeline']}), 32 micro-batches" in planned.stdout, planned.stderr
+    compared = braid("compare", "p.yaml", "p.yaml", "--cluster", "mine.yaml", cwd=folder)
+    assert compared.stdout.count(f"braid ({best['pipeline']})") == 2, compared.stderr
+
+
 def test_costs_from_a_profile_file(folder: Path) -> None:
     """A profile with the modelled costs gives the modelled step; slower operators a slower one."""
     job = planning.request(str(folder / "small.yaml"), ["parallel={tp: 8}"], str(folder / "mine.yaml"), None)
-    bench = prepare(planning.fixed_setting(job), job.cluster)
+    bench = modelled(job.cluster)(planning.fixed_setting(job))
     slower = {key: 2 * ns for key, ns in bench.profile.solo_ns.items()}
     for name, profile in (("same", bench.profile), ("slower", replace(bench.profile, solo_ns=slower))):
         (folder / f"{name}.json").write_text(profile.to_json())
     arguments = ("simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 8}")
-    modelled = as_json(*arguments, cwd=folder)
+    by_model = as_json(*arguments, cwd=folder)
     same = as_json(*arguments, "--profile", "same.json", cwd=folder)
     slow = as_json(*arguments, "--profile", "slower.json", cwd=folder)
-    assert same["step_seconds"] == pytest.approx(modelled["step_seconds"], rel=1e-12)
+    assert same["step_seconds"] == pytest.approx(by_model["step_seconds"], rel=1e-12)
     assert 1.5 * same["step_seconds"] < slow["step_seconds"] <= 2 * same["step_seconds"]
 
 

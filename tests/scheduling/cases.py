@@ -1,30 +1,38 @@
 """Small models, layouts and schedules for the tests of planning."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import strategies as st
 
+from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts, part_sizes
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
+from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule, with_update
+from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, PairMethod
+from braid.scheduling.lowering.programs import Order, graph_of
 from braid.scheduling.operators import Part
+from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import (
+    Await,
     Block,
     Direction,
     Instruction,
-    Pair,
+    Norm,
+    Pass,
+    PassKind,
     Receive,
+    Reduce,
     Schedule,
     Send,
+    Step,
     Strand,
-    Twins,
-    WaitReceive,
-    WaitSend,
 )
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.schedule_text import parse_sides, write_step
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.validate import linked
 
 LLAMA = ModelShape(
     family="llama",
@@ -41,25 +49,14 @@ GPT = replace(LLAMA, family="gpt", kv_heads=8, ffn=256)
 MICRO_BATCH = 2
 TOKENS = MICRO_BATCH * LLAMA.sequence
 
-
-@cache
-def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none") -> dict[str, Part]:
-    """Embedding, layer and head; they do not depend on the pipeline."""
-    return built_in_parts(part_sizes(shape, ParallelLayout(tp=tp), MICRO_BATCH), recompute)
-
-
-def layout_for(name: str, stages: int, tp: int = 1) -> ParallelLayout:
-    """The layout that a named schedule runs on."""
-    return ParallelLayout(pp=stages, tp=tp, placement=SCHEDULES[name].placement)
-
-
 UNPAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is None)
 PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is not None)
-PAIRED_W = ("wavelet", "dhelix", "braid")
+PAIRED_W = ("wavelet", "dhelix", "braid", "braid_w")
 SPLIT = ("braid_v", "dualpipev", "zbv")
 """Schedules that put weight gradients off."""
+SEARCHED = tuple(name for name, kind in SCHEDULES.items() if kind.searched)
 STAGES = pytest.mark.parametrize("p", range(1, 7))
-HOPS = pytest.mark.parametrize("hop", SCHEDULES["braid_eager"].hops)
+HOPS = pytest.mark.parametrize("hop", PIPELINES["eager_w"].hops)
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
 """Stages and micro-batches."""
 
@@ -80,18 +77,91 @@ def sizes_of(name: str, stages: int, up_to: int = 12) -> list[int]:
     return [m for m in range(1, up_to + 1) if exists(name, stages, m)]
 
 
-def in_turn(layer: Part, method: PairMethod) -> PairingDecision:
-    """A pairing that needs no profile: operator after operator, forward and backward taking turns."""
-    forward = [op.name for op in layer.forward.operators]
-    backward = [op.name for op in layer.backward.operators]
+# -- models and layouts --------------------------------------------------------------------------------------
+
+
+@cache
+def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none") -> dict[str, Part]:
+    """Embedding, layer and head; they do not depend on the pipeline."""
+    return built_in_parts(part_sizes(shape, ParallelLayout(tp=tp), MICRO_BATCH), recompute)
+
+
+def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1) -> ParallelLayout:
+    """The layout that a named schedule runs on.
+
+    One stage is folded too, but for twins, which are only where nothing folds.
+    """
+    own = PIPELINES[SCHEDULES[name].pipelines[0]]
+    placement = own.placement_on(stages) if name == "braid_twins" else own.placement
+    return ParallelLayout(pp=stages, tp=tp, dp=dp, placement=placement)
+
+
+def model_for(layout: ParallelLayout, shape: ModelShape = LLAMA) -> ModelShape:
+    """The model, with a layer for every chunk at least."""
+    return replace(shape, layers=max(shape.layers, layout.chunks_per_copy))
+
+
+def setting_for(name: str, layout: ParallelLayout, micro_batches: int, **more: object) -> Setting:
+    """The setting of a named schedule of so many micro-batches a replica."""
+    shape = more.pop("model", LLAMA)
+    assert isinstance(shape, ModelShape)
+    workload = Workload(global_batch=micro_batches * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH)
+    known = {"model": model_for(layout, shape), "layout": layout, "workload": workload, "schedule": name}
+    return Setting(**known, **more)  # type: ignore[arg-type]
+
+
+def parts_for(setting: Setting) -> dict[str, Part]:
+    """The graphs that the programs of a setting's schedule are of."""
+    members = model_parts(replace(setting.model, layers=LLAMA.layers), setting.layout.tp, setting.recompute)
+    return scheduled_parts(
+        members, setting.layout, setting.model.layers, fused=setting.fused, split=setting.split
+    )
+
+
+# -- schedules -----------------------------------------------------------------------------------------------
+
+
+def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str, Order]:
+    """Orders that need no profile, of passes of single layers; of `PairMethod.ORDER` twins' too.
+
+    One pass after the other, or segment by segment, or operator by operator. ``ends``: every paired backward
+    pass leaves its weight gradients to the next one, beside whose first operators they run.
+    """
+    forward, backward = list(layer.forward.operators), list(layer.backward.operators)
+    pair, name = f"F:{layer.name}|B:{layer.name}", layer.name
     if method is PairMethod.TURNS:
-        return PairingDecision(method=method)
+        return {pair: ()}
     if method is PairMethod.BARRIERS:
         width = max(len(forward), len(backward))
-        padded = [names + [""] * (width - len(names)) for names in (forward, backward)]
-        return PairingDecision(method=method, steps=tuple(f"{f} | {b}" for f, b in zip(*padded, strict=True)))
-    steps = [f"{side}:{name}" for side, names in (("F", forward), ("B", backward)) for name in names]
-    return PairingDecision(method=method, steps=tuple(steps))
+        padded = [[op.name for op in ops] + [""] * (width - len(ops)) for ops in (forward, backward)]
+        return {pair: tuple(f"{f} | {b}" for f, b in zip(*padded, strict=True))}
+    orders = {sides: _serial(layer, sides) for sides in (pair, f"F:{name}|F:{name}", f"B:{name}|B:{name}")}
+    if ends:
+        late = [op.name for op in backward if op.phase is Phase.WEIGHT_GRADIENT]
+        ahead = [write_step(0, op.name) for op in forward]
+        taken = [write_step(2, op) for op in late]
+        left = [write_step(1, op.name) for op in backward if op.name not in late]
+        del orders[pair]
+        orders[f"{pair}|L:{name}"] = (*ahead[:2], *taken, *ahead[2:], *left)
+    return orders
+
+
+def _serial(layer: Part, sides: str) -> Order:
+    """One pass after the other."""
+    return tuple(
+        write_step(turn, op.name)
+        for turn, side in enumerate(parse_sides(sides))
+        for op in graph_of(layer, side.kind).operators
+    )
+
+
+def choices_for(setting: Setting, *, ends: bool = False) -> Choices:
+    """Decisions of a setting that need no profile (`in_turn`), for single layers or for the longest run."""
+    method, parts = setting.kind.pairs, parts_for(setting)
+    if method is None:
+        return Choices()
+    runs = [part for name, part in parts.items() if "layer" in name]
+    return Choices(orders={key: o for run in runs for key, o in in_turn(run, method, ends=ends).items()})
 
 
 @cache
@@ -101,22 +171,38 @@ def named_schedule(
     micro_batches: int,
     tp: int = 1,
     recompute: str = "none",
-    early_reduction: bool = False,
     gathers: bool = False,
     hop: int = 0,
+    dp: int = 1,
+    ends: bool = False,
 ) -> Schedule:
-    """A generated schedule with the programs of the Llama model; GPT's are the same."""
-    parts = model_parts(LLAMA, tp, recompute)
-    method = SCHEDULES[name].pairs
-    choices = Choices(
-        pairings={} if method is None else {"layer|layer": in_turn(parts["layer"], method)},
-        early_reduction=early_reduction,
-        gathers=gathers,
-    )
-    return training_schedule(name, layout_for(name, stages, tp), micro_batches, parts, choices, hop=hop)
+    """A generated schedule with the programs of the Llama model; GPT's are the same.
+
+    ``gathers``: parameters are gathered, over two replicas at least. ``ends``: see `in_turn`.
+    """
+    layout = layout_for(name, stages, tp, max(dp, 1 + gathers))
+    setting = setting_for(name, layout, micro_batches, recompute=recompute, zero=int(gathers), hop=hop)
+    return training_schedule(setting, parts_for(setting), choices_for(setting, ends=ends))
 
 
-def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) -> Schedule:
+def linked_schedule(
+    name: str, stages: int, micro_batches: int, tp: int = 1, recompute: str = "none", **more: object
+) -> Code:
+    """The validated code of a `named_schedule`."""
+    schedule = named_schedule(name, stages, micro_batches, tp, recompute, **more)
+    dp = max(int(str(more.get("dp", 1))), 1 + bool(more.get("gathers")))
+    return code_of(schedule, layout_for(name, stages, tp, dp), recompute=recompute)
+
+
+def code_of(
+    schedule: Schedule, layout: ParallelLayout, shape: ModelShape = LLAMA, recompute: str = "none"
+) -> Code:
+    """The validated code of a schedule of single parts."""
+    parts = model_parts(shape, layout.tp, recompute)
+    return linked(schedule, layout, model_for(layout, shape).layers, parts)
+
+
+def with_stage(schedule: Schedule, stage: int, instructions: Iterable[Instruction]) -> Schedule:
     """The schedule with another list for one stage."""
     stages = [*schedule.stages]
     stages[stage] = tuple(instructions)
@@ -126,23 +212,33 @@ def with_stage(schedule: Schedule, stage: int, instructions: list[Instruction]) 
 def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
     """The schedule with these micro-batches on strand beta, the others on alpha."""
 
-    def block(old: Block) -> Block:
-        return replace(old, strand=Strand.BETA if old.micro_batch in beta else Strand.ALPHA)
+    def placed(one: Pass) -> Pass:
+        return replace(one, strand=Strand.BETA if one.micro_batch in beta else Strand.ALPHA)
 
     def moved(old: Instruction) -> Instruction:
         match old:
-            case Block():
-                return block(old)
-            case Pair(forward, backward):
-                return Pair(block(forward), block(backward))
-            case Twins(first, second):
-                return Twins(block(first), block(second))
-            case Send() | Receive() | WaitSend() | WaitReceive():
-                return replace(old, block=block(old.block))
+            case Block(passes):
+                return Block(tuple(map(placed, passes)))
+            case Send() | Receive():
+                return replace(old, moved=placed(old.moved))
+            case Await(Send() | Receive() as transfer):
+                return Await(replace(transfer, moved=placed(transfer.moved)))
             case _:
                 return old
 
     return replace(schedule, stages=tuple(tuple(map(moved, stage)) for stage in schedule.stages))
+
+
+def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
+    """The schedule with the sums of a chunk's gradients begun after its last block."""
+
+    def updates(instruction: Instruction) -> bool:
+        return isinstance(instruction, Reduce | Await | Norm | Step) and not (
+            isinstance(instruction, Await) and not isinstance(instruction.transfer, Reduce)
+        )
+
+    plain = tuple(tuple(i for i in stage if not updates(i)) for stage in schedule.stages)
+    return replace(schedule, stages=with_update(plain, model_for(layout), layout, early=True))
 
 
 def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Schedule:
@@ -160,29 +256,45 @@ def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Sc
 
 
 def _channel(receive: Receive) -> tuple[int, Direction]:
-    return receive.stage, receive.block.direction
+    return receive.stage, receive.moved.direction
+
+
+def several(schedule: Schedule) -> bool:
+    """Whether blocks of the schedule have several passes."""
+    return any(isinstance(i, Block) and len(i.passes) > 1 for stage in schedule.stages for i in stage)
 
 
 @st.composite
 def valid_schedules(
-    draw: st.DrawFn, min_stages: int = 1, max_stages: int = 4, names: tuple[str, ...] = tuple(SCHEDULES)
+    draw: st.DrawFn,
+    min_stages: int = 1,
+    max_stages: int = 4,
+    names: tuple[str, ...] = tuple(SCHEDULES),
+    gathers: bool | None = None,
+    ends: bool | None = None,
 ) -> tuple[Schedule, ParallelLayout]:
     """Generated schedules of all kinds, varied in what does not make them invalid.
 
     Strands change places (micro-batches that nothing is paired with are on either), some receives are asked
-    for early, gradients are reduced early, parameters are gathered.
+    for early, gradients are reduced early, parameters are gathered, backward passes leave ends.
     """
     name = draw(st.sampled_from(names))
     stages = draw(st.integers(min_stages, max_stages))
     micro_batches = draw(st.sampled_from([m for m in range(1, 2 * stages + 3) if exists(name, stages, m)]))
-    schedule = named_schedule(
-        name, stages, micro_batches, 2, early_reduction=draw(st.booleans()), gathers=draw(st.booleans())
-    )
-    if not any(isinstance(i, Pair) for stage in schedule.stages for i in stage):
+    gathers = draw(st.booleans()) if gathers is None else gathers
+    ends = (draw(st.booleans()) if ends is None else ends) and SCHEDULES[name].pairs is PairMethod.ORDER
+    dp = 1 + (gathers or draw(st.booleans()))
+    schedule = named_schedule(name, stages, micro_batches, 2, gathers=gathers, dp=dp, ends=ends)
+    layout = layout_for(name, stages, 2, dp)
+    if draw(st.booleans()):
+        schedule = reduced_early(schedule, layout)
+    if not several(schedule):
         schedule = on_strands(schedule, draw(st.frozensets(st.integers(0, micro_batches - 1))))
     elif draw(st.booleans()):
-        alpha = {b.micro_batch for s in range(stages) for b in schedule.blocks(s) if b.strand is Strand.ALPHA}
-        schedule = on_strands(schedule, frozenset(alpha))
+        passes = [one for stage in range(stages) for one in schedule.passes[stage]]
+        schedule = on_strands(
+            schedule, frozenset(one.micro_batch for one in passes if one.strand is Strand.ALPHA)
+        )
     for _ in range(draw(st.integers(0, 3))):
         stage = draw(st.integers(0, stages - 1))
         receives = [n for n, i in enumerate(schedule.stages[stage]) if isinstance(i, Receive)]
@@ -190,4 +302,10 @@ def valid_schedules(
             schedule = _asked_earlier(
                 schedule, stage, draw(st.sampled_from(receives)), draw(st.integers(1, 12))
             )
-    return schedule, layout_for(name, stages, 2)
+    return schedule, layout
+
+
+def of_kind(kind: PassKind) -> st.SearchStrategy[Pass]:
+    """Any pass of a kind."""
+    numbers = st.integers(0, 10_000)
+    return st.builds(Pass, st.just(kind), numbers, numbers, st.sampled_from(Strand))

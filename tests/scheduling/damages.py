@@ -2,7 +2,8 @@
 
 A damage is a function that breaks a valid schedule at a place that hypothesis chooses. It is written so that
 the result is never valid; where a schedule offers no place for it, hypothesis tries another schedule. Those
-of paired blocks, split backward passes and gathered parameters stand in `damages_of_overlap`.
+of blocks of several passes, ends, split backward passes and gathered parameters stand in
+`damages_of_overlap`.
 """
 
 from collections.abc import Callable
@@ -13,27 +14,26 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import predecessor, successor
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
+    Await,
     Block,
     Direction,
     Instruction,
-    Pair,
+    Norm,
+    Pass,
+    PassKind,
     Receive,
     Reduce,
     Schedule,
     Send,
     Step,
     Strand,
-    WaitReceive,
-    WaitReduce,
-    WaitSend,
-    blocks_in,
+    passes_in,
 )
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.validate import ScheduleError, validate
-from tests.scheduling.cases import model_parts
+from braid.scheduling.validate import ScheduleError
+from tests.scheduling.cases import code_of, model_parts
 
 PARTS = model_parts(tp=2)
 
@@ -41,8 +41,24 @@ PARTS = model_parts(tp=2)
 def message_of(schedule: Schedule, layout: ParallelLayout) -> str:
     """The message with which a schedule is refused."""
     with pytest.raises(ScheduleError) as error:
-        validate(schedule, layout, PARTS)
+        code_of(schedule, layout)
     return str(error.value)
+
+
+def alone(instruction: Instruction) -> bool:
+    """Whether an instruction is a block of one pass."""
+    return len(passes_in(instruction)) == 1
+
+
+def only(block: Block) -> Pass:
+    """The pass of a block of one."""
+    (one,) = block.passes
+    return one
+
+
+def of(kind: type[Any]) -> Callable[[Any], bool]:
+    """Whether an instruction waits for a transfer of a kind."""
+    return lambda i: isinstance(i, Await) and isinstance(i.transfer, kind)
 
 
 class Place:
@@ -66,20 +82,35 @@ class Place:
         assume(found)
         return found[self.number(0, len(found) - 1)]
 
+    def wait(self, *kinds: type) -> int:
+        """The position of some wait for a transfer of one of the kinds."""
+        return self.find(Await, where=lambda i: isinstance(i.transfer, kinds))
+
+    def single(self, where: Callable[[Pass], bool] = lambda _: True) -> int:
+        """The position of some block of one pass."""
+        return self.find(Block, where=lambda i: alone(i) and where(only(i)))
+
+    def sum(self, norm: bool = False) -> int:
+        """The position of some start to sum gradients, or the norm."""
+        return self.find(Reduce, where=lambda i: (i.chunk is None) is norm)
+
     def position(self, instruction: Instruction | None) -> int:
         """The position of an instruction that must be there."""
         return self.list.index(instruction)
 
-    def running(self, block: Block | None) -> int:
-        """The position of the instruction that runs a pass (of a split one, its input gradients)."""
-        assert block is not None
+    def running(self, one: Pass | None) -> int:
+        """The position of the block that runs a pass (of a split one, its input gradients)."""
+        assert one is not None
         return next(
-            n for n, i in enumerate(self.list) for b in blocks_in(i) if b.travels and b.whole == block.whole
+            n
+            for n, i in enumerate(self.list)
+            for here in passes_in(i)
+            if here.kind.travels and here.whole == one.whole
         )
 
     def last_of(self, chunk: int) -> int:
-        """The position of the last instruction that runs a block of a chunk."""
-        found = [n for n, i in enumerate(self.list) for b in blocks_in(i) if b.chunk == chunk]
+        """The position of the last block that runs a pass of a chunk."""
+        found = [n for n, i in enumerate(self.list) for one in passes_in(i) if one.chunk == chunk]
         assume(found)
         return found[-1]
 
@@ -88,16 +119,16 @@ class Place:
         chunks = [c for c in range(self.layout.chunks + 2) if c not in self.layout.chunks_of(self.stage)]
         return chunks[self.number(0, len(chunks) - 1)]
 
-    def about(self, kind: type[Any], block: Block) -> int:
-        """The position of the instruction of a kind that moves a block's input."""
-        return next(n for n, i in enumerate(self.list) if type(i) is kind and i.block == block)
-
     def elsewhere(self, stage: int) -> int:
         """Another stage than the one given, possibly one that does not exist."""
         return (stage + self.number(1, self.layout.pp)) % (self.layout.pp + 1)
 
+    def without(self, *instructions: Instruction) -> None:
+        """Leave instructions out."""
+        self.list = [i for i in self.list if i not in instructions]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Damage:
     """A way to break one stage's list, and the cause (a pattern) that the message must give."""
 
@@ -105,149 +136,174 @@ class Damage:
     cause: str
     names: tuple[str, ...]
     """Schedules that offer a place for it."""
+    gathers: bool | None
+    ends: bool | None
+    """Whether parameters are gathered and ends are left; None: both."""
 
 
 DAMAGES: dict[str, Damage] = {}
 
 
 def damage(
-    cause: str, names: tuple[str, ...] = tuple(SCHEDULES)
+    cause: str,
+    names: tuple[str, ...] = tuple(SCHEDULES),
+    gathers: bool | None = None,
+    ends: bool | None = None,
 ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
     """Register a damage."""
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
-        DAMAGES[function.__name__] = Damage(function, cause, names)
+        DAMAGES[function.__name__] = Damage(
+            breaks=function, cause=cause, names=names, gathers=gathers, ends=ends
+        )
         return function
 
     return register
 
 
-def other_strand(block: Block) -> Block:
-    """The block on the strand that it is not on."""
-    return replace(block, strand=Strand.BETA if block.strand is Strand.ALPHA else Strand.ALPHA)
+def other_strand(one: Pass) -> Pass:
+    """The pass on the strand that it is not on."""
+    return replace(one, strand=Strand.BETA if one.strand is Strand.ALPHA else Strand.ALPHA)
 
 
-NOT_HERE = "has not run|has not arrived|never run|takes nothing|no send of|is under way"
+def turned(one: Pass) -> Pass:
+    """The whole pass the other way, of the same micro-batch and chunk."""
+    return replace(one, kind=PassKind.BACKWARD if one.forward else PassKind.FORWARD)
+
+
+def block_of(*passes: Pass) -> Block:
+    """A block of some passes."""
+    return Block(passes)
+
+
+NOT_HERE = "has not run|has not arrived|never run"
 
 
 # -- blocks ------------------------------------------------------------------------------------------------
 
 
-@damage(NOT_HERE)
+@damage(f"{NOT_HERE}|is not done yet")
 def drop_a_block(at: Place) -> None:
-    del at.list[at.find(Block)]
+    del at.list[at.single()]
 
 
-@damage("runs twice")
+@damage("runs twice|has left an end of")
 def run_a_block_twice(at: Place) -> None:
-    n = at.find(Block, Pair)
+    n = at.find(Block)
     at.list.insert(n + 1, at.list[n])
 
 
-@damage("its forward F.* has not run|its input .* has not|has not run yet, its output")
+@damage("of its forward pass has not run|its input .* has not|has not run yet, its output")
 def swap_a_forward_with_its_backward(at: Place) -> None:
-    n = at.find(Block, where=lambda i: replace(i, direction=Direction.BACKWARD) in at.list)
-    assume(at.list[n].direction is Direction.FORWARD)
-    m = at.position(replace(at.list[n], direction=Direction.BACKWARD))
+    n = at.single(lambda one: one.forward and block_of(turned(one)) in at.list)
+    m = at.position(block_of(turned(only(at.list[n]))))
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
 
-@damage("its input from stage . has not arrived|its forward F.* has not run")
+@damage("its input from stage . has not arrived|of its forward pass has not run")
 def swap_blocks_of_two_micro_batches(at: Place) -> None:
-    received = {i.block for i in at.list if isinstance(i, Receive)}
-    n = at.find(Block, where=lambda i: i.travels and i.whole in received)
-    one = at.list[n]
-    m = at.find(
-        Block,
-        where=lambda i: i.travels and (i.direction, i.chunk) == (one.direction, one.chunk) and i != one,
+    received = {i.moved for i in at.list if isinstance(i, Receive)}
+    n = at.single(lambda one: one.kind.travels and one.whole in received)
+    first = only(at.list[n])
+    m = at.single(
+        lambda one: (
+            one.kind.travels and (one.direction, one.chunk) == (first.direction, first.chunk) and one != first
+        )
     )
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
 
 @damage("does not run on this stage: it has chunk")
 def run_a_block_of_another_chunk(at: Place) -> None:
-    n = at.find(Block)
-    at.list[n] = replace(at.list[n], chunk=at.foreign_chunk())
+    n = at.single()
+    at.list[n] = block_of(replace(only(at.list[n]), chunk=at.foreign_chunk()))
 
 
-@damage("does not run on this stage: .* of the other copy|still has blocks to run", ("bidirectional",))
+@damage("goes through the model's other copy elsewhere", ("bidirectional",))
 def run_a_block_of_the_other_copy(at: Place) -> None:
-    n = at.find(Block)
-    chunks = [c for c in at.layout.chunks_of(at.stage) if c != at.list[n].chunk]
-    at.list[n] = replace(at.list[n], chunk=chunks[0])
+    n = at.single()
+    chunks = [c for c in at.layout.chunks_of(at.stage) if c != only(at.list[n]).chunk]
+    at.list[n] = block_of(replace(only(at.list[n]), chunk=chunks[0]))
 
 
 @damage("does not run on this stage: .*micro-batches 0 to")
 def run_a_micro_batch_that_does_not_exist(at: Place) -> None:
-    n = at.find(Block)
-    at.list[n] = replace(at.list[n], micro_batch=at.schedule.micro_batches + at.number(0, 3))
+    n = at.single()
+    number = at.schedule.micro_batches + at.number(0, 3)
+    at.list[n] = block_of(replace(only(at.list[n]), micro_batch=number))
 
 
-@damage("does not run on this stage: .* on strand (alpha|beta)")
+@damage("is on strand (alpha|beta) elsewhere")
 def run_a_block_on_the_other_strand(at: Place) -> None:
-    n = at.find(Block)
-    at.list[n] = other_strand(at.list[n])
+    n = at.single()
+    at.list[n] = block_of(other_strand(only(at.list[n])))
 
 
-@damage("still has blocks to run")
+@damage("still has passes to run|is never sent to the stage that needs it")
 def run_a_block_after_the_step(at: Place) -> None:
+    """Or after the norm."""
     last = max(n for n, i in enumerate(at.list) if isinstance(i, Block))
     block = at.list.pop(last)
-    if block.travels:
-        about = successor(block, at.layout)
-        at.list = [i for i in at.list if not (isinstance(i, Send | WaitSend) and i.block == about)]
-    at.list.append(block)
+    about = {one.after(at.layout) for one in block.passes if one.kind.travels}
+    sent = [i for i in at.list if isinstance(i, Send) and i.moved in about]
+    at.without(*sent, *map(Await, sent))
+    at.list.insert(at.number(at.position(Norm()) + 1, len(at.list)), block)
 
 
 # -- messages ----------------------------------------------------------------------------------------------
 
 
-@damage("is never sent|no send of .* is under way")
+@damage("SEND.* is not started")
 def drop_a_send(at: Place) -> None:
     del at.list[at.find(Send)]
 
 
 @damage("the output of .* is never sent to the stage that needs it")
 def drop_a_send_and_its_wait(at: Place) -> None:
-    block = at.list[at.find(Send)].block
-    at.list = [i for i in at.list if not (isinstance(i, Send | WaitSend) and i.block == block)]
+    sent = at.list[at.find(Send)]
+    at.without(sent, Await(sent))
 
 
-@damage("the same output is sent twice")
+@damage("SEND.* is started twice")
 def send_twice(at: Place) -> None:
     n = at.find(Send)
     at.list.insert(n + at.number(0, 1), at.list[n])
 
 
-@damage("F.* runs on stage .$|B.* runs on stage .$")
+@damage("F.* runs on stage .$|B.* runs on stage .$|runs on this stage, there is nothing to send")
 def send_to_the_wrong_stage(at: Place) -> None:
     n = at.find(Send)
     at.list[n] = replace(at.list[n], stage=at.elsewhere(at.list[n].stage))
 
 
-@damage("has not run yet, its output cannot be sent")
+@damage("has not run yet, its output cannot be handed on")
 def send_before_the_block(at: Place) -> None:
-    n = at.find(Send)
-    send = at.list.pop(n)
-    at.list.insert(at.number(0, at.running(predecessor(send.block, at.layout))), send)
+    sent = at.list.pop(at.find(Send))
+    at.list.insert(at.number(0, at.running(sent.moved.before(at.layout))), sent)
 
 
-@damage("takes nothing from this stage|has not run yet")
+@damage("takes nothing from this stage|has not run yet|runs on (this )?stage")
 def send_for_another_block(at: Place) -> None:
     n = at.find(Send)
-    block = at.list[n].block
-    shifted = replace(block, chunk=block.chunk + at.number(1, 3))
-    at.list[n] = replace(at.list[n], block=shifted)
-    ran = {b.whole for i in at.list[:n] for b in blocks_in(i)}
-    assume(predecessor(shifted, at.layout) not in ran)
+    moved = at.list[n].moved
+    shifted = replace(moved, chunk=moved.chunk + at.number(1, 3))
+    at.list[n] = replace(at.list[n], moved=shifted)
+    ran = {one.whole for i in at.list[:n] for one in passes_in(i)}
+    assume(shifted.before(at.layout) not in ran)
 
 
-@damage("no receive of .* is under way")
+@damage("messages are of whole passes: B")
+def send_by_the_name_of_input_gradients(at: Place) -> None:
+    n = at.find(Send, Receive, where=lambda i: not i.moved.forward)
+    at.list[n] = replace(at.list[n], moved=replace(at.list[n].moved, kind=PassKind.INPUT))
+
+
+@damage("RECV.* is not started")
 def drop_a_receive(at: Place) -> None:
     del at.list[at.find(Receive)]
 
 
-@damage("the same input is received twice")
+@damage("RECV.* is started twice")
 def receive_twice(at: Place) -> None:
     n = at.find(Receive)
     at.list.insert(at.number(n, len(at.list)), at.list[n])
@@ -262,28 +318,28 @@ def receive_from_the_wrong_stage(at: Place) -> None:
 @damage("does not run on this stage")
 def receive_for_another_stage(at: Place) -> None:
     n = at.find(Receive)
-    at.list[n] = replace(at.list[n], block=replace(at.list[n].block, chunk=at.foreign_chunk()))
+    at.list[n] = replace(at.list[n], moved=replace(at.list[n].moved, chunk=at.foreign_chunk()))
 
 
-@damage("the next message that stage . sends is for|no receive of .* is under way")
+@damage("the next message that stage . sends is for|RECV.* is not started")
 def swap_two_receives(at: Place) -> None:
     n = at.find(Receive)
     one = at.list[n]
     m = at.find(
         Receive,
-        where=lambda i: (i.stage, i.block.direction) == (one.stage, one.block.direction) and i != one,
+        where=lambda i: (i.stage, i.moved.direction) == (one.stage, one.moved.direction) and i != one,
     )
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
 
-@damage("the next message that stage . sends is for|no send of .* is under way")
+@damage("the next message that stage . sends is for|SEND.* is not started")
 def swap_two_sends(at: Place) -> None:
     n = at.find(Send)
     one = at.list[n]
     m = at.find(
         Send,
         where=lambda i: (
-            (i.stage, i.block.direction) == (one.stage, one.block.direction) and at.position(i) > n
+            (i.stage, i.moved.direction) == (one.stage, one.moved.direction) and at.position(i) > n
         ),
     )
     at.list.insert(m, at.list.pop(n))
@@ -291,52 +347,63 @@ def swap_two_sends(at: Place) -> None:
 
 @damage("its input from stage . has not arrived")
 def do_not_wait_for_a_receive(at: Place) -> None:
-    del at.list[at.find(WaitReceive)]
+    del at.list[at.wait(Receive)]
 
 
-@damage("no receive of .* is under way")
+@damage("RECV.* is waited for twice")
 def wait_for_a_receive_twice(at: Place) -> None:
-    n = at.find(WaitReceive)
+    n = at.wait(Receive)
     at.list.insert(at.number(n, len(at.list)), at.list[n])
 
 
-@damage("no receive of .* is under way")
+@damage("RECV.* is not started")
 def wait_before_the_receive(at: Place) -> None:
-    n = at.find(WaitReceive)
-    wait = at.list.pop(n)
-    at.list.insert(at.number(0, at.about(Receive, wait.block)), wait)
+    wait = at.list.pop(at.wait(Receive))
+    at.list.insert(at.number(0, at.position(wait.transfer)), wait)
 
 
 @damage("its input from stage . has not arrived")
 def wait_for_a_receive_after_its_block(at: Place) -> None:
-    n = at.find(WaitReceive)
-    wait = at.list.pop(n)
-    at.list.insert(at.number(at.running(wait.block) + 1, len(at.list)), wait)
+    wait = at.list.pop(at.wait(Receive))
+    at.list.insert(at.number(at.running(wait.transfer.moved) + 1, len(at.list)), wait)
 
 
-@damage("the send of .* is never waited for")
+@damage("the send of the output of .* is never waited for")
 def do_not_wait_for_a_send(at: Place) -> None:
-    del at.list[at.find(WaitSend)]
+    del at.list[at.wait(Send)]
 
 
-@damage("no send of .* is under way")
+@damage("SEND.* is waited for twice")
 def wait_for_a_send_twice(at: Place) -> None:
-    n = at.find(WaitSend)
+    n = at.wait(Send)
     at.list.insert(at.number(n, len(at.list)), at.list[n])
 
 
-@damage("no send of .* is under way")
+@damage("SEND.* is not started")
 def wait_before_the_send(at: Place) -> None:
-    n = at.find(WaitSend)
-    wait = at.list.pop(n)
-    at.list.insert(at.number(0, at.about(Send, wait.block)), wait)
+    wait = at.list.pop(at.wait(Send))
+    at.list.insert(at.number(0, at.position(wait.transfer)), wait)
 
 
-@damage("no (send|receive) of .* is under way")
+def change_a_wait(at: Place, change: Callable[[Any], Any]) -> None:
+    """Wait for another message than the one that was started."""
+    n = at.wait(Send, Receive)
+    at.list[n] = Await(change(at.list[n].transfer))
+
+
+@damage("SEND.* is not started|does not run on this stage")
 def wait_for_a_message_that_does_not_exist(at: Place) -> None:
-    n = at.find(WaitSend, WaitReceive)
-    block = at.list[n].block
-    at.list[n] = replace(at.list[n], block=replace(block, micro_batch=block.micro_batch + 100))
+    change_a_wait(at, lambda t: replace(t, moved=replace(t.moved, micro_batch=t.moved.micro_batch + 100)))
+
+
+@damage("runs on (this )?stage|nothing for .* comes from stage")
+def wait_for_a_message_of_another_stage(at: Place) -> None:
+    change_a_wait(at, lambda t: replace(t, stage=at.elsewhere(t.stage)))
+
+
+@damage("is on strand (alpha|beta) elsewhere")
+def wait_for_a_message_on_the_other_strand(at: Place) -> None:
+    change_a_wait(at, lambda t: replace(t, moved=other_strand(t.moved)))
 
 
 @damage("deadlock: .*stage . waits at")
@@ -344,59 +411,142 @@ def wait_in_a_circle(at: Place) -> None:
     """Wait for a micro-batch's gradient before its activation is sent on: the gradient depends on it."""
     n = at.find(
         Receive,
-        where=lambda i: i.block.direction is Direction.BACKWARD and i.stage == at.stage + 1,
+        where=lambda i: i.moved.direction is Direction.BACKWARD and i.stage == at.stage + 1,
     )
     receive = at.list[n]
-    block, wait = receive.block, WaitReceive(receive.block)
-    channel = [i for i in at.list if isinstance(i, Receive) and i.block.direction is Direction.BACKWARD]
+    moved, wait = receive.moved, Await(receive)
+    channel = [i for i in at.list if isinstance(i, Receive) and i.moved.direction is Direction.BACKWARD]
     assume(receive == next(i for i in channel if i.stage == receive.stage))
-    at.list = [i for i in at.list if i not in (receive, wait)]
-    activation = replace(block, direction=Direction.FORWARD, chunk=block.chunk + 1)
+    at.without(receive, wait)
+    activation = replace(moved, kind=PassKind.FORWARD, chunk=moved.chunk + 1)
+    sent = next(n for n, i in enumerate(at.list) if isinstance(i, Send) and i.moved == activation)
     later = (n for n, i in enumerate(at.list) if i in channel and i.stage == receive.stage)
-    place = at.number(0, min(at.about(Send, activation), *later, len(at.list)))
+    place = at.number(0, min(sent, *later, len(at.list)))
     at.list[place:place] = [receive, wait]
 
 
 # -- the update --------------------------------------------------------------------------------------------
 
 
-@damage("still has blocks to run")
+@damage("still has passes to run")
 def reduce_before_the_last_block(at: Place) -> None:
-    reduce = at.list.pop(at.find(Reduce))
-    at.list.insert(at.number(0, at.last_of(reduce.chunk)), reduce)
+    n = at.sum()
+    reduce, wait = at.list[n], Await(at.list[n])
+    axes = [i for i in at.list if isinstance(i, Reduce) and i.chunk == reduce.chunk]
+    assume(reduce == axes[0])
+    last = at.last_of(reduce.chunk)
+    at.without(reduce, wait)
+    place = at.number(0, last)
+    at.list[place:place] = [reduce, wait]
 
 
-@damage("no reduction of chunk . is under way")
+@damage("no REDUCE.* is under way")
 def drop_a_reduce(at: Place) -> None:
     del at.list[at.find(Reduce)]
 
 
-@damage("is reduced twice")
+@damage("the gradients of chunk . are not summed over (tp|dp|copies)")
+def drop_a_reduce_and_its_wait(at: Place) -> None:
+    reduce = at.list[at.sum()]
+    at.without(reduce, Await(reduce))
+
+
+@damage("REDUCE.* stands twice")
 def reduce_twice(at: Place) -> None:
     n = at.find(Reduce)
     at.list.insert(at.number(n, len(at.list)), at.list[n])
 
 
+@damage("REDUCE.* stands twice")
+def reduce_twice_and_wait_for_it(at: Place) -> None:
+    """Gradients that are summed over an axis twice are multiplied by its degree."""
+    n = at.wait(Reduce)
+    place = at.number(n + 1, len(at.list))
+    at.list[place:place] = [at.list[n].transfer, at.list[n]]
+
+
+@damage("is not waited for, and sums of the same come one after the other|is not waited for")
+def sum_over_two_axes_at_once(at: Place) -> None:
+    chunks = [i.chunk for i in at.list if isinstance(i, Reduce)]
+    n = at.find(Reduce, where=lambda i: chunks.count(i.chunk) > 1)
+    first, *others = [i for i in at.list if isinstance(i, Reduce) and i.chunk == at.list[n].chunk]
+    at.without(Await(first))
+    at.list.insert(at.number(at.position(others[0]) + 1, len(at.list)), Await(first))
+
+
 @damage("is not on this stage")
 def reduce_a_foreign_chunk(at: Place) -> None:
-    at.list[at.find(Reduce)] = Reduce(at.foreign_chunk())
+    n = at.sum()
+    at.list[n] = replace(at.list[n], chunk=at.foreign_chunk())
 
 
-@damage("chunks .* are not reduced")
+@damage("over (cp|pp|dq) there is nothing to do here")
+def reduce_over_another_axis(at: Place) -> None:
+    n = at.sum()
+    at.list[n] = replace(at.list[n], axis=["cp", "pp", "dq"][at.number(0, 2)])
+
+
+@damage("is not waited for|are not summed")
 def do_not_wait_for_a_reduce(at: Place) -> None:
-    del at.list[at.find(WaitReduce)]
+    del at.list[at.wait(Reduce)]
 
 
-@damage("no reduction of chunk . is under way")
+@damage("no REDUCE.* is under way")
 def wait_for_a_reduce_twice(at: Place) -> None:
-    n = at.find(WaitReduce)
+    n = at.wait(Reduce)
     at.list.insert(at.number(n, len(at.list)), at.list[n])
 
 
-@damage("no reduction of chunk . is under way")
+@damage("no REDUCE.* is under way")
 def wait_before_the_reduce(at: Place) -> None:
-    wait = at.list.pop(at.find(WaitReduce))
-    at.list.insert(at.number(0, at.position(Reduce(wait.chunk))), wait)
+    wait = at.list.pop(at.wait(Reduce))
+    at.list.insert(at.number(0, at.position(wait.transfer)), wait)
+
+
+@damage("is not waited for|are not summed|still has passes to run")
+def take_the_norm_before_the_sums(at: Place) -> None:
+    at.list.remove(Norm())
+    waits = [n for n, i in enumerate(at.list) if of(Reduce)(i) and i.transfer.chunk is not None]
+    at.list.insert(at.number(0, waits[-1]), Norm())
+
+
+@damage("the gradients of chunk . are not summed over")
+def sum_gradients_after_the_norm(at: Place) -> None:
+    reduce = at.list[at.sum()]
+    at.without(reduce, Await(reduce))
+    place = at.number(at.position(Norm()) + 1, len(at.list))
+    at.list[place:place] = [reduce, Await(reduce)]
+
+
+@damage("NORM comes first|there is no NORM before it")
+def drop_the_norm(at: Place) -> None:
+    at.list.remove(Norm())
+
+
+@damage("a second NORM")
+def take_the_norm_twice(at: Place) -> None:
+    at.list.insert(at.number(at.position(Norm()), len(at.list)), Norm())
+
+
+@damage("NORM comes first")
+def sum_the_norm_before_it_is_taken(at: Place) -> None:
+    n = at.sum(norm=True)
+    reduce = at.list[n]
+    at.without(reduce, Await(reduce))
+    place = at.number(0, at.position(Norm()))
+    at.list[place:place] = [reduce, Await(reduce)]
+
+
+@damage("the squares of the norm are not summed over (tp|pp)")
+def drop_a_sum_of_the_norm(at: Place) -> None:
+    reduce = at.list[at.sum(norm=True)]
+    at.without(reduce, Await(reduce))
+
+
+@damage("over (dp|cp|ends) there is nothing to do here")
+def sum_the_norm_over_another_axis(at: Place) -> None:
+    n = at.sum(norm=True)
+    at.list[n] = replace(at.list[n], axis=["dp", "cp", "ends"][at.number(0, 2)])
 
 
 @damage("the STEP is missing")
@@ -409,8 +559,8 @@ def step_twice(at: Place) -> None:
     at.list.insert(at.number(at.position(Step()), len(at.list)), Step())
 
 
-@damage("chunks .* are not reduced")
+@damage("there is no NORM before it|the squares of the norm are not summed over")
 def step_early(at: Place) -> None:
     at.list.remove(Step())
-    last = max(n for n, i in enumerate(at.list) if isinstance(i, WaitReduce))
+    last = max(n for n, i in enumerate(at.list) if of(Reduce)(i))
     at.list.insert(at.number(0, last), Step())

@@ -1,230 +1,364 @@
-"""Ways to break paired blocks, split backward passes and gathered parameters, for `test_validate`."""
+"""Ways to break blocks of several passes, ends, split backward passes and gathered parameters."""
 
 from dataclasses import replace
 
 from hypothesis import assume
 
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.schedule import (
+    Await,
     Block,
-    Direction,
     Gather,
-    Gradients,
-    Pair,
+    Instruction,
+    Pass,
+    PassKind,
+    Receive,
     Reduce,
-    WaitGather,
-    WaitReceive,
-    blocks_in,
+    passes_in,
 )
 from tests.scheduling.cases import PAIRED, SPLIT
-from tests.scheduling.damages import NOT_HERE, Place, damage, other_strand
+from tests.scheduling.damages import (
+    NOT_HERE,
+    Place,
+    alone,
+    block_of,
+    damage,
+    only,
+    other_strand,
+    turned,
+)
 
 PAIRED_AND_SPLIT = tuple(name for name in PAIRED if name in SPLIT)
+ORDERED = tuple(name for name in PAIRED if SCHEDULES[name].pairs is PairMethod.ORDER)
+"""Schedules that may leave ends."""
+TWINS = ("braid_twins",)
+PAIRS = tuple(name for name in PAIRED if name not in TWINS)
 
-# -- paired blocks -----------------------------------------------------------------------------------------
+
+def paired(instruction: Instruction) -> bool:
+    """Whether an instruction is a block of a forward and a backward pass."""
+    kinds = [one.kind for one in passes_in(instruction)]
+    return kinds[:2] == [PassKind.FORWARD, PassKind.BACKWARD]
 
 
-@damage(NOT_HERE, PAIRED)
+def a_pair(at: Place) -> tuple[int, Pass, Pass, tuple[Pass, ...]]:
+    """The position of some paired block, its passes, and the ends that it takes up."""
+    n = at.find(Block, where=paired)
+    forward, backward, *ends = at.list[n].passes
+    return n, forward, backward, tuple(ends)
+
+
+# -- blocks of several passes --------------------------------------------------------------------------------
+
+
+@damage(f"{NOT_HERE}|has left an end", PAIRED)
 def drop_a_pair(at: Place) -> None:
-    assume(sum(isinstance(i, Pair) for stage in at.schedule.stages for i in stage) > 1)
-    del at.list[at.find(Pair)]
+    assume(sum(paired(i) for stage in at.schedule.stages for i in stage) > 1)
+    del at.list[at.find(Block, where=paired)]
 
 
-@damage("both are on strand (alpha|beta)|does not run .* on strand (alpha|beta)", PAIRED)
+@damage("is on strand (alpha|beta) elsewhere", PAIRED)
 def pair_two_passes_of_one_strand(at: Place) -> None:
-    n = at.find(Pair)
-    forward, backward = at.list[n].forward, at.list[n].backward
-    moved = [Pair(other_strand(forward), backward), Pair(forward, other_strand(backward))]
-    at.list[n] = moved[at.number(0, 1)]
+    n, forward, backward, ends = a_pair(at)
+    moved = [(other_strand(forward), backward), (forward, other_strand(backward))]
+    at.list[n] = Block((*moved[at.number(0, 1)], *ends))
 
 
-@damage("does not run on this stage: .* on strand (alpha|beta)", PAIRED)
+@damage("is on strand (alpha|beta) elsewhere", PAIRED)
 def pair_on_the_strands_of_each_other(at: Place) -> None:
-    n = at.find(Pair)
-    at.list[n] = Pair(other_strand(at.list[n].forward), other_strand(at.list[n].backward))
+    n, forward, backward, ends = a_pair(at)
+    at.list[n] = Block((other_strand(forward), other_strand(backward), *ends))
 
 
-@damage("F.* is not a backward pass; the second of a paired block is", PAIRED)
+@damage("never run|runs twice|no program is for|has left an end", PAIRED)
 def pair_two_forward_passes(at: Place) -> None:
-    n = at.find(Pair)
-    pair = at.list[n]
-    at.list[n] = Pair(pair.forward, replace(pair.backward, direction=Direction.FORWARD))
+    n, forward, backward, ends = a_pair(at)
+    at.list[n] = Block((forward, turned(backward), *ends))
 
 
-@damage("B.* is not a forward pass; the first of a paired block is", PAIRED)
+@damage("never run|runs twice|no program is for|has left an end", PAIRED)
 def pair_two_backward_passes(at: Place) -> None:
-    n = at.find(Pair)
-    pair = at.list[n]
-    at.list[n] = Pair(replace(pair.forward, direction=Direction.BACKWARD), pair.backward)
+    n, forward, backward, ends = a_pair(at)
+    at.list[n] = Block((turned(forward), backward, *ends))
 
 
-@damage("is not a forward pass", PAIRED)
+@damage("no program is for B beside F", PAIRED)
 def pair_the_wrong_way_round(at: Place) -> None:
-    n = at.find(Pair)
-    at.list[n] = Pair(at.list[n].backward, at.list[n].forward)
+    n, forward, backward, ends = a_pair(at)
+    at.list[n] = Block((backward, forward, *ends))
 
 
-@damage("weight gradients alone have nothing to be paired for", PAIRED_AND_SPLIT)
-def pair_with_weight_gradients(at: Place) -> None:
-    n = at.find(Pair)
-    at.list[n] = replace(at.list[n], backward=replace(at.list[n].backward, gradients=Gradients.WEIGHT))
+@damage("no program is for F beside (W|I)", PAIRED_AND_SPLIT)
+def pair_with_half_a_backward_pass(at: Place) -> None:
+    n, forward, backward, ends = a_pair(at)
+    half = [PassKind.WEIGHT, PassKind.INPUT][at.number(0, 1)]
+    at.list[n] = Block((forward, replace(backward, kind=half), *ends))
 
 
-@damage("the weight gradients of B.* never run", PAIRED_AND_SPLIT)
-def pair_with_input_gradients_alone(at: Place) -> None:
-    n = at.find(Pair)
-    at.list[n] = replace(at.list[n], backward=replace(at.list[n].backward, gradients=Gradients.INPUT))
+@damage("a block has a pass twice", PAIRED)
+def run_both_halves_in_one_block(at: Place) -> None:
+    n, forward, backward, ends = a_pair(at)
+    halves = (replace(backward, kind=kind) for kind in (PassKind.INPUT, PassKind.WEIGHT))
+    at.list[n] = Block((forward, *halves, *ends))
 
 
-@damage("[FB].*: its input from stage . has not arrived", PAIRED)
+@damage("its input from stage . has not arrived", PAIRS)
 def pair_without_waiting_for_an_input(at: Place) -> None:
-    paired = {b for i in at.list if isinstance(i, Pair) for b in i.blocks}
-    del at.list[at.find(WaitReceive, where=lambda i: i.block in paired)]
-
-
-@damage("B.*: its forward F.* has not run", PAIRED)
-def pair_a_backward_before_its_forward(at: Place) -> None:
-    n = at.find(Pair)
-    pair = at.list.pop(n)
-    place = at.running(replace(pair.backward, direction=Direction.FORWARD))
-    assume(place < n)
-    at.list.insert(place, pair)
-
-
-@damage("F.*: F.* does not run on this stage|B.*: B.* does not run on this stage", PAIRED)
-def pair_a_pass_of_another_chunk(at: Place) -> None:
-    n = at.find(Pair)
-    pair, chunk = at.list[n], at.foreign_chunk()
-    moved = [
-        replace(pair, forward=replace(pair.forward, chunk=chunk)),
-        replace(pair, backward=replace(pair.backward, chunk=chunk)),
+    together = {one for i in at.list if paired(i) for one in i.passes}
+    del at.list[
+        at.find(Await, where=lambda i: isinstance(i.transfer, Receive) and i.transfer.moved in together)
     ]
-    at.list[n] = moved[at.number(0, 1)]
 
 
-@damage("[FB].*: the block runs twice|the block runs twice", PAIRED)
+@damage("B.*of its forward pass has not run|has left an end|its input", PAIRED)
+def pair_a_backward_before_its_forward(at: Place) -> None:
+    n, _, backward, _ = a_pair(at)
+    block = at.list.pop(n)
+    place = at.running(turned(backward))
+    assume(place < n)
+    at.list.insert(place, block)
+
+
+@damage("[FB].* does not run on this stage", PAIRED)
+def pair_a_pass_of_another_chunk(at: Place) -> None:
+    n, forward, backward, ends = a_pair(at)
+    chunk = at.foreign_chunk()
+    moved = [
+        (replace(forward, chunk=chunk), backward),
+        (forward, replace(backward, chunk=chunk)),
+    ]
+    at.list[n] = Block((*moved[at.number(0, 1)], *ends))
+
+
+@damage("[FB].* runs twice", PAIRED)
 def pair_a_block_that_also_runs_alone(at: Place) -> None:
-    n = at.find(Pair)
-    at.list.insert(n + 1, at.list[n].blocks[at.number(0, 1)])
+    n, forward, backward, _ = a_pair(at)
+    at.list.insert(n + 1, block_of([forward, backward][at.number(0, 1)]))
 
 
-# -- split backward passes ---------------------------------------------------------------------------------
+@damage("gradients are added up in the order of micro-batches", TWINS, ends=False)
+def turn_twins_round(at: Place) -> None:
+    n = at.find(Block, where=lambda i: [one.kind.value for one in i.passes] == ["B", "B"])
+    at.list[n] = Block(at.list[n].passes[::-1])
+
+
+@damage("a block has a pass twice", TWINS)
+def twins_of_one_micro_batch(at: Place) -> None:
+    n = at.find(Block, where=lambda i: len({one.kind for one in i.passes}) < len(i.passes))
+    at.list[n] = Block((at.list[n].passes[0],) * 2)
+
+
+# -- ends ----------------------------------------------------------------------------------------------------
+
+
+def end_of(one: Pass) -> Pass:
+    """What is left of a backward pass."""
+    return replace(one, kind=PassKind.END)
+
+
+def takes_up(instruction: Instruction) -> bool:
+    """Whether a block takes up an end."""
+    return any(one.kind is PassKind.END for one in passes_in(instruction))
+
+
+def an_end(at: Place) -> tuple[int, Pass]:
+    """The position of some block that takes up an end, and the end."""
+    n = at.find(Block, where=takes_up)
+    return n, at.list[n].passes[-1]
+
+
+@damage("no block before it has left an end of B.* for L", ORDERED)
+def take_up_an_end_that_no_block_left(at: Place) -> None:
+    """Of a backward pass that ran alone, and so to its end."""
+    whole = [only(i) for i in at.list if isinstance(i, Block) and alone(i) and not only(i).forward]
+    assume(whole)
+    end = end_of(whole[at.number(0, len(whole) - 1)].whole)
+    n = at.find(Block, where=lambda i: not takes_up(i) and end.whole not in [one.whole for one in i.passes])
+    at.list[n] = Block((*at.list[n].passes, end))
+
+
+@damage("no block before it has left an end of B.* for L|a block has a pass twice", ORDERED, ends=True)
+def take_up_an_end_twice(at: Place) -> None:
+    n, end = an_end(at)
+    m = at.find(Block, where=lambda i: at.position(i) >= n)
+    at.list[m] = Block((*at.list[m].passes, end))
+
+
+@damage("no block before it has left an end of B.* for L|a block has a pass twice", ORDERED, ends=True)
+def take_up_an_end_too_early(at: Place) -> None:
+    n, end = an_end(at)
+    m = at.find(Block, where=lambda i: at.position(i) <= at.running(end))
+    at.list[n] = Block(at.list[n].passes[:-1])
+    at.list[m] = Block((*at.list[m].passes, end))
+
+
+@damage("an end has nothing to run beside", ORDERED, ends=True)
+def run_an_end_alone(at: Place) -> None:
+    n, end = an_end(at)
+    at.list[n] = Block(at.list[n].passes[:-1])
+    at.list.insert(at.number(at.running(end) + 1, n), block_of(end))
+
+
+@damage("is on strand (alpha|beta) elsewhere", ORDERED, ends=True)
+def take_up_an_end_on_the_other_strand(at: Place) -> None:
+    n, end = an_end(at)
+    at.list[n] = Block((*at.list[n].passes[:-1], other_strand(end)))
+
+
+@damage("does not run on this stage", ORDERED, ends=True)
+def take_up_an_end_of_another_stage(at: Place) -> None:
+    n, end = an_end(at)
+    at.list[n] = Block((*at.list[n].passes[:-1], replace(end, chunk=at.foreign_chunk())))
+
+
+@damage("still has passes to run", ORDERED, ends=True)
+def take_up_an_end_after_the_sum(at: Place) -> None:
+    n, end = an_end(at)
+    (reduce, *_) = [i for i in at.list if isinstance(i, Reduce) and i.chunk == end.chunk]
+    m = at.find(Block, where=lambda i: at.position(i) > at.position(reduce))
+    at.list[n] = Block(at.list[n].passes[:-1])
+    at.list[m] = Block((*at.list[m].passes, end))
+
+
+# -- split backward passes -----------------------------------------------------------------------------------
 
 
 def weight_gradients(at: Place) -> int:
     """The position of some weight gradients that run alone."""
-    return at.find(Block, where=lambda i: i.gradients is Gradients.WEIGHT)
+    return at.single(lambda one: one.kind is PassKind.WEIGHT)
 
 
-@damage("the weight gradients of B.* never run", SPLIT)
+@damage("of B.* never runs", SPLIT)
 def drop_the_weight_gradients(at: Place) -> None:
+    assume(sum(one.kind is PassKind.WEIGHT for one in at.schedule.passes[at.stage]) > 1)
     del at.list[weight_gradients(at)]
 
 
-@damage("W.*: it runs twice or I.* has not run before it|it runs twice or I", SPLIT)
+@damage("W.* runs twice", SPLIT)
 def run_weight_gradients_twice(at: Place) -> None:
     n = weight_gradients(at)
-    after = at.last_of(at.list[n].chunk)
+    after = at.last_of(only(at.list[n]).chunk)
     at.list.insert(at.number(n, after), at.list[n])
 
 
-@damage("it runs twice or I.* has not run before it", SPLIT)
+@damage(r"needs .*, which is not done yet \(does I.* come first\?\)", SPLIT)
 def run_weight_gradients_first(at: Place) -> None:
     block = at.list.pop(weight_gradients(at))
-    place = at.running(block)
-    at.list.insert(place, block)
+    at.list.insert(at.running(only(block)), block)
 
 
-@damage(f"it runs twice or I.* has not run before it|{NOT_HERE}", SPLIT)
+@damage(rf"is not done yet \(does I.* come first|{NOT_HERE}", SPLIT)
 def drop_the_input_gradients(at: Place) -> None:
-    del at.list[at.running(at.list[weight_gradients(at)])]
+    assume(sum(one.kind is PassKind.INPUT for one in at.schedule.passes[at.stage]) > 1)
+    del at.list[at.running(only(at.list[weight_gradients(at)]))]
 
 
-@damage("the weight gradients of B.* never run", SPLIT)
+@damage("of B.* never runs", SPLIT)
 def run_input_gradients_instead_of_both(at: Place) -> None:
-    n = at.find(Block, where=lambda i: str(i).startswith("B"))
-    at.list[n] = replace(at.list[n], gradients=Gradients.INPUT)
+    n = at.single(lambda one: one.kind is PassKind.BACKWARD)
+    at.list[n] = block_of(replace(only(at.list[n]), kind=PassKind.INPUT))
 
 
-@damage("it runs twice or I.* has not run before it", SPLIT)
+@damage("W.* runs twice|program B:.* is missing", SPLIT)
 def run_both_gradients_instead_of_those_of_the_input(at: Place) -> None:
-    n = at.find(Block, where=lambda i: i.gradients is Gradients.INPUT)
-    at.list[n] = replace(at.list[n], gradients=Gradients.BOTH)
+    n = at.single(lambda one: one.kind is PassKind.INPUT)
+    assume(sum(one.kind is PassKind.INPUT for one in at.schedule.passes[at.stage]) > 1)
+    at.list[n] = block_of(replace(only(at.list[n]), kind=PassKind.BACKWARD))
 
 
-@damage("still has blocks to run", SPLIT)
+@damage("still has passes to run", SPLIT)
 def reduce_before_the_last_weight_gradients(at: Place) -> None:
     block = at.list.pop(weight_gradients(at))
-    at.list.insert(at.number(at.position(Reduce(block.chunk)) + 1, len(at.list)), block)
+    last = next(i for i in at.list if isinstance(i, Reduce) and i.chunk == only(block).chunk)
+    at.list.insert(at.number(at.position(last) + 1, len(at.list)), block)
 
 
-# -- gathered parameters -----------------------------------------------------------------------------------
+# -- gathered parameters -------------------------------------------------------------------------------------
 
 
-@damage("no gather of chunk . is under way")
+def a_gather(at: Place) -> Gather:
+    """Some start to gather parameters."""
+    found: Gather = at.list[at.find(Gather)]
+    return found
+
+
+@damage("no GATHER.* is under way", gathers=True)
 def drop_a_gather(at: Place) -> None:
-    others = [i for number, stage in enumerate(at.schedule.stages) for i in stage if number != at.stage]
-    assume(any(isinstance(i, Gather) for i in others))
-    del at.list[at.find(Gather)]
+    at.without(a_gather(at))
+    assume(any(isinstance(i, Gather) for stage in [*at.schedule.stages, at.list] for i in stage))
 
 
-@damage("the parameters of chunk . have not been gathered, as those of others are")
+@damage("the parameters of chunk . have not been gathered, as those of others are", gathers=True)
 def drop_a_gather_and_its_wait(at: Place) -> None:
-    chunk = at.list[at.find(Gather)].chunk
-    at.list = [i for i in at.list if i not in (Gather(chunk), WaitGather(chunk))]
+    gather = a_gather(at)
+    at.without(gather, Await(gather))
     stages = [at.list if n == at.stage else stage for n, stage in enumerate(at.schedule.stages)]
     assume(any(isinstance(i, Gather) for stage in stages for i in stage))
 
 
-@damage("chunk . is gathered twice")
+@damage("GATHER.* stands twice", gathers=True)
 def gather_twice(at: Place) -> None:
-    n = at.find(Gather)
-    at.list.insert(at.number(n, len(at.list)), at.list[n])
+    gather = a_gather(at)
+    at.list.insert(at.number(at.position(gather), len(at.list)), gather)
 
 
-@damage("chunk .* is not on this stage")
+@damage("chunk .* is not on this stage", gathers=True)
 def gather_a_foreign_chunk(at: Place) -> None:
-    at.list[at.find(Gather)] = Gather(at.foreign_chunk())
+    at.list[at.position(a_gather(at))] = Gather(at.foreign_chunk(), "dp")
 
 
-@damage("the parameters of chunk . have not been gathered")
+@damage("over (tp|pp|cp) there is nothing to do here", gathers=True)
+def gather_over_another_axis(at: Place) -> None:
+    gather = a_gather(at)
+    at.list[at.position(gather)] = replace(gather, axis=["tp", "pp", "cp"][at.number(0, 2)])
+
+
+@damage("over dp there is nothing to do here", gathers=False)
+def gather_what_one_rank_holds(at: Place) -> None:
+    assume(at.layout.dp == 1)
+    gather = Gather(at.layout.chunks_of(at.stage)[0], "dp")
+    at.list[0:0] = [gather, Await(gather)]
+
+
+@damage("the parameters of chunk . have not been gathered", gathers=True)
 def gather_after_a_block(at: Place) -> None:
-    gather = at.list.pop(at.find(Gather))
-    wait = WaitGather(gather.chunk)
-    at.list.remove(wait)
-    first = min(n for n, i in enumerate(at.list) for b in blocks_in(i) if b.chunk == gather.chunk)
+    gather = a_gather(at)
+    at.without(gather, Await(gather))
+    first = min(n for n, i in enumerate(at.list) for one in passes_in(i) if one.chunk == gather.chunk)
     place = at.number(first + 1, len(at.list))
-    at.list[place:place] = [gather, wait]
+    at.list[place:place] = [gather, Await(gather)]
 
 
-@damage("the parameters of chunk . have not been waited for")
+@damage("the parameters of chunk . have not been waited for", gathers=True)
 def do_not_wait_for_a_gather(at: Place) -> None:
-    del at.list[at.find(WaitGather)]
+    at.without(Await(a_gather(at)))
 
 
-@damage("the parameters of chunk . have not been waited for")
+@damage("the parameters of chunk . have not been waited for", gathers=True)
 def wait_for_a_gather_after_a_block(at: Place) -> None:
-    wait = at.list.pop(at.find(WaitGather))
-    first = min(n for n, i in enumerate(at.list) for b in blocks_in(i) if b.chunk == wait.chunk)
-    at.list.insert(at.number(first + 1, len(at.list)), wait)
+    gather = a_gather(at)
+    at.without(Await(gather))
+    first = min(n for n, i in enumerate(at.list) for one in passes_in(i) if one.chunk == gather.chunk)
+    at.list.insert(at.number(first + 1, len(at.list)), Await(gather))
 
 
-@damage("no gather of chunk . is under way")
+@damage("no GATHER.* is under way", gathers=True)
 def wait_for_a_gather_twice(at: Place) -> None:
-    n = at.find(WaitGather)
-    at.list.insert(at.number(n, len(at.list)), at.list[n])
+    wait = Await(a_gather(at))
+    at.list.insert(at.number(at.position(wait), len(at.list)), wait)
 
 
-@damage("no gather of chunk . is under way")
+@damage("no GATHER.* is under way", gathers=True)
 def wait_before_the_gather(at: Place) -> None:
-    wait = at.list.pop(at.find(WaitGather))
-    at.list.insert(at.number(0, at.position(Gather(wait.chunk))), wait)
+    gather = a_gather(at)
+    at.without(Await(gather))
+    at.list.insert(at.number(0, at.position(gather)), Await(gather))
 
 
-@damage("the gather of chunk . is never waited for", ("bidirectional",))
+@damage("GATHER.* is never waited for|GATHER.* is not waited for", ("bidirectional",), gathers=True)
 def gather_what_no_block_needs(at: Place) -> None:
     """Where so few micro-batches run that the second copy of the model has none."""
-    assume(any(isinstance(i, Gather) for i in at.list))
-    used = {b.chunk for i in at.list for b in blocks_in(i)}
+    used = {one.chunk for i in at.list for one in passes_in(i)}
     idle = [c for c in at.layout.chunks_of(at.stage) if c not in used]
     assume(idle)
-    at.list.insert(at.number(0, len(at.list)), Gather(idle[0]))
+    at.list.insert(at.number(0, len(at.list)), Gather(idle[0], "dp"))

@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
+from braid.scheduling.code import Compute, Node, Start
+from braid.scheduling.draw_simulation import moving
+from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.operators import Part
-from braid.scheduling.plan import Setting
+from braid.scheduling.planner.decide import Outcome, anything, outcome_of
+from braid.scheduling.planner.orders import Bench, decisions
 from braid.scheduling.profile import Profile
+from braid.scheduling.schedule import PassKind
+from braid.scheduling.setting import Setting
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.simulator.engine import BlockRun, Executed
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.validate import check
 
 SMALL = ModelShape(
     family="llama",
@@ -63,12 +71,13 @@ def setting(
     tp: int = 1,
     pp: int = 1,
     dp: int = 1,
+    ep: int = 1,
     micro_batches: int = 4,
     model: ModelShape = SMALL,
     **more: object,
 ) -> Setting:
     """A setting of the small model."""
-    layout = ParallelLayout(tp=tp, pp=pp, dp=dp, placement=SCHEDULES[schedule].placement)
+    layout = ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep, placement=SCHEDULES[schedule].placement_on(pp))
     workload = Workload(global_batch=micro_batches * dp, micro_batch=1)
     return replace(
         Setting(model=model, layout=layout, workload=workload, schedule=schedule),
@@ -76,8 +85,45 @@ def setting(
     )
 
 
-def free_ends(profile: Profile, parts: dict[str, Part]) -> Profile:
+def free_ends(profile: Profile) -> Profile:
     """The profile with embedding, head, messages and the update taking no time: formulas leave them out."""
     solo = {key: 0 if key.startswith(("embedding/", "head/")) else ns for key, ns in profile.solo_ns.items()}
     transfers = {key: replace(fit, latency_ns=0.0, ns_per_byte=0.0) for key, fit in profile.transfers.items()}
-    return replace(profile, solo_ns=solo, transfers=transfers, optimizer_ns_per_parameter=0.0, barrier_ns=0)
+    return replace(
+        profile,
+        solo_ns=solo,
+        transfers=transfers,
+        optimizer_ns_per_parameter=0.0,
+        norm_ns_per_parameter=0.0,
+        barrier_ns=0,
+    )
+
+
+def lowered(bench: Bench, choices: Choices) -> Outcome:
+    """A setting under given decisions, validated and simulated."""
+    outcome = outcome_of(bench, choices, None, anything)
+    check(outcome.code)
+    return outcome
+
+
+def fastest(bench: Bench) -> Outcome:
+    """The best of what is decided with everything of the setting given, its pipeline too; validated."""
+    found = [outcome_of(bench, choices, note, anything) for choices, note in decisions(bench)]
+    best = min(found, key=lambda one: one.step_ns)
+    check(best.code)
+    return best
+
+
+def paired_runs(simulation: Simulation) -> list[list[BlockRun]]:
+    """Per stage, the blocks of a forward beside a backward pass."""
+    both = [PassKind.FORWARD, PassKind.BACKWARD]
+    return [
+        [run for run in rank.blocks if [one.kind for one in moving(run)] == both] for rank in simulation.ranks
+    ]
+
+
+def part_of(executed: Executed) -> str:
+    """The part of the model that something of a block belongs to."""
+    assert isinstance(executed.operation, Compute | Start)
+    assert isinstance(executed.operation.what, Node)
+    return executed.operation.what.operator.part

@@ -7,17 +7,15 @@ up), weight gradients the rest. Where a stage holds two chunks, a block is half 
 
 import pytest
 
-from braid.scheduling.lowering.lower import successor
-from braid.scheduling.schedule import Block, Direction, Pair, Receive, WaitReceive, blocks_in
+from braid.scheduling.schedule import Await, Block, Pass, Receive
 from braid.scheduling.timeline import Timeline, in_flight, unit_timeline
-from braid.scheduling.validate import validate
 from tests.scheduling.cases import (
     HOPS,
     PAIRED_W,
     SIZES,
     STAGES,
+    code_of,
     layout_for,
-    model_parts,
     named_schedule,
     sizes_of,
 )
@@ -94,17 +92,17 @@ def test_receives_are_started_when_their_message_may_come(p: int, hop: int) -> N
     """As many blocks ahead as the message has slots: it travels once both sides have asked for it."""
     m = 4 * hop * p
     schedule = named_schedule("braid_eager", p, m, hop=hop)
-    validate(schedule, layout_for("braid_eager", p), model_parts())
+    code_of(schedule, layout_for("braid_eager", p))
     for stage in schedule.stages:
-        asked: dict[object, int] = {}
+        asked: dict[Pass, int] = {}
         blocks = 0
         for instruction in stage:
             match instruction:
-                case Receive(block):
-                    asked[block] = blocks
-                case WaitReceive(block):
-                    assert blocks - asked.pop(block) == min(hop - 1, blocks)
-                case Block() | Pair():
+                case Receive(moved):
+                    asked[moved] = blocks
+                case Await(Receive(moved)):
+                    assert blocks - asked.pop(moved) == min(hop - 1, blocks)
+                case Block():
                     blocks += 1
         assert not asked
 
@@ -120,13 +118,13 @@ def test_how_long_a_message_of_the_w_may_take(name: str, hop: int, visits: int, 
     steady = range(8 * p, m - 8 * p)
     layout, schedule = layout_for(name, p), named_schedule(name, p, m, hop=hop)
     stages = unit_timeline(schedule, 1, 2).stages
-    when = {block.whole: timed for stage in stages for timed in stage for block in blocks_in(timed.block)}
+    when = {one.whole: timed for stage in stages for timed in stage for one in timed.block.passes}
     waits = []
-    for block, timed in when.items():
-        after = successor(block, layout)
-        if after is None or layout.stage_of(after.chunk) == layout.stage_of(block.chunk):
+    for one, timed in when.items():
+        after = one.after(layout)
+        if after is None or layout.stage_of(after.chunk) == layout.stage_of(one.chunk):
             continue
-        if block.direction is Direction.FORWARD and block.micro_batch in steady:
+        if one.forward and one.micro_batch in steady:
             waits.append(when[after].start - timed.end)
     assert len(waits) == len(steady) * 2 * (p - 1)
     assert sum(waits) == len(waits) * visits * pair

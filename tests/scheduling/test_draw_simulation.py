@@ -1,37 +1,96 @@
-"""Pictures of a paired block: what a layer has put off is marked where the next one takes it up."""
+"""Pictures of a paired block: what a layer has left is marked where the next one takes it up."""
 
 from dataclasses import replace
 
 import pytest
 
-from braid.scheduling.draw_simulation import COLOURS, pair_bars, pair_svg, pair_text, paired_run
-from braid.scheduling.fusion import split_place
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import evaluate, with_schedule
+from braid.scheduling.draw_simulation import (
+    COLOURS,
+    moving,
+    pair_bars,
+    pair_svg,
+    pair_text,
+    paired_run,
+    pipeline_bars,
+)
+from braid.scheduling.operators import Stream
+from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.schedule import Barrier, is_late
-from braid.scheduling.spec import ParallelLayout, Workload
-from tests.dashboards.made_up_runs import SHAPE
+from braid.scheduling.schedule import PassKind, on_side
+from braid.scheduling.simulate import Simulation
+from tests.scheduling.plans import SMALL, paired_runs, setting
+
+WIDE = replace(
+    SMALL, hidden=4096, ffn=11008, layers=16, heads=32, kv_heads=32, head_dim=128, vocabulary=32000
+)
 
 
 @pytest.mark.parametrize("fused", [0, 2])
-def test_what_was_put_off_is_marked(fused: int) -> None:
-    workload = Workload(global_batch=8, micro_batch=1)
-    serial = Setting(model=SHAPE, layout=ParallelLayout(tp=2), workload=workload)
-    setting = replace(with_schedule(serial, "braid"), fused=fused)
-    found = evaluate(setting, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
-    program = max(found.job.schedule.pairs.values(), key=lambda one: sum(map(is_late, one)))
-    names = [
-        action.operator if (place := split_place(action.operator)) is None else place[2]
-        for action in program
-        if not isinstance(action, Barrier) and is_late(action)
+def test_what_was_left_is_marked(fused: int) -> None:
+    own = setting("braid_w", tp=2, micro_batches=8, model=WIDE, fused=fused)
+    found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
+    programs = found.code.schedule.programs
+    late = [
+        (side, {action.operator for action in on_side(program, number)})
+        for sides, program in programs.items()
+        for number, side in enumerate(sides)
+        if side.kind is PassKind.END and len(sides) > 2
     ]
+    side, operators = max(late, key=lambda one: len(one[1]))
+    names = [op.own_name for op in found.parts[side.run].backward.operators if op.name in operators]
     run = paired_run(found)
     assert names
     assert run is not None
     bars = pair_bars(found, run)
-    marked = sorted(bar.label for bar in bars if bar.kind == "P")
-    assert marked == sorted(f"P:{name}" for name in names)
-    assert all(not bar.label.startswith("P:") for bar in bars if bar.kind != "P")
-    assert pair_svg(found, run, "a pair").count(f'fill="{COLOURS["P"]}"') == len(marked)
-    assert {kind for _, pieces in pair_text(found, run) for _, kind in pieces} == {"F", "B", "P", ""}
+    marked = sorted(bar.label for bar in bars if bar.kind == "L")
+    assert marked == sorted(f"L:{name}" for name in names)
+    assert all(not bar.label.startswith("L:") for bar in bars if bar.kind != "L")
+    assert pair_svg(found, run, "a pair").count(f'fill="{COLOURS["L"]}"') == len(marked)
+    assert {kind for _, pieces in pair_text(found, run) for _, kind in pieces} == {"F", "B", "L", ""}
+
+
+def test_a_picture_without_ends_does_not_speak_of_them() -> None:
+    with_ends, without = (pair_picture(name) for name in ("braid_w", "wavelet"))
+    assert "pale with L: what the layer or the block before has left" in with_ends
+    assert "pale" not in without
+
+
+def pair_picture(schedule: str) -> str:
+    found = simulated(schedule)
+    run = paired_run(found)
+    assert run is not None
+    return pair_svg(found, run, "a pair")
+
+
+def simulated(schedule: str) -> Simulation:
+    own = setting(schedule, tp=2, micro_batches=6, model=WIDE)
+    return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
+
+
+@pytest.mark.parametrize("schedule", ["megatron", "braid_w", "braid_twins"])
+def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
+    """Passes that run at the same time share the height; ends are part of the block that takes them up."""
+    bars = pipeline_bars(simulated(schedule))
+    halves = {"^": "_", "_": "^", "": ""}
+    assert sorted((bar.kind[0], int(bar.label)) for bar in bars) == [
+        (kind, n) for kind in "BF" for n in range(6)
+    ]
+    for bar in bars:
+        beside = [
+            (other.kind[0], other.kind[1:]) for other in bars if other.begin == bar.begin and other is not bar
+        ]
+        assert len(beside) == bool(bar.kind[1:])
+        assert all(half == halves[bar.kind[1:]] for _, half in beside)
+    twins = [bar.label for bar in sorted(bars, key=lambda bar: (bar.begin, bar.kind)) if bar.kind == "F^"][:1]
+    assert (twins == ["0"]) is (schedule == "braid_twins")
+
+
+def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
+    found = simulated("braid_w")
+    run = paired_run(found)
+    assert run is not None
+    assert run in paired_runs(found)[0]
+    rows = pair_text(found, run, 80)
+    assert [name for name, _ in rows] == [stream.value for stream in Stream]
+    assert all(sum(len(text) for text, _ in pieces) <= 80 for _, pieces in rows)
+    assert len(moving(run)) == 2

@@ -1,16 +1,30 @@
 """Runs of several parts: the same operators and values as the parts one after the other."""
 
-from collections.abc import Mapping
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.fusion import carrying, chunk_runs, fuse, fused_parts, pair_up, run_name, runs_in_use
+from braid.scheduling.fusion import chunk_runs, fuse, fused_parts, measured_key, run_name, runs_in_use
+from braid.scheduling.lowering.lower import with_ends
 from braid.scheduling.lowering.programs import serial_program
-from braid.scheduling.operators import Kind, Part, Pass
-from braid.scheduling.profile import operator_key
-from braid.scheduling.schedule import Block, Direction, Instruction, Pair, Reduce, Send, Step, Strand
+from braid.scheduling.operators import Kind, Part
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.rounds import rounds
+from braid.scheduling.schedule import (
+    Await,
+    Block,
+    Instruction,
+    Pass,
+    PassKind,
+    Program,
+    Reduce,
+    Schedule,
+    Send,
+    Side,
+    Sides,
+    Step,
+    Strand,
+)
 from braid.scheduling.spec import ParallelLayout, Placement
 from tests.scheduling.cases import GPT, LLAMA, model_parts
 
@@ -53,12 +67,12 @@ def test_a_run_is_its_parts_one_after_the_other(shape: object, tp: int, recomput
         assert [(op.kind, op.phase, op.flops, op.bytes) for op in mine.operators] == [
             (op.kind, op.phase, op.flops, op.bytes) for op in theirs
         ]
-    keys = {operator_key(run.name, op) for op in (*run.forward.operators, *run.backward.operators)}
-    assert keys == {
-        operator_key(part.name, op)
-        for part in parts.values()
-        for op in (*part.forward.operators, *part.backward.operators)
+    ours = (*run.forward.operators, *run.backward.operators)
+    assert {op.key for op in ours} == {
+        op.key for part in parts.values() for op in (*part.forward.operators, *part.backward.operators)
     }
+    assert all(measured_key(run.name, op.name) == op.key for op in ours), "also where a text names it"
+    assert [names[op.place] for op in ours] == [op.part for op in ours]
     _assert_every_value_is_written_before_it_is_read(run)
     saved = sum(parts[name].saved_bytes(2) for name in names)
     assert run.saved_bytes(2) <= saved, "what two parts share is counted once"
@@ -77,7 +91,7 @@ def test_a_balanced_head_sends_its_gradients_in_its_backward_pass(tp: int) -> No
         assert balanced == head
         return
     assert balanced.backward.operators[0].kind is Kind.REDUCE_SCATTER
-    assert all(op.phase is Pass.FORWARD for op in balanced.forward.operators if op.kind.communicates)
+    assert all(op.phase is Phase.FORWARD for op in balanced.forward.operators if op.kind.communicates)
     logits = head.forward.named("head").writes[0]
     assert not {logits, f"d.{logits}"} & set(balanced.saved())
 
@@ -102,35 +116,81 @@ def test_parts_that_are_not_fused_stay_as_they_are() -> None:
     assert len(serial_program(fused["2*layer+head"].forward)) > len(serial_program(PARTS["layer"].forward))
 
 
-NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=5)
-
-
-@given(NAMES, NAMES, st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from("abc"))))
-def test_pairing_up_runs_everything_once_and_in_order(
-    ahead: list[str], behind: list[str], pairs: set[tuple[str, str]]
+@given(
+    st.integers(1, 3),
+    PLACEMENTS,
+    st.integers(0, 3),
+    st.integers(0, 9),
+    st.sampled_from(["FB", "BF", "FF", "BB", "F", "B"]),
+    st.data(),
+)
+def test_rounds_run_everything_once_and_in_order(
+    stages: int, placement: Placement, fused: int, more: int, letters: str, data: st.DataObject
 ) -> None:
-    order = pair_up(ahead, behind, pairs)
-    assert [i for i, _ in order if i is not None] == list(range(len(ahead)))
-    assert [j for _, j in order if j is not None] == list(range(len(behind)))
-    for i, j in order:
-        assert i is None or j is None or (ahead[i], behind[j]) in pairs
+    """Whatever combinations have programs; what has no partner goes first or last, backward passes first."""
+    layout = ParallelLayout(pp=stages, placement=placement)
+    layers = layout.chunks + more
+    runs = runs_in_use(layout, layers, fused)
+    kinds = [PassKind(letter) for letter in letters]
+    combination = st.tuples(*(st.sampled_from([*runs]) for _ in kinds))
+    known = data.draw(st.sets(combination, max_size=6))
+    programs = {tuple(map(Side, kinds, names)): () for names in known}
+    schedule = Schedule(
+        name="any", chunks=layout.chunks, micro_batches=9, stages=((),), programs=programs, fused=fused
+    )
+    passes = [Pass(kind, n, data.draw(st.integers(0, layout.chunks - 1))) for n, kind in enumerate(kinds)]
+    found_rounds = rounds(schedule, layout, layers)(Block(tuple(passes)))
+    if len(set(kinds)) == len(kinds):  # sides say of which pass they are
+        for one in passes:
+            names = [run.name for run in chunk_runs(layout, layers, one.chunk, fused)]
+            found = [side.run for sides in found_rounds for side in sides if side.kind is one.kind]
+            assert found == (names if one.forward else names[::-1])
+    else:
+        count = sum(len(chunk_runs(layout, layers, one.chunk, fused)) for one in passes)
+        assert sum(map(len, found_rounds)) == count
+    together = [n for n, sides in enumerate(found_rounds) if len(sides) > 1]
+    assert all(found_rounds[n] in programs for n in together)
+    assert together == [*range(together[0], together[0] + len(together))] if together else True
+    for rows in (
+        (found_rounds[: together[0]], found_rounds[together[-1] + 1 :]) if together else (found_rounds,)
+    ):
+        alone = [side.kind is PassKind.FORWARD for (side,) in rows]
+        assert together == [] or alone == sorted(alone), "backward passes first"
 
 
-def _pair(forward: int, backward: int) -> Pair:
-    return Pair(Block(Direction.FORWARD, forward, 0, Strand.BETA), Block(Direction.BACKWARD, backward, 0))
+def _pair(forward: int, backward: int, chunk: int = 1) -> Block:
+    ahead = Pass(PassKind.FORWARD, forward, chunk, Strand.BETA)
+    return Block((ahead, Pass(PassKind.BACKWARD, backward, 1)))
 
 
-def test_weight_gradients_are_carried_between_paired_blocks_alone() -> None:
-    runs: Mapping[int, list[str]] = {0: ["a"], 1: ["b"]}
-    pairs = {("a", "a")}
+@pytest.mark.parametrize("alone", [False, True])
+def test_ends_are_carried_between_blocks_of_the_same_runs_alone(alone: bool) -> None:
+    layout, layers = ParallelLayout(pp=3), 3
+    held = {chunk: [run.name for run in chunk_runs(layout, layers, chunk, 0)] for chunk in range(3)}
+    assert held == {0: ["embedding", "layer"], 1: ["layer"], 2: ["layer", "head"]}
+    pair = (Side(PassKind.FORWARD, "layer"), Side(PassKind.BACKWARD, "layer"))
+    back, end = Side(PassKind.BACKWARD, "layer"), Side(PassKind.END, "layer")
+    programs: dict[Sides, Program] = {(*pair, end): ()}
+    if alone:
+        programs[back, end] = ()
+    message = Send(Pass(PassKind.FORWARD, 1, 2), 2)
+    last = Block((Pass(PassKind.BACKWARD, 4, 1),))
+    instructions: list[Instruction] = [_pair(1, 0), message, _pair(2, 1), Reduce(0, "dp"), _pair(3, 2)]
+    instructions += [_pair(4, 3), Await(message), last, _pair(5, 4), _pair(6, 5, chunk=0), Step()]
 
-    def names(block: Block) -> list[str]:
-        return runs[block.chunk]
+    def blocks(known: dict[Sides, Program]) -> list[str]:
+        schedule = Schedule(
+            name="any", chunks=3, micro_batches=9, stages=(tuple(instructions),), programs=known
+        )
+        return [str(i) for i in with_ends(schedule, layout, layers).stages[0] if isinstance(i, Block)]
 
-    message = Send(Block(Direction.FORWARD, 1, 1), 1)
-    instructions: list[Instruction] = [_pair(1, 0), message, _pair(2, 1), Reduce(0), _pair(3, 2), _pair(4, 3)]
-    instructions += [Block(Direction.BACKWARD, 4, 0), _pair(5, 4), Step()]
-    assert carrying(instructions, names, pairs) == {0, 4}
-    assert carrying(instructions, names, set()) == set()
-    other = Pair(Block(Direction.FORWARD, 2, 1, Strand.BETA), Block(Direction.BACKWARD, 1, 0))
-    assert carrying([_pair(1, 0), other], names, pairs) == set(), "another program does not take them up"
+    assert blocks(programs) == [
+        "[F1.1b|B0.1]",
+        "[F2.1b|B1.1|L0.1]",
+        "[F3.1b|B2.1]",  # not over the sum of gradients, which the end would come too late for
+        "[F4.1b|B3.1|L2.1]",
+        "[B4.1|L3.1]" if alone else "B4.1",
+        "[F5.1b|B4.1]",
+        "[F6.0b|B5.1]",  # begins with the embedding: its first program does not take it up
+    ]
+    assert blocks({pair: ()}) == [str(i) for i in instructions if isinstance(i, Block)]

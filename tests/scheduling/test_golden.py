@@ -7,29 +7,34 @@ import pytest
 
 from braid.scheduling.draw import draw, summary
 from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_parser import parse
+from braid.scheduling.schedule_text import parse, write
 from tests.scheduling.cases import named_schedule
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"
 
-GOLDEN = {
-    "megatron-p1-m2": ("megatron", 1, 2, 1),
-    "megatron-p4-m8": ("megatron", 4, 8, 1),
-    "folded-p2-m4": ("folded", 2, 4, 1),
-    "folded-p4-m8-tp2": ("folded", 4, 8, 2),
+GOLDEN: dict[str, Schedule] = {
+    "megatron-p1-m2": named_schedule("megatron", 1, 2),
+    "megatron-p4-m8": named_schedule("megatron", 4, 8),
+    "megatron-p2-m2-dp2-gathered": named_schedule("megatron", 2, 2, 2, gathers=True),
+    "folded-p2-m4": named_schedule("folded", 2, 4),
+    "folded-p4-m8-tp2": named_schedule("folded", 4, 8, 2),
+    "braid-p2-m6-tp2-ends": named_schedule("braid", 2, 6, 2, dp=2, ends=True),
+    "braid_twins-p1-m4-tp2": named_schedule("braid_twins", 1, 4, 2),
+    "dualpipev-p2-m6": named_schedule("dualpipev", 2, 6),
+    "zbv-p2-m4-tp2": named_schedule("zbv", 2, 4, 2),
 }
-"""File name -> name, stages, micro-batches, tensor-parallel degree."""
+"""By file name."""
 
 
 def as_file(schedule: Schedule) -> str:
     """The drawing as comments, then the schedule."""
     picture = "\n".join(f"# {line}".rstrip() for line in [summary(schedule), *draw(schedule).splitlines()])
-    return f"{picture}\n\n{schedule.to_text()}"
+    return f"{picture}\n\n{write(schedule)}"
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_schedules_are_as_recorded(name: str, update_golden: bool) -> None:
-    schedule, path = named_schedule(*GOLDEN[name]), DIRECTORY / f"{name}.txt"
+    schedule, path = GOLDEN[name], DIRECTORY / f"{name}.txt"
     actual = as_file(schedule)
     if update_golden:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""What paired blocks put off to the next one: any end of a backward pass, run once, after what it needs."""
+"""What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -8,20 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
-from braid.scheduling.memory import pair_extra_bytes
+from braid.scheduling.lowering.programs import Order
+from braid.scheduling.memory import held_during
 from braid.scheduling.operators import Graph
-from braid.scheduling.planner.compose import Bench, decide, decisions, lower, prepare, run, with_schedule
-from braid.scheduling.schedule import Action, Barrier, Direction, Start, is_late
-from braid.scheduling.schedule_parser import parse
+from braid.scheduling.planner.decide import modelled
+from braid.scheduling.planner.orders import Bench, decisions
+from braid.scheduling.schedule import Block, Pass, PassKind, passes_in
+from braid.scheduling.schedule import Start as StartAction
+from braid.scheduling.schedule_text import parse, parse_sides, write
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.trace import Span
-from tests.scheduling.plans import SMALL, cluster, setting
+from braid.scheduling.validate import ScheduleError, linked
+from tests.scheduling.cases import with_stage
+from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
 
 LAYERS = 2
 RUN = f"embedding+{LAYERS}*layer+head"
+PAIR, ENDING = f"F:{RUN}|B:{RUN}", f"B:{RUN}|L:{RUN}"
 MICRO_BATCHES = 4
 
 
@@ -30,8 +36,8 @@ def bench(
 ) -> Bench:
     """A model that is fused, on links on which it communicates almost as long as it computes."""
     model = replace(SMALL, layers=layers, hidden=2048, ffn=5440, heads=32, kv_heads=32, sequence=256)
-    own = with_schedule(setting(tp=2, pp=pp, micro_batches=micro_batches, model=model), "braid")
-    return prepare(replace(own, fused=4), cluster(gpus=2 * pp, intra=rate))
+    own = setting("braid_w", tp=2, pp=pp, micro_batches=micro_batches, model=model, fused=4)
+    return modelled(cluster(gpus=2 * pp, intra=rate))(own)
 
 
 BENCH = bench()
@@ -44,8 +50,16 @@ def choices() -> Choices:
     return decisions(BENCH)[0][0]
 
 
-def with_decision(decision: PairingDecision) -> Choices:
-    return replace(choices(), pairings={f"{RUN}|{RUN}": decision})
+def with_pairing(steps: Order, **more: Order) -> Choices:
+    """These decisions with an order of two runs; with ``2:`` in it, it leaves an end."""
+    orders = {sides: order for sides, order in choices().orders.items() if not sides.startswith(PAIR)}
+    leaves = any(step.startswith("2:") for step in steps)
+    return Choices(orders={**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more})
+
+
+def late_of(order: Iterable[str], turn: int = 2) -> list[str]:
+    """The operators of an order that belong to the end of an earlier pass."""
+    return [step.removeprefix(f"{turn}:") for step in order if step.startswith(f"{turn}:")]
 
 
 def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
@@ -62,8 +76,8 @@ def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
 
 
 @st.composite
-def decided(draw: st.DrawFn) -> PairingDecision:
-    """Any order of both passes that puts any operators off, with all that needs them."""
+def decided(draw: st.DrawFn) -> Order:
+    """Any order of both passes that leaves any operators to the end, with all that needs them."""
     forward, backward = in_any_order(draw, PART.forward), in_any_order(draw, PART.backward)
     late = set(draw(st.lists(st.sampled_from(backward), max_size=4)))
     for name in backward:  # each stands after what it needs
@@ -71,35 +85,31 @@ def decided(draw: st.DrawFn) -> PairingDecision:
         if any(reads & set(PART.backward.named(other).writes) for other in late):
             late.add(name)
     strands = [
-        [f"F:{name}" for name in forward],
-        [f"B:{name}" for name in backward if name not in late],
-        [f"P:{name}" for name in backward if name in late],
+        [f"0:{name}" for name in forward],
+        [f"1:{name}" for name in backward if name not in late],
+        [f"2:{name}" for name in backward if name in late],
     ]
     turns = draw(st.permutations([n for n, strand in enumerate(strands) for _ in strand]))
-    steps = tuple(strands[turn].pop(0) for turn in turns)
-    return PairingDecision(method=PairMethod.ORDER, steps=steps)
+    return tuple(strands[turn].pop(0) for turn in turns)
 
 
 @st.composite
 def ended(draw: st.DrawFn) -> Choices:
-    """The same, and any order of the last backward pass with what the one before has put off to it."""
-    decision = draw(decided())
-    late = [step.removeprefix("P:") for step in decision.steps if step.startswith("P:")]
-    there, order = list(late), list[str]()
+    """The same, and any order of the last backward pass with what the one before has left to it."""
+    steps = draw(decided())
+    there, order = late_of(steps), list[str]()
     for name in in_any_order(draw, PART.backward):
         while name in there or (there and draw(st.booleans())):
-            order.append(f"P:{there.pop(0)}")
-        order.append(name)
-    order += [f"P:{name}" for name in there]
-    return replace(with_decision(decision), backward_orders={RUN: tuple(order)})
+            order.append(f"1:{there.pop(0)}")
+        order.append(f"0:{name}")
+    order += [f"1:{name}" for name in there]
+    return with_pairing(steps, **{ENDING: tuple(order)})
 
 
 def backward_spans(simulation: Simulation) -> dict[int, dict[str, Span]]:
     """By micro-batch and the operator's name in the run; every operator once."""
-    names = {
-        (int(name.partition(".")[0]) - 1, name.partition("/")[2]): name
-        for name in (op.name for op in PART.backward.operators)
-    }
+    names = {(op.place - 1, op.own_name): op.name for op in PART.backward.operators}
+    assert len(names) == len(PART.backward.operators)
     found: dict[int, dict[str, Span]] = {}
     for span in simulation.spans():
         if (name := names.get((span.layer, span.operator))) is not None and span.micro_batch >= 0:
@@ -108,13 +118,12 @@ def backward_spans(simulation: Simulation) -> dict[int, dict[str, Span]]:
     return found
 
 
-@given(decided().map(with_decision) | ended())
+@given(decided().map(with_pairing) | ended())
 @settings(max_examples=24, deadline=None)
-def test_what_is_put_off_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
-    schedule = lower(BENCH, drawn)
-    assert parse(schedule.to_text()) == schedule
-    simulation = run(BENCH, drawn)
-    found = backward_spans(simulation)
+def test_what_is_left_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
+    outcome = lowered(BENCH, drawn)
+    assert parse(write(outcome.code.schedule)) == outcome.code.schedule
+    found = backward_spans(outcome.simulation)
     assert sorted(found) == list(range(MICRO_BATCHES))
     writer = {name: op.name for op in PART.backward.operators for name in op.writes}
     for spans in found.values():
@@ -128,50 +137,74 @@ def test_what_is_put_off_runs_once_and_after_what_it_needs(drawn: Choices) -> No
             assert found[before][op.name].start_ns <= found[after][op.name].start_ns, "gradients keep order"
 
 
-@given(decided())
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@given(decided().map(with_pairing) | ended())
 @settings(max_examples=60, deadline=None)
-def test_memory_is_counted_as_values_live(decision: PairingDecision) -> None:
-    """An independent count of a block between others like it: hold sets of values, step by step."""
-    program = lower(BENCH, with_decision(decision)).pairs[RUN, RUN]
-    actions = [action for action in program if not isinstance(action, Barrier)]
+def test_memory_is_counted_as_values_live(drawn: Choices) -> None:
+    """An independent count: what a step touches is held from its first use to its last."""
+    code = lowered(BENCH, drawn).code
+    uses = [*_uses(code)]
+    first: dict[tuple[int, str], int] = {}
+    last: dict[tuple[int, str], int] = {}
+    for n, (_, touched) in enumerate(uses):
+        for value in touched:
+            first.setdefault(value, n)
+            last[value] = n
+    most = dict.fromkeys(range(len(code.stages[0])), 0)
+    for n, (position, _) in enumerate(uses):
+        held = [name for value, begin in first.items() if begin <= n <= last[value] for name in [value[1]]]
+        most[position] = max(most[position], sum(PART.values[name].bytes(2) for name in held))
+    counted = held_during(code, 0, 2)
+    blocks = [n for n, stretch in enumerate(code.stages[0]) if stretch.block_passes]
+    assert [counted[n] for n in blocks] == [most[n] for n in blocks]
 
-    def owners(names: Iterable[str]) -> set[str]:
-        return {PART.values[n].alias_of or n for n in names} - set(PART.constants)
 
-    def touched(action: Action) -> set[tuple[str, str]]:
-        graph = PART.forward if action.side is Direction.FORWARD else PART.backward
-        op = graph.named(action.operator)
-        assert action.side is not None
-        return {(action.side.value, name) for name in owners((*op.reads, *op.writes))}
+def _uses(code: Code) -> Iterator[tuple[int, set[tuple[int, str]]]]:
+    """Per operation, where it stands and the memories that it uses, by micro-batch and name."""
+    for position, stretch in enumerate(code.stages[0]):
+        for operation in stretch.operations:
+            names = set(_named(operation))
+            if stretch.block_passes and not isinstance(operation, Compute | Start | Wait):
+                names = {PART.output}  # the loss is taken
+            micro_batch = stretch.passes[operation.turn].micro_batch if stretch.passes else -1
+            yield position, {(micro_batch, owner) for name in names for owner in _memories(name)}
 
-    late = [PART.backward.named(action.operator) for action in actions if is_late(action)]
-    made = {name for op in late for name in op.writes}
-    kept = owners({name for op in late for name in op.reads} - made)
-    saved = owners(PART.saved())
-    held = {("F", name) for name in owners(PART.inputs) if any(("F", name) in touched(a) for a in actions)}
-    held |= {
-        ("B", name) for name in saved | kept & owners(n for n in [f"d.{PART.output}"] if n in PART.values)
-    } | {("P", n) for n in kept}
-    most = 0
-    for position, action in enumerate(actions):
-        held |= touched(action)
-        most = max(most, sum(PART.values[name].bytes(2) for _, name in held))
-        later = {value for following in actions[position + 1 :] for value in touched(following)}
-        stays = {("F", name) for name in saved} | {("B", name) for name in kept}
-        held = {value for value in held if value in later | stays}
-    assert pair_extra_bytes(PART, PART, program, 2) == max(0, most - PART.saved_bytes(2))
+
+def _named(operation: Operation) -> Iterable[str]:
+    what = operation.what if isinstance(operation, Compute | Start | Wait) else None
+    if not isinstance(what, Node):
+        return ()
+    op = what.operator
+    return (*op.reads, *(op.writes[:1] if isinstance(operation, Start) else op.writes))
+
+
+def _memories(name: str) -> Iterator[str]:
+    value = PART.values[name]
+    for own in (name, value.keeps):
+        if own is not None and (owner := _owner(own)) not in PART.constants:
+            yield owner
+
+
+def _owner(name: str) -> str:
+    value = PART.values[name]
+    return name if value.alias_of is None else _owner(value.alias_of)
+
+
+# -- decisions -----------------------------------------------------------------------------------------------
 
 
 def starts(one: Choices) -> set[str]:
-    """Collectives that a decision puts off."""
-    program = lower(BENCH, one).pairs[RUN, RUN]
-    return {action.operator for action in program if isinstance(action, Start) and is_late(action)}
+    """Collectives that a decision leaves to the next block."""
+    programs = lowered(BENCH, one).code.schedule.programs
+    program = programs.get(parse_sides(f"{PAIR}|L:{RUN}"), ())
+    return {action.operator for action in program if isinstance(action, StartAction) and action.turn == 2}
 
 
 def taken_up(one: Choices) -> set[str]:
     """What a backward pass by itself does for the one before."""
-    program = lower(BENCH, one).programs[RUN, Direction.BACKWARD]
-    return {action.operator for action in program if is_late(action)}
+    return set(late_of(one.orders.get(ENDING, ()), 1))
 
 
 def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
@@ -180,80 +213,125 @@ def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
     assert starts(far) == {"1.layer/attention_gather.grad", "0.embedding/embedding_scatter.grad"}
     many = bench(micro_batches=16)
     tried = [one for one, _ in decisions(many)]
-    short, far = tried[:2]
-    times = [run(many, one).numbers(1) for one in tried]
+    assert starts(tried[0]) == set()
+    assert starts(tried[1])
+    times = [lowered(many, one).numbers for one in tried]
     assert times[1].step_seconds < times[0].step_seconds
     assert times[1].hidden_fraction > times[0].hidden_fraction
     assert times[-1].step_seconds < times[1].step_seconds
     assert times[-1].hidden_fraction > times[1].hidden_fraction
     assert taken_up(tried[-1]) >= starts(far) > taken_up(far) == set()
-    assert decide(many)[0] == tried[-1]
+    assert fastest(many).choices == tried[-1]
     quick = bench(micro_batches=3, rate=3e10)
-    found = [run(quick, one).step_ns for one, _ in decisions(quick)]
-    assert run(quick, decide(quick)[0]).step_ns == min(found)
+    found = [lowered(quick, one).step_ns for one, _ in decisions(quick)]
+    assert fastest(quick).step_ns == min(found)
 
 
-def test_nothing_is_put_off_without_a_block_that_takes_it_up() -> None:
+def test_the_block_that_takes_an_end_up_names_it() -> None:
+    """In the next block, also in one of a backward pass by itself where its program has a side for it."""
+    *_, last = decisions(bench(micro_batches=16))
+    with_ending = lowered(BENCH, last[0]).code.schedule
+    blocks = [str(i) for i in with_ending.stages[0] if isinstance(i, Block)]
+    assert blocks == ["F0.0", "[F1.0b|B0.0]", "[F2.0|B1.0b|L0.0]", "[F3.0b|B2.0|L1.0b]", "[B3.0b|L2.0]"]
+    orders = {sides: order for sides, order in last[0].orders.items() if sides != ENDING}
+    without = lowered(BENCH, Choices(orders=orders)).code.schedule
+    assert [str(i) for i in without.stages[0] if isinstance(i, Block)] == [*blocks[:-1], "B3.0b"]
+
+
+def test_nothing_is_left_without_a_block_that_takes_it_up() -> None:
     assert len(decisions(bench(micro_batches=2))) == 1
 
 
 def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
-    """The stage before waits for it; what it may put off are weight gradients."""
+    """The stage before waits for it; what it may leave are weight gradients."""
     two = bench(micro_batches=6, layers=8, pp=2)
+    seen = set()
     for one, _ in decisions(two):
-        for (_, behind), program in lower(two, one).pairs.items():
-            late = [two.parts[behind].backward.named(a.operator) for a in program if is_late(a)]
-            if "embedding" not in behind:
+        for sides, order in one.orders.items():
+            if sides.count("|") == 2 and "embedding" not in (run := sides.rpartition(":")[2]):
+                late = [two.parts[run].backward.named(name) for name in late_of(order)]
+                assert late
                 assert all(op.name.endswith(".wgrad") for op in late)
+                seen.add(run)
+    assert seen
 
 
-ALONE = prepare(setting("braid", tp=2), cluster(gpus=2))
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
-def refused(*steps: str) -> str:
+ALONE = modelled(cluster(gpus=2))(setting("braid_w", tp=2))
+
+
+def refused(steps: Iterable[str]) -> str:
     """The message with which an order of a layer is refused."""
-    decision = PairingDecision(method=PairMethod.ORDER, steps=steps)
     with pytest.raises(ValueError) as error:
-        lower(ALONE, replace(decide(ALONE)[0], pairings={"layer|layer": decision}))
-    return str(error.value)
+        lowered(ALONE, Choices(orders={"F:layer|B:layer|L:layer": tuple(steps)}))
+    return str(error.value).partition("\n")[0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda order: [*order, "P:qkv"], "order: P:qkv is no operator of the layer"),
-        (lambda order: [n for n in order if n != order[0]], "of those that the paired program before"),
-        (lambda order: [*order[1:], order[0]], "'compute {0}': P:{0} has to come before"),
-        (lambda order: [*order, f"P:{PART.backward.operators[0].name}"], " is done already"),
+        (lambda order: [*order, "1:qkv"], "1:qkv is no operator of the run"),
+        (lambda order: [n for n in order if n != order[0]], "{0} of B2.0 never runs"),
+        (lambda order: [*order[1:], order[0]], "gradients are added up in the order of micro-batches"),
+        (lambda order: [*order, f"1:{PART.backward.operators[0].name}"], "runs twice ({1} has run)"),
+        (lambda order: [*order, order[0]], "{2} stands twice"),
     ],
 )
 def test_an_end_that_does_not_fit_is_refused(change: Callable[[list[str]], list[str]], message: str) -> None:
     forward, backward = PART.forward.operators, [op.name for op in PART.backward.operators]
     late = [name for name in backward if name.endswith(".wgrad")][-2:]
     steps = (
-        *(f"F:{op.name}" for op in forward),
-        *(f"{'P' if name in late else 'B'}:{name}" for name in backward),
+        *(f"0:{op.name}" for op in forward),
+        *(f"{2 if name in late else 1}:{name}" for name in backward),
     )
-    drawn = with_decision(PairingDecision(method=PairMethod.ORDER, steps=steps))
-    order = [*(f"P:{name}" for name in late), *backward]
-    assert lower(BENCH, replace(drawn, backward_orders={RUN: tuple(order)}))
+    order = [*(f"1:{name}" for name in late), *(f"0:{name}" for name in backward)]
+    assert lowered(BENCH, with_pairing(steps, **{ENDING: tuple(order)}))
     with pytest.raises(ValueError) as error:
-        lower(BENCH, replace(drawn, backward_orders={RUN: tuple(change(order))}))
-    assert message.format(late[0]) in str(error.value)
+        lowered(BENCH, with_pairing(steps, **{ENDING: tuple(change(order))}))
+    assert message.format(late[0], backward[0], order[0]) in str(error.value)
 
 
 def test_an_end_that_nobody_has_left_is_refused() -> None:
-    with pytest.raises(ValueError, match="B: no paired program puts off what it takes up"):
-        lower(bench(micro_batches=1), decisions(BENCH)[-1][0])
+    """Where no blocks are paired, the last pass takes up nothing; said by hand, it is refused."""
+    ending: Mapping[str, Order] = {ENDING: decisions(bench(micro_batches=16))[-1][0].orders[ENDING]}
+    lone = bench(micro_batches=1)
+    schedule = lowered(lone, Choices(orders=ending)).code.schedule
+    assert [str(one) for one in schedule.passes[0]] == ["F0.0", "B0.0"]
+    two = bench(micro_batches=2)
+    schedule = lowered(two, Choices(orders={**decisions(two)[0][0].orders, **ending})).code.schedule
+    blocks = [n for n, i in enumerate(schedule.stages[0]) if isinstance(i, Block)]
+    assert [str(schedule.stages[0][n]) for n in blocks] == ["F0.0", "[F1.0b|B0.0]", "B1.0b"]
+    changed = [*schedule.stages[0]]
+    changed[blocks[-1]] = Block((*passes_in(changed[blocks[-1]]), Pass(PassKind.END, 0, 0)))
+    with pytest.raises(ScheduleError) as error:
+        linked(with_stage(schedule, 0, changed), two.setting.layout, LAYERS, two.parts)
+    assert "at [B1.0b|L0.0]: no block before it has left an end of B0.0" in str(error.value)
 
 
-def test_what_is_needed_cannot_be_put_off() -> None:
-    forward = [f"F:{op.name}" for op in ALONE.layer.forward.operators]
+def test_what_is_needed_cannot_be_left() -> None:
+    forward = [f"0:{op.name}" for op in ALONE.layer.forward.operators]
     first, *between, last = (op.name for op in ALONE.layer.backward.operators)
-    middle = [f"B:{name}" for name in between]
-    assert refused(*forward, f"P:{first}", *middle, f"B:{last}").startswith(
-        f"pairing: P:{first} is put off, but B:"
+    middle = [f"1:{name}" for name in between]
+    assert refused([*forward, f"2:{first}", *middle, f"1:{last}"]).startswith(
+        f"order of F:layer|B:layer|L:layer: {first} is left to the end, but 1:"
     )
-    assert refused(*forward, f"B:{first}", *middle, f"P:{last}").endswith(
-        f"'compute P:{last}': what follows in the same pass needs it, so it cannot be put off"
-    )
+    assert f"needs {last}, which is not done yet" in refused([*forward, f"1:{first}", *middle, f"2:{last}"])
+
+
+def test_what_has_run_is_not_left() -> None:
+    """An end of which the pass has done some already, or a step says that nothing of it is left."""
+    forward = [f"0:{op.name}" for op in ALONE.layer.forward.operators]
+    backward = [op.name for op in ALONE.layer.backward.operators]
+    own = [f"1:{name}" for name in backward if name != "qkv.wgrad"]
+    assert "runs twice (mlp_in.wgrad has run)" in refused([*forward, *own, "2:mlp_in.wgrad", "2:qkv.wgrad"])
+    whole = [*forward, *(f"1:{name}" for name in backward), "2:qkv.wgrad"]
+    programs = Choices(orders={"F:layer|B:layer|L:layer": tuple(whole)})
+    found = backward_names(lowered(ALONE, programs).simulation)
+    assert found["qkv.wgrad"] == ALONE.setting.model.layers * ALONE.setting.micro_batches
+
+
+def backward_names(simulation: Simulation) -> Counter[str]:
+    """How often operators run."""
+    return Counter(span.operator for span in simulation.spans())

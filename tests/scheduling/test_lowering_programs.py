@@ -1,6 +1,6 @@
 """Programs from orders: every operator once, waits exactly where they are needed, wrong steps refused."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,31 +11,19 @@ from hypothesis import strategies as st
 from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import PartSizes, transformer_layer
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import (
-    PairingDecision,
-    ordered_program,
-    pair_program,
-    serial_program,
-    split_programs,
-)
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Stream
-from braid.scheduling.schedule import (
-    Barrier,
-    Compute,
-    Direction,
-    Gradients,
-    Late,
-    PairAction,
-    Start,
-    Wait,
-    is_late,
-)
-from braid.scheduling.schedule_parser import OF_PAIRS, parse, parse_action
-from braid.scheduling.validate import validate
-from tests.scheduling.cases import LLAMA, in_turn, layout_for, model_parts, named_schedule
+from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Start, Wait
+from braid.scheduling.schedule_text import parse, parse_action, parse_sides, write, write_sides, write_step
+from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
 
 LAYER = model_parts(tp=2)["layer"]
-SIDES = {Direction.FORWARD: LAYER.forward, Direction.BACKWARD: LAYER.backward}
+PARTS = {"layer": LAYER}
+PAIR, LEAVING = "F:layer|B:layer", "F:layer|B:layer|L:layer"
+Graphs = Mapping[int, Graph]
+"""By the number of a pass in a program."""
+Values = Mapping[int, set[str]]
 
 
 def ring_layer() -> Part:
@@ -46,55 +34,59 @@ def ring_layer() -> Part:
     )
 
 
-Side = Direction | Late | None
+def acting(action: Action) -> Compute | Start | Wait:
+    """Not a barrier."""
+    assert not isinstance(action, Barrier)
+    return action
 
 
-def replay(
-    actions: Iterable[PairAction], graphs: dict[Side, Graph], given_values: dict[Side, set[str]]
-) -> None:
-    """Run a program on names: demands data, counts operators, and that no wait comes earlier than needed.
+def replay(actions: Iterable[Action], graphs: Graphs, given_values: Values, end: int | None = None) -> None:
+    """Run a program on names: demands data, and counts operators.
 
-    A wait is needed by the next action of its side that reads what the collective wrote, or by the end.
+    ``end``: the number of the pass that runs the end of pass 1.
     """
-    operators = {(side, op.name): op for side, graph in graphs.items() for op in graph.operators}
-    there = {side: set(names) for side, names in given_values.items()}
-    begun: list[tuple[Side, str]] = []
-    under_way: set[tuple[Side, str]] = set()
-    # What is put off finds all that its own pass has left, so it comes last, in its order.
-    for action in sorted((a for a in actions if not isinstance(a, Barrier)), key=is_late):
-        side = Direction.BACKWARD if is_late(action) else action.side
-        key = (side, action.operator)
+    operators = {(turn, op.name): op for turn, graph in graphs.items() for op in graph.operators}
+    there = {turn: set(names) for turn, names in given_values.items()}
+    begun: list[tuple[int, str]] = []
+    under_way: set[tuple[int, str]] = set()
+    # What is left finds all that its own pass has done before, so it comes last, in its order.
+    in_order = [acting(action) for action in actions if not isinstance(action, Barrier)]
+    for action in sorted(in_order, key=lambda one: one.turn == end):
+        turn = 1 if action.turn == end else action.turn
+        key = (turn, action.operator)
         op = operators[key]
         if isinstance(action, Wait):
             assert key in under_way, f"{action}: not under way"
             under_way.remove(key)
-            there[side] |= set(op.writes)
+            there[turn] |= set(op.writes)
             continue
         begun.append(key)
-        assert set(op.reads) <= there[side], f"{action} reads what is not there"
+        assert set(op.reads) <= there[turn], f"{action} reads what is not there"
         if isinstance(action, Start):
             assert op.kind.communicates
             assert action.stream is op.stream
             under_way.add(key)
         else:
             assert not op.kind.communicates
-            there[side] |= set(op.writes)
+            there[turn] |= set(op.writes)
     assert not under_way
-    assert sorted(begun, key=str) == sorted(operators, key=str)
+    assert sorted(begun) == sorted(operators)
 
 
-def needless_waits(actions: Sequence[PairAction], graphs: dict[Side, Graph]) -> list[PairAction]:
+def needless_waits(actions: Sequence[Action], graphs: Graphs) -> list[Action]:
     """Waits that neither the next operator nor the end asks for."""
-    operators = {(side, op.name): op for side, graph in graphs.items() for op in graph.operators}
-    found = []
+    operators = {(turn, op.name): op for turn, graph in graphs.items() for op in graph.operators}
+    found: list[Action] = []
     for n, action in enumerate(actions):
         if isinstance(action, Wait):
             after = next((a for a in actions[n + 1 :] if not isinstance(a, Wait)), None)
             if after is None:
                 continue
-            written = operators[action.side, action.operator].writes
-            needed = not isinstance(after, Barrier) and after.side is action.side
-            if not needed or not set(written) & set(operators[after.side, after.operator].reads):
+            written = operators[action.turn, action.operator].writes
+            needed = not isinstance(after, Barrier) and after.turn == action.turn
+            if not needed or not set(written) & set(
+                operators[acting(after).turn, acting(after).operator].reads
+            ):
                 found.append(action)
     return found
 
@@ -106,25 +98,33 @@ def given_values(part: Part, graph: Graph) -> set[str]:
     return {*part.saved(), *part.constants, f"d.{part.output}"}
 
 
+Step = tuple[int, str]
+
+
 @st.composite
-def orders(draw: st.DrawFn, graphs: dict[Side, Graph], given: dict[Side, set[str]]) -> list[tuple[Side, str]]:
+def orders(draw: st.DrawFn, graphs: Graphs, given: Values) -> list[Step]:
     """Any order of the operators of all graphs together that respects their data."""
-    there = {side: set(names) for side, names in given.items()}
-    left = {side: list(graph.operators) for side, graph in graphs.items()}
-    order: list[tuple[Side, str]] = []
+    there = {turn: set(names) for turn, names in given.items()}
+    left = {turn: list(graph.operators) for turn, graph in graphs.items()}
+    order: list[Step] = []
     while any(left.values()):
         ready = [
-            (side, op) for side, operators in left.items() for op in operators if set(op.reads) <= there[side]
+            (turn, op) for turn, operators in left.items() for op in operators if set(op.reads) <= there[turn]
         ]
-        side, op = ready[draw(st.integers(0, len(ready) - 1))]
-        left[side].remove(op)
-        there[side] |= set(op.writes)
-        order.append((side, op.name))
+        turn, op = ready[draw(st.integers(0, len(ready) - 1))]
+        left[turn].remove(op)
+        there[turn] |= set(op.writes)
+        order.append((turn, op.name))
     return order
 
 
-BOTH: dict[Side, Graph] = {**SIDES}
-BOTH_GIVEN: dict[Side, set[str]] = {side: given_values(LAYER, graph) for side, graph in SIDES.items()}
+BOTH: Graphs = {0: LAYER.forward, 1: LAYER.backward}
+BOTH_GIVEN: Values = {turn: given_values(LAYER, graph) for turn, graph in BOTH.items()}
+
+
+def paired(order: Iterable[Step]) -> Program:
+    """The program of both passes of the layer in an order."""
+    return program_of(parse_sides(PAIR), PARTS, tuple(write_step(*step) for step in order))
 
 
 # -- one pass ----------------------------------------------------------------------------------------------
@@ -136,18 +136,18 @@ def test_serial_programs_wait_at_once(tp: int, recompute: str) -> None:
     for part in model_parts(LLAMA, tp, recompute).values():
         for graph in (part.forward, part.backward):
             program = serial_program(graph)
-            replay(program, {None: graph}, {None: given_values(part, graph)})
+            replay(program, {0: graph}, {0: given_values(part, graph)})
             for action, after in pairwise([*program, None]):
                 if isinstance(action, Start):
                     assert after == Wait(action.operator)
-            issued = [a.operator for a in program if not isinstance(a, Wait)]
+            issued = [acting(a).operator for a in program if not isinstance(a, Wait)]
             assert issued == [op.name for op in graph.operators]
 
 
 def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
     layer = ring_layer()
     program = serial_program(layer.forward)
-    replay(program, {None: layer.forward}, {None: {"x"}})
+    replay(program, {0: layer.forward}, {0: {"x"}})
     started = {a.operator: n for n, a in enumerate(program) if isinstance(a, Start)}
     waited = {a.operator: n for n, a in enumerate(program) if isinstance(a, Wait)}
     for name, start in started.items():
@@ -161,34 +161,48 @@ def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
 @settings(max_examples=60, deadline=None)
 def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     part = data.draw(st.sampled_from([LAYER, ring_layer()]))
-    graph = data.draw(st.sampled_from([part.forward, part.backward]))
-    given_here: dict[Side, set[str]] = {None: given_values(part, graph)}
-    order = [name for _, name in data.draw(orders({None: graph}, given_here))]
-    program = ordered_program(graph, order)
-    replay(program, {None: graph}, given_here)
-    assert not needless_waits(program, {None: graph})
-    assert [a.operator for a in program if not isinstance(a, Wait)] == order
+    kind = data.draw(st.sampled_from([PassKind.FORWARD, PassKind.BACKWARD]))
+    graph = graph_of(part, kind)
+    given_here = {0: given_values(part, graph)}
+    order = [name for _, name in data.draw(orders({0: graph}, given_here))]
+    program = program_of((Side(kind, part.name),), {part.name: part}, tuple(order))
+    replay(program, {0: graph}, given_here)
+    assert not needless_waits(program, {0: graph})
+    assert [acting(a).operator for a in program if not isinstance(a, Wait)] == order
 
 
 def test_the_default_order_is_the_graphs() -> None:
-    assert ordered_program(LAYER.backward) == ordered_program(
-        LAYER.backward, [op.name for op in LAYER.backward.operators]
-    )
+    side = (Side(PassKind.BACKWARD, "layer"),)
+    names = tuple(op.name for op in LAYER.backward.operators)
+    assert program_of(side, PARTS, ()) == program_of(side, PARTS, names)
+
+
+def test_a_part_without_operators_has_an_empty_program() -> None:
+    """The embedding of a pass that has nothing to do for its weights, say."""
+    parts = model_parts(tp=2)
+    for name in parts:
+        side = Side(PassKind.WEIGHT, name)
+        assert bool(own_program(side, parts, trains=True)) == bool(
+            graph_of(parts[name], PassKind.WEIGHT).operators
+        )
 
 
 def test_split_programs_share_out_the_operators() -> None:
     for part in (*model_parts(tp=2).values(), ring_layer()):
-        programs = split_programs(part)
-        names = {
-            gradients: [a.operator for a in programs[part.name, gradients] if not isinstance(a, Wait)]
-            for gradients in (Gradients.INPUT, Gradients.WEIGHT)
+        programs = {
+            kind: own_program(Side(kind, part.name), {part.name: part}, trains=True)
+            for kind in (PassKind.INPUT, PassKind.WEIGHT)
         }
-        weights = [op.name for op in part.backward.operators if op.phase is Pass.WEIGHT_GRADIENT]
-        assert names[Gradients.WEIGHT] == weights
-        assert names[Gradients.INPUT] == [
+        names = {
+            kind: [acting(a).operator for a in program if not isinstance(a, Wait)]
+            for kind, program in programs.items()
+        }
+        weights = [op.name for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
+        assert names[PassKind.WEIGHT] == weights
+        assert names[PassKind.INPUT] == [
             op.name for op in part.backward.operators if op.name not in set(weights)
         ]
-        assert not any(isinstance(a, Start) for a in programs[part.name, Gradients.WEIGHT])
+        assert not any(isinstance(a, Start) for a in programs[PassKind.WEIGHT])
 
 
 # -- two passes --------------------------------------------------------------------------------------------
@@ -198,13 +212,10 @@ def test_split_programs_share_out_the_operators() -> None:
 @settings(max_examples=80, deadline=None)
 def test_searched_orders_are_issued_as_they_are(data: st.DataObject) -> None:
     order = data.draw(orders(BOTH, BOTH_GIVEN))
-    steps = tuple(f"{side.value}:{name}" for side, name in order if side)
-    program = pair_program(
-        LAYER.forward, LAYER.backward, PairingDecision(method=PairMethod.ORDER, steps=steps)
-    )
+    program = paired(order)
     replay(program, BOTH, BOTH_GIVEN)
     assert not needless_waits(program, BOTH)
-    issued = [(a.side, a.operator) for a in program if isinstance(a, Compute | Start)]
+    issued = [(a.turn, a.operator) for a in program if isinstance(a, Compute | Start)]
     assert issued == order
     assert Barrier() not in program
 
@@ -213,23 +224,25 @@ def test_searched_orders_are_issued_as_they_are(data: st.DataObject) -> None:
 @settings(max_examples=60, deadline=None)
 def test_weight_gradients_may_be_left_to_the_next_layer(data: st.DataObject) -> None:
     """Wherever they stand, nothing is waited for on their account; and the text keeps them apart."""
-    order = [(side, name) for side, name in data.draw(orders(BOTH, BOTH_GIVEN)) if side]
-    weights = sorted(op.name for op in LAYER.backward.operators if op.phase is Pass.WEIGHT_GRADIENT)
+    order = data.draw(orders(BOTH, BOTH_GIVEN))
+    weights = sorted(op.name for op in LAYER.backward.operators if op.phase is Phase.WEIGHT_GRADIENT)
     late = data.draw(st.sets(st.sampled_from(weights), min_size=1))
-    steps = [f"{side.value}:{name}" for side, name in order if name not in late]
+    steps = [write_step(turn, name) for turn, name in order if name not in late]
     for name in sorted(late):
-        steps.insert(data.draw(st.integers(0, len(steps))), f"P:{name}")
-    decision = PairingDecision(method=PairMethod.ORDER, steps=tuple(steps))
-    program = pair_program(LAYER.forward, LAYER.backward, decision)
-    replay(program, BOTH, BOTH_GIVEN)
-    assert {a.operator for a in program if not isinstance(a, Barrier) and is_late(a)} == late
-    issued = [str(a).split()[1] for a in program if not isinstance(a, Wait)]
+        steps.insert(data.draw(st.integers(0, len(steps))), f"2:{name}")
+    sides = parse_sides(LEAVING)
+    program = program_of(sides, PARTS, tuple(steps))
+    replay(program, BOTH, BOTH_GIVEN, end=2)
+    assert {acting(a).operator for a in program if acting(a).turn == 2} == late
+    issued = [write_step(acting(a).turn, acting(a).operator) for a in program if not isinstance(a, Wait)]
     assert issued == steps
-    assert tuple(parse_action(str(a), OF_PAIRS) for a in program) == program
-    schedule = named_schedule("braid", 2, 4, 2)
-    changed = replace(schedule, pairs={("layer", "layer"): program})
-    validate(changed, layout_for("braid", 2, 2), model_parts(tp=2))
-    assert parse(changed.to_text()) == changed
+    schedule = named_schedule("braid", 2, 4, 2, ends=True)
+    changed = replace(schedule, programs={**schedule.programs, sides: program})
+    code_of(changed, layout_for("braid", 2, 2))
+    text = write(changed)
+    assert parse(text) == changed
+    lines = text.partition(f"program {write_sides(sides)}\n")[2].split("\n\n")[0].splitlines()
+    assert tuple(parse_action(line.strip(), 3) for line in lines) == program
 
 
 @given(st.data())
@@ -239,30 +252,29 @@ def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.D
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1), max_size=12)))
     segments = []
     for begin, end in pairwise([0, *cuts, len(order)]):
-        names = {side: [n for s, n in order[begin:end] if s is side] for side in Direction}
-        segments.append((names[Direction.FORWARD], names[Direction.BACKWARD]))
+        names = [[name for own, name in order[begin:end] if own == turn] for turn in BOTH]
+        segments.append((names[0], names[1]))
     # Within a segment collectives start first, so it may not hold what they read: one operator a side does.
     if any(not _independent(segment) for segment in segments):
-        segments = [([n], []) if s is Direction.FORWARD else ([], [n]) for s, n in order]
+        segments = [([], [name]) if turn else ([name], []) for turn, name in order]
     steps = tuple(f"{' '.join(f)} | {' '.join(b)}" for f, b in segments)
-    decision = PairingDecision(method=PairMethod.BARRIERS, steps=steps)
-    program = pair_program(LAYER.forward, LAYER.backward, decision)
+    program = program_of(parse_sides(PAIR), PARTS, steps)
     replay(program, BOTH, BOTH_GIVEN)
     assert program.count(Barrier()) == sum(bool(f and b) for f, b in segments)
-    under_way: set[tuple[Side, str]] = set()
+    under_way: set[Step] = set()
     for action in program:
         match action:
             case Barrier():
                 assert not under_way, "a barrier with something under way"
             case Start():
-                under_way.add((action.side, action.operator))
+                under_way.add((action.turn, action.operator))
             case Wait():
-                under_way.remove((action.side, action.operator))
+                under_way.remove((action.turn, action.operator))
 
 
 def _independent(segment: tuple[list[str], list[str]]) -> bool:
     """Whether no collective of a segment reads what the same segment writes."""
-    for graph, names in zip(SIDES.values(), segment, strict=True):
+    for graph, names in zip(BOTH.values(), segment, strict=True):
         written = {value for name in names for value in graph.named(name).writes}
         reads = {value for name in names for value in _reads_of_collective(graph.named(name))}
         if written & reads:
@@ -281,92 +293,103 @@ def test_paired_segments_overlap() -> None:
         "attention_gather | ",
         "qkv attention projection | mlp_scatter.grad",
     )
-    rest = PairingDecision(
-        method=PairMethod.BARRIERS,
-        steps=(
-            *steps,
-            *(f"{op.name} | " for op in LAYER.forward.operators[5:]),
-            *(f" | {op.name}" for op in LAYER.backward.operators[2:]),
-        ),
+    rest = (
+        *steps,
+        *(f"{op.name} | " for op in LAYER.forward.operators[5:]),
+        *(f" | {op.name}" for op in LAYER.backward.operators[2:]),
     )
-    texts = [str(action) for action in pair_program(LAYER.forward, LAYER.backward, rest)]
-    begin = texts.index("start B:mlp_scatter.grad on intra")
+    texts = lines_of(program_of(parse_sides(PAIR), PARTS, rest))
+    begin = texts.index("start 1:mlp_scatter.grad on intra")
     assert texts[begin : begin + 6] == [
-        "start B:mlp_scatter.grad on intra",
-        "compute F:qkv",
-        "compute F:attention",
-        "compute F:projection",
-        "wait B:mlp_scatter.grad",
+        "start 1:mlp_scatter.grad on intra",
+        "compute 0:qkv",
+        "compute 0:attention",
+        "compute 0:projection",
+        "wait 1:mlp_scatter.grad",
         "barrier",
     ]
-    assert texts[:3] == ["compute B:mlp_residual.grad", "compute F:attention_norm", "barrier"]
-    assert texts[3:5] == ["start F:attention_gather on intra", "wait F:attention_gather"]
+    assert texts[:3] == ["compute 1:mlp_residual.grad", "compute 0:attention_norm", "barrier"]
+    assert texts[3:5] == ["start 0:attention_gather on intra", "wait 0:attention_gather"]
+
+
+def lines_of(program: Program) -> list[str]:
+    """The program of two passes as it reads in a schedule."""
+    schedule = named_schedule("dhelix", 1, 2, 2)
+    text = write(replace(schedule, programs={parse_sides(PAIR): program}))
+    return [line.strip() for line in text.partition("program ")[2].splitlines()[1:]]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_strands_in_turns(tp: int) -> None:
     """Wavelet's round robin: one operator of each until one has no more; the backward strand begins."""
     layer = model_parts(tp=tp)["layer"]
-    graphs: dict[Side, Graph] = {Direction.FORWARD: layer.forward, Direction.BACKWARD: layer.backward}
-    program = pair_program(layer.forward, layer.backward, in_turn(layer, PairMethod.TURNS))
-    replay(program, graphs, {side: given_values(layer, graph) for side, graph in graphs.items()})
-    sides = [a.side for a in program if isinstance(a, Compute | Start)]
+    graphs = {0: layer.forward, 1: layer.backward}
+    ((sides, order),) = in_turn(layer, PairMethod.TURNS).items()
+    program = program_of(parse_sides(sides), {"layer": layer}, order)
+    replay(program, graphs, {turn: given_values(layer, graph) for turn, graph in graphs.items()})
+    turns = [a.turn for a in program if isinstance(a, Compute | Start)]
     shared = 2 * min(len(layer.forward.operators), len(layer.backward.operators))
-    assert sides[:shared] == [Direction.BACKWARD, Direction.FORWARD] * (shared // 2)
-    assert set(sides[shared:]) <= {Direction.BACKWARD}
+    assert turns[:shared] == [1, 0] * (shared // 2)
+    assert set(turns[shared:]) <= {1}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
-def refused(method: PairMethod, *steps: str) -> str:
-    """The message with which a pairing is refused."""
+def refused(*steps: str, sides: str = PAIR) -> str:
+    """The message with which an order is refused, without what it is for."""
     with pytest.raises(ValueError) as error:
-        pair_program(LAYER.forward, LAYER.backward, PairingDecision(method=method, steps=steps))
-    return str(error.value)
+        program_of(parse_sides(sides), PARTS, steps)
+    return str(error.value).removeprefix(f"order of {sides}: ")
 
 
-ORDER = in_turn(LAYER, PairMethod.ORDER).steps
-SEGMENTS = in_turn(LAYER, PairMethod.BARRIERS).steps
+ORDER = in_turn(LAYER, PairMethod.ORDER)[PAIR]
+SEGMENTS = in_turn(LAYER, PairMethod.BARRIERS)[PAIR]
 
 
 def test_wrong_steps_of_an_order_are_refused() -> None:
-    for step in ("qkv", "X:qkv", ":qkv", "f:qkv"):
-        assert refused(PairMethod.ORDER, step, *ORDER) == (
-            f"pairing step {step!r} must be written F:OPERATOR, B:OPERATOR or P:OPERATOR"
+    for step in ("qkv", "X:qkv", ":qkv", "2:qkv", "00:qkv", "-1:qkv", "0:"):
+        assert refused(step, *ORDER) == (f"{step!r}: operators of 2 passes are written 0:NAME to 1:NAME")
+    for step in ("0:nothing", "0:qkv.dgrad", "1:qkv"):
+        assert (
+            refused(step, *ORDER) == f"{step} is no operator of the run; plan anew for this model and layout"
         )
-    for step in ("F:nothing", "F:qkv.dgrad", "B:qkv", "F:"):
-        message = refused(PairMethod.ORDER, step, *ORDER)
-        assert message == f"pairing: {step} is no operator of the layer; plan anew for this model and layout"
-    assert refused(PairMethod.ORDER, *ORDER, "P:qkv.wgrad") == "pairing: P:qkv.wgrad stands twice"
-    others = [step for step in ORDER if step != "B:qkv.dgrad"]
-    assert refused(PairMethod.ORDER, *others, "P:qkv.dgrad") == (
-        "pairing: P:qkv.dgrad is put off, but B:attention_gather.grad needs it"
+    assert refused(*ORDER, ORDER[3]) == f"{ORDER[3]} stands twice"
+    assert refused(*ORDER[1:]) == f"{ORDER[0]} of the run are missing"
+    assert refused(ORDER[0]) == (
+        "0:activation, 0:attention, 0:attention_gather, 0:attention_residual of the run are missing"
     )
-    assert refused(PairMethod.ORDER, *ORDER, ORDER[3]) == f"pairing: {ORDER[3]} stands twice"
-    assert refused(PairMethod.ORDER, *ORDER[1:]) == f"pairing: {ORDER[0]} of the layer are missing"
-    assert refused(PairMethod.ORDER) == (
-        "pairing: B:activation.grad, B:attention.grad, B:attention_gather.grad, B:attention_norm.grad "
-        "of the layer are missing"
+
+
+def test_ends_that_do_not_fit_are_refused() -> None:
+    others = [step for step in ORDER if step != "1:qkv.dgrad"]
+    assert refused(*others, "2:qkv.dgrad", sides=LEAVING) == (
+        "qkv.dgrad is left to the end, but 1:attention_gather.grad needs it"
     )
+    assert refused(*others, sides=LEAVING) == "1:qkv.dgrad of the run are missing", "nobody takes it up"
+    assert refused(*ORDER, "3:qkv.wgrad", sides=LEAVING) == (
+        "'3:qkv.wgrad': operators of 3 passes are written 0:NAME to 2:NAME"
+    )
+    with pytest.raises(ValueError, match="'other' is no part of this model and layout; plan anew"):
+        program_of(parse_sides(f"{PAIR}|L:other"), PARTS, ORDER)
 
 
 def test_wrong_segments_are_refused() -> None:
-    assert refused(PairMethod.BARRIERS, "qkv attention", *SEGMENTS) == (
-        "pairing step 'qkv attention' must be written 'FORWARD OPERATORS | BACKWARD OPERATORS'"
+    assert refused(*SEGMENTS[:1], "qkv attention", *SEGMENTS[1:]) == (
+        "segment 'qkv attention' must be written 'OPERATORS | OPERATORS', one per pass"
     )
-    assert "F:qkv.dgrad is no operator of the layer" in refused(
-        PairMethod.BARRIERS, "qkv.dgrad | ", *SEGMENTS
+    assert refused("qkv.dgrad | ", *SEGMENTS) == (
+        "0:qkv.dgrad is no operator of the run; plan anew for this model and layout"
     )
-    assert refused(PairMethod.BARRIERS, *SEGMENTS, "qkv | ") == "pairing: F:qkv stands twice"
-    assert "of the layer are missing" in refused(PairMethod.BARRIERS, *SEGMENTS[:-1])
+    assert refused(*SEGMENTS, "qkv | ") == "0:qkv stands twice"
+    assert "of the run are missing" in refused(*SEGMENTS[:-1])
 
 
 def test_wrong_orders_of_one_pass_are_refused() -> None:
     names = [op.name for op in LAYER.forward.operators]
-    with pytest.raises(ValueError, match=r"^order: qkv.dgrad is no operator of the layer; plan anew"):
-        ordered_program(LAYER.forward, [*names, "qkv.dgrad"])
-    with pytest.raises(ValueError, match=r"^order: qkv stands twice$"):
-        ordered_program(LAYER.forward, [*names, "qkv"])
-    with pytest.raises(ValueError, match=r"^order: qkv of the layer are missing$"):
-        ordered_program(LAYER.forward, [name for name in names if name != "qkv"])
+    alone = "F:layer"
+    assert refused(*names, "qkv.dgrad", sides=alone).startswith(
+        "qkv.dgrad is no operator of the run; plan anew"
+    )
+    assert refused(*names, "qkv", sides=alone) == "qkv stands twice"
+    assert refused(*(name for name in names if name != "qkv"), sides=alone) == "qkv of the run are missing"

@@ -7,7 +7,7 @@ the right shape and any content, which is all that memory depends on.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -15,32 +15,40 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from braid.actors.stage.bindings import Binder
-from braid.actors.stage.blocks import MicroBatch
-from braid.actors.stage.executor import Executor
+from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.held import MemoryMeter, held_bytes
+from braid.actors.stage.held import NoUpdate, held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.slots import Values
 from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.code import Code, Operation
 from braid.scheduling.layers import part_sizes
+from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import (
-    DTYPE_BYTES,
-    model_flops,
-    peak_position,
-    peak_working_bytes,
-    rank_memory,
-    stage_parameters,
+from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory, stage_parameters
+from braid.scheduling.planner.decide import modelled
+from braid.scheduling.planner.orders import decisions
+from braid.scheduling.schedule import Reduce, Step, Strand
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
+from braid.scheduling.sweep import Sweep
+from braid.scheduling.validate import ScheduleError, check_memory, linked
+from tests.scheduling.cases import (
+    GPT,
+    LLAMA,
+    MICRO_BATCH,
+    TOKENS,
+    code_of,
+    layout_for,
+    linked_schedule,
+    model_parts,
+    named_schedule,
+    setting_for,
 )
-from braid.scheduling.schedule import Block, Direction, Reduce, Schedule, Step
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
-from braid.scheduling.validate import ScheduleError, validate_memory
-from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, TOKENS, layout_for, model_parts, named_schedule
+from tests.scheduling.plans import cluster
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -94,148 +102,155 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
     if layout.ranks > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
-        yield build_mesh(layout, rank, timeout=timedelta(seconds=1))
+        yield build_mesh(layout, rank, timeout=timedelta(seconds=1), strands=tuple(Strand))
     finally:
         if layout.ranks > 1:
             dist.destroy_process_group()
 
 
-@SHAPES
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["layer", "head"])
-def test_saved_bytes_of_a_part_are_what_its_slot_holds(
-    shape: ModelShape, tp: int, policy: str, dtype: str, name: str
-) -> None:
-    layout = ParallelLayout(tp=tp)
-    part = model_parts(shape, tp, policy)[name]
-    program = named_schedule("megatron", 1, 1, tp, policy).programs[name, Direction.FORWARD]
-    block = Block(Direction.FORWARD, 0, 0)
-    with mesh_of(layout) as mesh, torch.no_grad():
-        model = stage_model(shape, layout, 0, dtype)
+def measured(shape: ModelShape, code: Code, stage: int, dtype: str = "fp32") -> list[tuple[Operation, int]]:
+    """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
+
+    Tokens and parameters do not count.
+    """
+    layout = code.layout
+    rank = layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
+    held: list[tuple[Operation, int]] = []
+    with mesh_of(layout, rank) as mesh:
+        model = stage_model(shape, layout, rank, dtype)
         model.initialise(0)
         streams = HostStreams()
         recorder = Recorder(streams)
         GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
-        instance = next(i for i in model.chunks[0] if i.name == name)
-        bound = Binder(mesh, streams, recorder, DTYPES[dtype].itemsize).bind(
-            program, part, instance, Direction.FORWARD, trains=True
-        )
-        values: Values = {"x": torch.randn(TOKENS // tp, shape.hidden).to(DTYPES[dtype])}
-        if name == "head":
-            values |= {"targets": torch.zeros(TOKENS, dtype=torch.int64), "loss_scale": 1.0}
-        for action in bound:
-            action(values, block)
-        output = values.pop(part.output)
-    width = DTYPE_BYTES[dtype]
-    assert output.nbytes == part.values[part.output].bytes(width)
-    assert set(values) == set(part.saved())
-    assert part.saved_bytes(width) == pytest.approx(held_bytes(values), rel=0.02)
-
-
-class NoUpdate:
-    """Ends a step without reducing or updating anything."""
-
-    def start_reduce(self, chunk: int) -> None:
-        """Nothing."""
-
-    def wait_reduce(self, chunk: int) -> None:
-        """Nothing."""
-
-    def step(self) -> None:
-        """Nothing."""
-
-
-def measured_peak(
-    shape: ModelShape, schedule: Schedule, layout: ParallelLayout, stage: int, policy: str
-) -> int:
-    """Run one rank of a schedule for real; the most bytes it held, but for tokens and parameters."""
-    rank = layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
-    with mesh_of(layout, rank) as mesh:
-        model = stage_model(shape, layout, rank)
-        model.initialise(0)
-        streams = HostStreams()
-        recorder = MemoryMeter(streams)
-        GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
-        recorder.executor = Executor(
-            schedule=schedule,
-            parts=model_parts(shape, layout.tp, policy),
+        executor = Executor(
+            code=code,
             model=model,
             mesh=mesh,
             streams=streams,
             recorder=recorder,
+            watch=lambda operation: held.append((operation, held_bytes(executor.held()))),
         )
         tokens = torch.zeros(TOKENS, dtype=torch.int64)
-        batches = [MicroBatch(tokens, tokens)] * schedule.micro_batches
-        recorder.executor.run(batches, 1.0, NoUpdate())
+        executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, NoUpdate())
         streams.close()
-    return recorder.peak_bytes
+    return held
 
 
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-@pytest.mark.parametrize(
-    ("name", "p", "tp", "stage"),
-    [
-        ("megatron", 1, 1, 0),
-        ("megatron", 2, 2, 0),
-        ("megatron", 2, 2, 1),
-        ("folded", 2, 2, 0),
-        ("folded", 2, 2, 1),
-    ],
+def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
+    """The executor holds to the byte what the sweep counts, at every operation of every stage."""
+    for stage, stretches in enumerate(code.stages):
+        found = iter(measured(shape, code, stage, dtype))
+        sweep, during = Sweep(DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
+        most = 0
+        for stretch, said in zip(stretches, during, strict=True):
+            counts = []
+            for operation, count in sweep.step_by_step(stretch):
+                ran, held = next(found)
+                assert ran is operation
+                assert held == count, f"stage {stage}, {stretch.instruction}: {operation}"
+                counts.append(held)
+            assert said == max(counts, default=said)
+            most = max([most, *counts])
+        assert next(found, None) is None
+        assert most > 0
+        assert rank_memory(code, shape, dtype, stage).activation_bytes == most
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, the layout that it runs on, longest run of layers and chunks of collectives."""
+
+    name: str
+    stages: int
+    tp: int
+    fused: int = 0
+    split: int = 1
+
+
+CASES = (
+    Case("megatron", 1, 1),
+    Case("megatron", 2, 2),
+    Case("eager", 2, 1, fused=2),
+    Case("folded", 2, 2),
+    Case("interleaved", 2, 1),
+    Case("intra_batch", 1, 2, split=2),
+    Case("intra_batch", 2, 2, split=4),
+    Case("wavelet", 2, 1),
+    Case("dhelix", 2, 2),
+    Case("dualpipev", 2, 1),
+    Case("zbv", 2, 2),
+    Case("braid_w", 1, 2, fused=2),
+    Case("braid_w", 2, 1),
+    Case("braid_twins", 1, 2),
+    Case("braid_eager", 2, 2),
+    Case("braid_v", 2, 2),
 )
-@pytest.mark.parametrize("vocabulary", [96, 4096], ids=["small tables", "large tables"])
-def test_activations_are_bounded_closely(
-    name: str, p: int, tp: int, stage: int, policy: str, vocabulary: int
-) -> None:
-    """The estimate adds two maxima that need not fall together, so it is never below and not far above."""
-    shape, layout = replace(LLAMA, layers=4, vocabulary=vocabulary), layout_for(name, p, tp)
-    parts, schedule = model_parts(shape, tp, policy), named_schedule(name, p, 4, tp, policy)
-    memory = rank_memory(schedule, layout, shape, parts, "fp32", stage)
-    estimate = memory.activation_bytes + memory.working_bytes
-    measured = measured_peak(shape, schedule, layout, stage, policy)
-    assert measured <= estimate <= 1.35 * measured
+SHAPED = [
+    pytest.param((LLAMA, GPT)[(n + k) % 2], case, policy, id=f"{case.name}-{case.stages}-{case.tp}-{policy}")
+    for n, case in enumerate(CASES)
+    for k, policy in enumerate(RECOMPUTE_POLICIES)
+]
+"""Every case under every policy; every case and every policy with both kinds of model."""
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_late_layers_hold_less_for_real(late: int, stage: int) -> None:
-    """Of the first stage's chunks the first waits longer: p = 2 holds it 3 times beside the last, once."""
-    schedule = named_schedule("folded", 2, 4, 2)
-    layouts = [replace(layout_for("folded", 2, 2), late_layers=n) for n in (0, late)]
-    parts = model_parts(tp=2)
-    measured = [measured_peak(LLAMA, schedule, layout, stage, "none") for layout in layouts]
-    memory = rank_memory(schedule, layouts[1], LLAMA, parts, "fp32", stage)
-    estimate = memory.activation_bytes + memory.working_bytes
-    assert measured[1] <= estimate <= 1.35 * measured[1]
-    saved = parts["layer"].saved_bytes(4)
-    freed = 2 * late * saved if stage == 0 else 0
-    assert measured[0] - measured[1] == pytest.approx(freed, abs=saved / 4)
+def codes(shape: ModelShape, case: Case, policy: str) -> list[Code]:
+    """Of every decision for a schedule of six micro-batches, on links so slow that much is overlapped."""
+    kind, stages = SCHEDULES[case.name], case.stages
+    layout = ParallelLayout(tp=case.tp, pp=stages, placement=kind.placement_on(stages))
+    setting = Setting(
+        model=shape,
+        layout=layout,
+        workload=Workload(global_batch=6 * MICRO_BATCH, micro_batch=MICRO_BATCH),
+        schedule=case.name,
+        recompute=policy,
+        fused=case.fused,
+        split=case.split,
+    )
+    bench = modelled(cluster(gpus=layout.ranks, intra=1e8))(setting)
+    return [
+        linked(training_schedule(setting, bench.parts, choices), layout, shape.layers, bench.parts)
+        for choices, _ in decisions(bench)
+    ]
+
+
+@pytest.mark.parametrize(("shape", "case", "policy"), SHAPED)
+def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, policy: str) -> None:
+    shape = replace(shape, layers=4)
+    found = codes(shape, case, policy)
+    assert found
+    for code in found:
+        assert_exact(shape, code)
 
 
 @SHAPES
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-@pytest.mark.parametrize("direction", Direction)
-def test_working_bytes_hold_every_value_an_operator_touches(
-    shape: ModelShape, policy: str, direction: Direction
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [96, 4096], ids=["small tables", "large tables"])
+def test_activations_of_any_width_are_counted_to_the_byte(
+    shape: ModelShape, dtype: str, vocabulary: int
 ) -> None:
-    for part in model_parts(shape, 2, policy).values():
-        graph = part.forward if direction is Direction.FORWARD else part.backward
-        program = named_schedule("megatron", 1, 1, 2, policy).programs[part.name, direction]
-        kept = {*part.saved(), *part.constants}
-        least = 0
-        for op in graph.operators:
-            owners = {part.values[name].alias_of or name for name in (*op.reads, *op.writes)} - kept
-            least = max(least, sum(part.values[name].bytes(2) for name in owners))
-        everything = sum(value.bytes(2) for value in part.values.values())
-        assert least <= peak_working_bytes(part, program, direction, 2) < everything
+    """Statistics and losses are kept in single precision at least, whatever the activations have."""
+    shape = replace(shape, layers=4, vocabulary=vocabulary)
+    setting = setting_for("megatron", ParallelLayout(tp=2), 2, model=shape)
+    parts = model_parts(shape, 2)
+    assert_exact(shape, linked(training_schedule(setting, parts), setting.layout, 4, parts), dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_late_layers_hold_less_for_real(stage: int) -> None:
+    """Of the first stage's chunks the first waits longer: p = 2 holds it 3 times beside the last, once."""
+    schedule = named_schedule("folded", 2, 4, 2)
+    layouts = [replace(layout_for("folded", 2, 2), late_layers=late) for late in (0, 1)]
+    peaks = [max(held for _, held in measured(LLAMA, code_of(schedule, one), stage)) for one in layouts]
+    saved = model_parts(tp=2)["layer"].saved_bytes(4)
+    assert peaks[0] - peaks[1] == pytest.approx(2 * saved if stage == 0 else 0, abs=saved / 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool) -> None:
     shape, layout = replace(LLAMA, tied_head=tied_head), ParallelLayout()
-    memory = rank_memory(named_schedule("megatron", 1, 2), layout, shape, model_parts(shape), dtype, 0)
+    code = code_of(named_schedule("megatron", 1, 2), layout, shape)
+    memory = rank_memory(code, shape, dtype, 0)
     with mesh_of(layout) as mesh:
         parameters = stage_model(shape, layout, 0, dtype).parameters
         streams = HostStreams()
@@ -262,7 +277,6 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
         memory.gradient_bytes,
         memory.optimizer_bytes,
         memory.activation_bytes,
-        memory.working_bytes,
     )
     assert memory.total_bytes == sum(parts)
 
@@ -274,14 +288,12 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
 @pytest.mark.parametrize("zero", [0, 3])
 def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
     """A byte less than the fullest rank needs; the message names stage, instruction and what is missing."""
-    layout, schedule, parts = layout_for(name, 2, 2), named_schedule(name, 2, 6, 2), model_parts(tp=2)
-    needed = [
-        rank_memory(schedule, layout, LLAMA, parts, "bf16", stage, zero).total_bytes for stage in range(2)
-    ]
+    code = linked_schedule(name, 2, 6, 2)
+    needed = [rank_memory(code, LLAMA, "bf16", stage, zero).total_bytes for stage in range(2)]
     most = max(needed)
-    validate_memory(schedule, layout, LLAMA, parts, "bf16", most, zero)
+    check_memory(code, LLAMA, "bf16", most, zero)
     with pytest.raises(ScheduleError) as error:
-        validate_memory(schedule, layout, LLAMA, parts, "bf16", most - 1, zero)
+        check_memory(code, LLAMA, "bf16", most - 1, zero)
     message = str(error.value)
     found = re.match(rf"schedule {name}, stage (\d), at (.+?): memory: a rank of this stage needs ", message)
     assert found, message
@@ -289,16 +301,17 @@ def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
     assert needed[stage] == most
     assert f"{most / 2**30:.2f} GiB here" in message
     assert f"* stage {stage}" in message
-    position = peak_position(schedule, layout, LLAMA, parts, "bf16", stage)
-    assert found[2] == str(schedule.stages[stage][position])
-    assert not isinstance(schedule.stages[stage][position], Step | Reduce)
+    during = held_during(code, stage, DTYPE_BYTES["bf16"])
+    instruction = code.schedule.stages[stage][during.index(max(during))]
+    assert found[2] == str(instruction)
+    assert not isinstance(instruction, Step | Reduce)
 
 
 def test_how_much_memory_is_missing_is_named() -> None:
-    layout, schedule, parts = layout_for("megatron", 1), named_schedule("megatron", 1, 1), model_parts()
-    needed = rank_memory(schedule, layout, LLAMA, parts, "bf16", 0).total_bytes
+    code = linked_schedule("megatron", 1, 1)
+    needed = rank_memory(code, LLAMA, "bf16", 0).total_bytes
     with pytest.raises(ScheduleError, match=rf"{needed / 2**30:.2f} GiB over the limit of 0.00 GiB"):
-        validate_memory(schedule, layout, LLAMA, parts, "bf16", 0)
+        check_memory(code, LLAMA, "bf16", 0)
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------------------

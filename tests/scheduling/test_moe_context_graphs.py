@@ -4,6 +4,7 @@ In the formulas: T tokens of a micro-batch on a rank of context parallelism, s t
 the widths of query and of key (or value) heads, f the width of an expert.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,16 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.code import Compute, Node, Start
 from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import PartSizes, built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
+from braid.scheduling.schedule import Reduce
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
-from braid.scheduling.validate import validate
-from tests.scheduling.cases import GPT, LLAMA, in_turn
+from braid.scheduling.validate import linked
+from tests.scheduling.cases import GPT, LLAMA, in_turn, setting_for
 
 MOE = replace(LLAMA, family="moe", ffn=96, experts=8, top_k=2)
 B = 2
@@ -280,12 +282,17 @@ def test_schedules_of_these_layers_are_valid(name: str, shape: ModelShape, ep: i
     parts = parts_of(shape, 2, 4, ep, context)
     placement = Placement.LINEAR if name == "megatron" else Placement.FOLDED
     layout = ParallelLayout(dp=4, tp=2, cp=4, pp=2, ep=ep, placement=placement)
-    method = SCHEDULES[name].pairs
-    pairing = in_turn(parts["layer"], method) if method else None
-    validate(
-        training_schedule(
-            name, layout, 4, parts, Choices(pairings={"layer|layer": pairing} if pairing else {})
-        ),
-        layout,
-        parts,
-    )
+    setting = setting_for(name, layout, 4, model=shape, context=context)
+    method = setting.kind.pairs
+    choices = Choices(orders=in_turn(parts["layer"], method) if method else {})
+    schedule = training_schedule(setting, parts, choices)
+    code = linked(schedule, layout, shape.layers, parts)
+    sums = {i.axis for i in schedule.stages[0] if isinstance(i, Reduce) and i.chunk is not None}
+    assert sums == {"tp", "dp"} | ({"edp"} if shape.experts and ep < 4 else set())
+    ran = [
+        operation.what.operator.name
+        for stretch in code.stages[0]
+        for operation in stretch.operations
+        if isinstance(operation, Compute | Start) and isinstance(operation.what, Node)
+    ]
+    assert Counter(ran)["attention"] == 4 * shape.layers // 2

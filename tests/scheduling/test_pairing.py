@@ -9,20 +9,9 @@ import numpy as np
 import pytest
 
 from braid.jobs.benchmarks.pairing_cases import brute_force, made_up_problem, orders, segmentations
-from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import PairingDecision
-from braid.scheduling.plan import Setting
-from braid.scheduling.planner.compose import (
-    Bench,
-    decide,
-    decide_pairing,
-    exact_pairing,
-    layer_pair,
-    order_steps,
-    prepare,
-    run,
-)
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -32,6 +21,13 @@ from braid.scheduling.planner.list_schedule import (
     serial_order,
     switching_order,
     turns_order,
+)
+from braid.scheduling.planner.orders import (
+    Bench,
+    decide_pairing,
+    exact_pairing,
+    layer_pair,
+    order_steps,
 )
 from braid.scheduling.planner.pairing import (
     Pairing,
@@ -43,10 +39,11 @@ from braid.scheduling.planner.pairing import (
 )
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.profile import operator_key
-from braid.scheduling.simulate import simulate
+from braid.scheduling.schedule import Sides
+from braid.scheduling.schedule_text import parse_sides, write_sides
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Placement, Workload
-from tests.scheduling.plans import cluster, setting
+from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
 GRAPHS = 500
 FIXED_SEEDS = range(200)
@@ -145,9 +142,9 @@ def bench_of(model: str = "llama-25b", cluster: str = "a40", layers: int = 4, pp
         model=replace(model_preset(model), layers=layers),
         layout=layout,
         workload=Workload(global_batch=6, micro_batch=1),
-        schedule="braid",
+        schedule="braid_w",
     )
-    return prepare(setting, spec)
+    return modelled(spec)(setting)
 
 
 @pytest.mark.parametrize("cluster", ["a40", "h100"])
@@ -159,8 +156,8 @@ def test_cost_of_two_single_operators_is_the_profiled_pair(cluster: str) -> None
     for (i, first), (j, second) in product(enumerate(forward), enumerate(backward)):
         if first.stream is second.stream:
             continue
-        times = profile.operator_ns("layer", first), profile.operator_ns("layer", second)
-        effect = 1 - profile.slowdown(operator_key("layer", first), operator_key("layer", second))
+        times = profile.solo(first.key), profile.solo(second.key)
+        effect = 1 - profile.slowdown(first.key, second.key)
         # Equation 1 solved for the time together.
         together = sum(times) - effect * min(times)
         found = segment_ns(problem, 1 << i, 1 << j) - problem.barrier_ns
@@ -229,14 +226,17 @@ def test_list_schedule_is_near_the_best_order() -> None:
 @pytest.mark.parametrize("rate", [1e9, 4e9, 2e10])
 def test_a_layer_is_paired_nearly_as_well_as_can_be(rate: float) -> None:
     """The search against branch and bound on a whole layer, weight gradients put off in both."""
-    bench = prepare(setting("braid", tp=2), cluster(nodes=2, gpus=1, inter=rate))
+    bench = modelled(cluster(nodes=2, gpus=1, inter=rate))(setting("braid_w", tp=2))
     problem = layer_pair(bench)
-    exact, best_ns = exact_pairing(problem)
-    found, note = decide_pairing(problem, PairMethod.ORDER)
+    *exact, best_ns = exact_pairing(problem)
+    *found, note = decide_pairing(problem, PairMethod.ORDER)
     assert best_ns <= note.ns * (1 + 1e-6)
     assert note.ns <= best_ns * 1.03
-    choices, _ = decide(bench)
-    steps = [run(bench, replace(choices, pairings={"layer|layer": one})).step_ns for one in (exact, found)]
+    orders = {sides: order for sides, order in fastest(bench).choices.orders.items() if "|" not in sides}
+    steps = [
+        lowered(bench, Choices(orders={**orders, write_sides(sides): order})).step_ns
+        for sides, order in (exact, found)
+    ]
     assert steps[0] <= steps[1] * 1.01, "what is best for a pair serves the step"
 
 
@@ -320,32 +320,23 @@ def test_pairing_of_a_whole_layer(cluster: str) -> None:
 def test_prices_are_those_of_the_simulator(method: PairMethod) -> None:
     """A paired block of one layer each takes as long as its pairing says."""
     bench = bench_of()
-    problem, setting = layer_pair(bench), bench.setting
+    problem = layer_pair(bench)
+    sides = parse_sides("F:layer|B:layer")
     if method is PairMethod.ORDER:
         order = list_schedule(problem).operators
         expected = issue_ns(problem, order)
-        decision = PairingDecision(method=method, steps=order_steps(problem, order))
+        steps = order_steps(problem, order)
     else:
-        decision, note = decide_pairing(problem, method)
+        sides, steps, note = decide_pairing(problem, method)
+        assert note.method is method
         expected = note.ns
-    durations = _paired_blocks_ns(bench, setting, decision)
+    durations = _paired_blocks_ns(bench, sides, steps)
     assert durations
     for duration in durations:
         assert duration == pytest.approx(expected, rel=1e-6)
 
 
-def _paired_blocks_ns(bench: Bench, setting: Setting, decision: PairingDecision) -> list[float]:
+def _paired_blocks_ns(bench: Bench, sides: Sides, steps: tuple[str, ...]) -> list[float]:
     """Times of the last stage's paired blocks, whose chunks hold nothing but one layer."""
-    schedule = training_schedule(
-        "braid",
-        setting.layout,
-        setting.micro_batches,
-        bench.parts,
-        Choices(pairings={"layer|layer": decision}),
-    )
-    run = simulate(schedule, setting.layout, setting.model, bench.parts, bench.profile)
-    return [
-        block.course.duration
-        for block in run.ranks[-1].blocks
-        if block.forward is not None and block.backward is not None
-    ]
+    outcome = lowered(bench, Choices(orders={write_sides(sides): steps}))
+    return [run.course.duration for run in paired_runs(outcome.simulation)[-1]]

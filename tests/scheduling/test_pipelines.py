@@ -7,70 +7,73 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import (
-    Choices,
-    predecessor,
-    successor,
-    training_schedule,
-    validation_schedule,
-)
-from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES
+from braid.scheduling.lowering.lower import validation_schedule
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.pipelines import (
-    bidirectional,
-    eager_one_forward_one_backward,
-    eager_paired_w,
     folded_w,
-    interleaved,
-    one_forward_one_backward,
-    paired_w,
-    twin_ended,
 )
-from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
-from braid.scheduling.schedule import COLUMNS, Block, Direction, Gradients, Pair, Schedule, Strand, blocks_in
-from braid.scheduling.schedule_parser import parse
+from braid.scheduling.schedule import (
+    Await,
+    Block,
+    Direction,
+    Norm,
+    Pass,
+    PassKind,
+    Reduce,
+    Schedule,
+    Step,
+    Strand,
+    passes_in,
+)
+from braid.scheduling.schedule_text import COLUMNS, parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
-from braid.scheduling.validate import validate
 from tests.scheduling.cases import (
     HOPS,
     PAIRED,
     PAIRED_W,
+    SEARCHED,
     SIZES,
     SPLIT,
     STAGES,
-    exists,
+    code_of,
     layout_for,
-    model_parts,
+    linked_schedule,
     named_schedule,
+    parts_for,
+    reduced_early,
+    setting_for,
+    several,
     sizes_of,
     valid_schedules,
 )
 
+FORWARD, BACKWARD = PassKind.FORWARD, PassKind.BACKWARD
 NAMES = pytest.mark.parametrize("name", sorted(SCHEDULES))
 
 
-def assert_complete(schedule: Schedule, layout: ParallelLayout, directions: list[Direction]) -> None:
+def assert_complete(schedule: Schedule, layout: ParallelLayout, kinds: list[PassKind]) -> None:
     """Every pass runs once on the stage of its chunk: in one go, or input and then weight gradients.
 
     Of two copies of the model, a micro-batch goes through one.
     """
-    chunks_of: dict[tuple[Direction, int], list[int]] = {
-        (direction, m): [] for direction in directions for m in range(schedule.micro_batches)
+    chunks_of: dict[tuple[PassKind, int], list[int]] = {
+        (kind, m): [] for kind in kinds for m in range(schedule.micro_batches)
     }
     for stage in range(layout.pp):
-        order = schedule.blocks(stage)
-        inputs = [block.whole for block in order if block.gradients is Gradients.INPUT]
-        weights = [block.whole for block in order if block.gradients is Gradients.WEIGHT]
+        order = [one for one in schedule.passes[stage] if one.kind is not PassKind.END]
+        inputs = [one.whole for one in order if one.kind is PassKind.INPUT]
+        weights = [one.whole for one in order if one.kind is PassKind.WEIGHT]
         assert Counter(inputs) == Counter(weights)
-        for block in order:
-            assert layout.stage_of(block.chunk) == stage
-            if block.gradients is not Gradients.WEIGHT:
-                chunks_of[block.direction, block.micro_batch].append(block.chunk)
+        for one in order:
+            assert layout.stage_of(one.chunk) == stage
+            if one.kind is not PassKind.WEIGHT:
+                chunks_of[one.whole.kind, one.micro_batch].append(one.chunk)
     size = layout.chunks_per_copy
     for m in range(schedule.micro_batches):
-        first = min(chunks_of[Direction.FORWARD, m]) // size * size
-        for direction in directions:
-            assert sorted(chunks_of[direction, m]) == list(range(first, first + size))
+        first = min(chunks_of[FORWARD, m]) // size * size
+        for kind in kinds:
+            assert sorted(chunks_of[kind, m]) == list(range(first, first + size))
 
 
 # -- all schedules -----------------------------------------------------------------------------------------
@@ -80,10 +83,9 @@ def assert_complete(schedule: Schedule, layout: ParallelLayout, directions: list
 @STAGES
 def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
     for m in sizes_of(name, p):
-        layout, schedule = layout_for(name, p), named_schedule(name, p, m)
+        layout, schedule = layout_for(name, p), linked_schedule(name, p, m).schedule
         assert schedule.trains
-        assert_complete(schedule, layout, list(Direction))
-        validate(schedule, layout, model_parts())
+        assert_complete(schedule, layout, [FORWARD, BACKWARD])
         assert not unit_timeline(schedule).stuck
 
 
@@ -91,18 +93,71 @@ def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int) -> None:
     for m in sizes_of(name, p, 2 * p):
-        schedule = named_schedule(name, p, m, 1, "none", True, True)
-        validate(schedule, layout_for(name, p), model_parts())
+        layout = layout_for(name, p, 2, 2)
+        schedule = reduced_early(named_schedule(name, p, m, 2, gathers=True), layout)
+        code_of(schedule, layout)
         plain = named_schedule(name, p, m)
-        assert [schedule.blocks(stage) for stage in range(p)] == [plain.blocks(stage) for stage in range(p)]
-        assert parse(schedule.to_text()) == schedule
+        assert [schedule.passes[stage] for stage in range(p)] == [plain.passes[stage] for stage in range(p)]
+        assert parse(write(schedule)) == schedule
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_ends_are_taken_up_by_the_next_block_that_can(name: str, p: int) -> None:
+    """Nothing else of the schedule changes; every end is of a pass of the block before."""
+    found = 0
+    for m in sizes_of(name, p, 2 * p + 2):
+        schedule = linked_schedule(name, p, m, 2, ends=True).schedule
+        plain = named_schedule(name, p, m, 2)
+        for stage, other in zip(schedule.stages, plain.stages, strict=True):
+            blocks = [i.passes for i in stage if isinstance(i, Block)]
+            for before, passes in pairwise(blocks):
+                for end in (one for one in passes if one.kind is PassKind.END):
+                    found += 1
+                    assert end.whole in before
+                    assert len(before) > 1
+            movers = [tuple(o for o in passes if o.kind is not PassKind.END) for passes in blocks]
+            assert movers == [i.passes for i in other if isinstance(i, Block)]
+            assert [i for i in stage if not isinstance(i, Block)] == [
+                i for i in other if not isinstance(i, Block)
+            ]
+    assert found or p == 1
+
+
+def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
+    """Ours begin after the last block of a chunk, the others after all."""
+    for name in SCHEDULES:
+        if name == "braid_twins":
+            continue
+        stage = named_schedule(name, 2, 4, 2, dp=2).stages[0]
+        first = next(n for n, i in enumerate(stage) if isinstance(i, Reduce))
+        last = max(n for n, i in enumerate(stage) if isinstance(i, Block))
+        assert (first < last) == (name in SEARCHED and layout_for(name, 2).chunks > 2), name
+
+
+@NAMES
+def test_the_end_of_a_step(name: str) -> None:
+    """Every chunk's gradients over every axis, one after the other; then the norm's squares; the step."""
+    schedule = named_schedule(name, 2, 4, 2, dp=2)
+    layout = layout_for(name, 2, 2, 2)
+    for number, stage in enumerate(schedule.stages):
+        sums = [i for i in stage if isinstance(i, Reduce)]
+        axes = ["tp", "copies", "dp"] if layout.copies > 1 else ["tp", "dp"]
+        for chunk in layout.chunks_of(number):
+            assert [one.axis for one in sums if one.chunk == chunk] == axes
+        squares = [Reduce(None, "tp"), Reduce(None, "pp")]
+        assert stage[-6:] == (
+            Norm(),
+            *[i for one in squares for i in (one, Await(one))],
+            Step(),
+        )
 
 
 @NAMES
 @pytest.mark.parametrize("p", [1, 3, 6])
 def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
     schedule = named_schedule(name, p, 12, 2)
-    text = schedule.to_text()
+    text = write(schedule)
     assert parse(text) == schedule
     assert max(map(len, text.splitlines())) <= COLUMNS
 
@@ -112,10 +167,10 @@ def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
 def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> None:
     for m in range(1, 13):
         layout = layout_for(name, p)
-        schedule = validation_schedule(layout, m, model_parts())
+        schedule = validation_schedule(layout, m, parts_for(setting_for(name, layout, 2 * p)))
         assert not schedule.trains
-        assert_complete(schedule, layout, [Direction.FORWARD])
-        validate(schedule, layout, model_parts())
+        assert_complete(schedule, layout, [FORWARD])
+        code_of(schedule, layout)
         # A micro-batch passes p stages, or p stages twice; then one more follows in every turn.
         turns = layout.chunks_per_copy // p
         assert unit_timeline(schedule).length >= turns * m + p - 1
@@ -127,7 +182,7 @@ def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> Non
 @settings(max_examples=60, deadline=None)
 def test_random_variants_are_valid(case: tuple[Schedule, ParallelLayout]) -> None:
     """What the other tests damage is whole."""
-    validate(*case, model_parts(tp=2))
+    code_of(*case)
 
 
 @given(valid_schedules(min_stages=2))
@@ -135,43 +190,68 @@ def test_random_variants_are_valid(case: tuple[Schedule, ParallelLayout]) -> Non
 def test_time_respects_data(case: tuple[Schedule, ParallelLayout]) -> None:
     schedule, layout = case
     timeline = unit_timeline(schedule)
-    starts: dict[Block, int] = {}
-    ends: dict[Block, int] = {}
+    starts: dict[Pass, int] = {}
+    ends: dict[Pass, int] = {}
     for stage in timeline.stages:
         for timed in stage:
-            for block in blocks_in(timed.block):
-                if block.travels:
-                    starts[block.whole], ends[block.whole] = timed.start, timed.end
-    for block in ends:
-        before = predecessor(block, layout)
+            for one in timed.block.passes:
+                if one.kind.travels:
+                    starts[one.whole], ends[one.whole] = timed.start, timed.end
+    for one in ends:
+        before = one.before(layout)
         if before is not None:
-            assert starts[block] >= ends[before]
+            assert starts[one] >= ends[before]
     for stage in timeline.stages:
         assert all(a.end <= b.start for a, b in pairwise(stage))
+
+
+def blocks_of_several(schedule: Schedule) -> list[tuple[Pass, ...]]:
+    """The passes of every block of more than one."""
+    return [passes_in(i) for stage in schedule.stages for i in stage if len(passes_in(i)) > 1]
 
 
 @pytest.mark.parametrize("name", PAIRED)
 @STAGES
 def test_paired_blocks_are_of_different_strands_and_directions(name: str, p: int) -> None:
     for m in sizes_of(name, p):
-        for stage in named_schedule(name, p, m).stages:
-            for pair in (i for i in stage if isinstance(i, Pair)):
-                assert pair.forward.strand is not pair.backward.strand
-                assert pair.forward.direction is Direction.FORWARD
-                assert pair.backward.direction is Direction.BACKWARD
-                assert pair.backward.gradients is Gradients.BOTH
+        for first, second in blocks_of_several(named_schedule(name, p, m)):
+            assert first.strand is not second.strand
+            if (name, p) != ("braid_twins", 1):
+                assert (first.kind, second.kind) == (FORWARD, BACKWARD)
+
+
+@pytest.mark.parametrize("m", range(3, 13))
+def test_twins_leave_no_pass_alone_but_the_odd_last(m: int) -> None:
+    schedule = named_schedule("braid_twins", 1, m)
+    blocks = [i.passes for i in schedule.stages[0] if isinstance(i, Block)]
+    kinds = ["".join(one.kind.value for one in passes) for passes in blocks]
+    assert kinds == ["FF", *["FB"] * (m - 2), *(["B", "B"] if m % 2 else ["BB"])]
+    for passes in blocks:
+        numbers = [one.micro_batch for one in passes]
+        assert numbers in ([0, 1], [m - 2, m - 1], [m - 2], [m - 1]) or numbers[0] == numbers[1] + 2
+
+
+def test_twins_are_pairs_with_few_micro_batches_and_on_several_stages() -> None:
+    for p, m in [(1, 1), (1, 2), (2, 4), (3, 7)]:
+        twins, pairs = (named_schedule(name, p, m, 2) for name in ("braid_twins", "braid_w"))
+        layout = layout_for("braid_twins", p, 2)
+        if layout == layout_for("braid_w", p, 2):
+            assert twins.stages == pairs.stages
+        assert all({one.kind for one in passes} == {FORWARD, BACKWARD} for passes in blocks_of_several(twins))
 
 
 @NAMES
 def test_only_schedules_for_it_pair_or_split(name: str) -> None:
     schedule = named_schedule(name, 3, 12)
-    instructions = [i for stage in schedule.stages for i in stage]
-    assert any(isinstance(i, Pair) for i in instructions) == (name in PAIRED)
-    split = {b.gradients for stage in range(3) for b in schedule.blocks(stage)} != {Gradients.BOTH}
-    assert split == (name in SPLIT)
+    assert several(schedule) == (name in PAIRED)
+    kinds = {one.kind for stage in range(3) for one in schedule.passes[stage]}
+    assert (not kinds <= {FORWARD, BACKWARD}) == (name in SPLIT)
     assert schedule.strands == ((Strand.ALPHA, Strand.BETA) if name in PAIRED else (Strand.ALPHA,))
-    assert bool(schedule.pairs) == (name in PAIRED)
-    assert bool(schedule.splits) == (name in SPLIT)
+    sides = schedule.programs
+    assert any(len(one) > 1 for one in sides) == (name in PAIRED)
+    assert any(side.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in sides for side in one) == (
+        name in SPLIT
+    )
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -227,118 +307,56 @@ def test_memory_of_the_other_pipelines(p: int) -> None:
 def test_the_last_chunk_runs_backward_right_after_forward(p: int, m: int) -> None:
     for name, stage in (("megatron", p - 1), ("folded", 0)):
         last = layout_for(name, p).chunks - 1
-        order = [block for block in named_schedule(name, p, m).blocks(stage) if block.chunk == last]
-        assert [(b.direction.value, b.micro_batch) for b in order] == [(d, k) for k in range(m) for d in "FB"]
+        order = [one for one in named_schedule(name, p, m).passes[stage] if one.chunk == last]
+        assert [(b.kind.value, b.micro_batch) for b in order] == [(d, k) for k in range(m) for d in "FB"]
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_journeys_carry_a_forward_and_a_backward_the_same_way(p: int, m: int) -> None:
     """DHelix section 4.1: micro-batch k goes forward together with the backward pass of k-p."""
     for blocks in folded_w(ParallelLayout(pp=p, placement=Placement.FOLDED), m):
-        for place, block in enumerate(blocks):
-            assert isinstance(block, Block)
-            if block.direction is Direction.FORWARD and block.micro_batch >= p:
-                partner = Block(Direction.BACKWARD, block.micro_batch - p, 2 * p - 1 - block.chunk)
-                assert blocks[place - 1] == partner
-    for stage in named_schedule("dhelix", p, m).stages:
-        for pair in (i for i in stage if isinstance(i, Pair)):
-            assert pair.backward.micro_batch == pair.forward.micro_batch - p
-            assert pair.backward.chunk == 2 * p - 1 - pair.forward.chunk
+        order = [one for block in blocks for one in block.passes]
+        assert len(order) == len(blocks)
+        for place, one in enumerate(order):
+            if one.forward and one.micro_batch >= p:
+                assert order[place - 1] == Pass(BACKWARD, one.micro_batch - p, 2 * p - 1 - one.chunk)
+    for forward, backward in blocks_of_several(named_schedule("dhelix", p, m)):
+        assert backward.micro_batch == forward.micro_batch - p
+        assert backward.chunk == 2 * p - 1 - forward.chunk
 
 
-# -- neighbours and refusals -------------------------------------------------------------------------------
+# -- neighbours --------------------------------------------------------------------------------------------
 
 
 @given(
     st.integers(1, 6),
     st.sampled_from(Placement),
-    st.sampled_from(Direction),
+    st.sampled_from([FORWARD, BACKWARD]),
     st.integers(0, 9),
     st.sampled_from(Strand),
 )
-def test_successor_and_predecessor_are_inverse(
-    p: int, placement: Placement, direction: Direction, micro_batch: int, strand: Strand
+def test_after_and_before_are_inverse(
+    p: int, placement: Placement, kind: PassKind, micro_batch: int, strand: Strand
 ) -> None:
     layout = ParallelLayout(pp=p, placement=placement)
     for copy in range(layout.copies):
         chunks = range(copy * layout.chunks_per_copy, (copy + 1) * layout.chunks_per_copy)
-        first = chunks[0] if direction is Direction.FORWARD else chunks[-1]
-        chain = [Block(direction, micro_batch, first, strand)]
-        while (after := successor(chain[-1], layout)) is not None:
-            assert predecessor(after, layout) == chain[-1]
+        first = chunks[0] if kind is FORWARD else chunks[-1]
+        chain = [Pass(kind, micro_batch, first, strand)]
+        while (after := chain[-1].after(layout)) is not None:
+            assert after.before(layout) == chain[-1]
             chain.append(after)
-        assert predecessor(chain[0], layout) is None
-        assert {block.chunk for block in chain} == set(chunks)
+        assert chain[0].before(layout) is None
+        assert {one.chunk for one in chain} == set(chunks)
         assert len(chain) == len(chunks)
-        assert {(b.direction, b.micro_batch, b.strand) for b in chain} == {(direction, micro_batch, strand)}
+        assert {(one.kind, one.micro_batch, one.strand) for one in chain} == {(kind, micro_batch, strand)}
 
 
-def refused(name: str, stages: int, micro_batches: int, choices: Choices | None = None) -> str:
-    """The message with which a schedule is refused."""
-    with pytest.raises(ValueError) as error:
-        training_schedule(name, layout_for(name, stages), micro_batches, model_parts(), choices)
-    return str(error.value)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError) as error:
-        training_schedule("gpipe", ParallelLayout(), 1, model_parts())
-    known = ", ".join(sorted(SCHEDULES))
-    assert str(error.value) == f"overlap.schedule='gpipe' is not known; use one of {known}"
-
-
-def test_what_a_schedule_cannot_run_is_refused_with_key_value_and_remedy() -> None:
-    assert refused("interleaved", 4, 6) == (
-        "overlap.schedule=interleaved needs a multiple of parallel.pp=4 micro-batches a replica, "
-        "train.global_batch and train.micro_batch give 6; make them give 8, or use overlap.schedule=megatron"
-    )
-    for name in ("dualpipev", "braid_v"):
-        assert refused(name, 4, 7) == (
-            "overlap.schedule=dualpipev and braid_v need 2 micro-batches a replica for each of parallel.pp=4 "
-            "stages, train.global_batch and train.micro_batch give 7; make them give 8 or more, "
-            "or use overlap.schedule=braid"
-        )
-    for p in range(1, 7):
-        for m in range(1, 13):
-            for name in ("interleaved", "dualpipev"):
-                if not exists(name, p, m):
-                    assert f"give {m}; make them give " in refused(name, p, m)
-
-
-@pytest.mark.parametrize("name", ["dhelix", "braid", "braid_v", "bidirectional"])
-def test_paired_blocks_need_a_decision(name: str) -> None:
-    assert refused(name, 2, 8) == (
-        f"overlap.schedule={name} needs a pairing: measure the run with `braid profile`, or make a plan "
-        f"with `braid plan --output plan.yaml` and set overlap.plan"
-    )
-
-
-@pytest.mark.parametrize("name", ["dhelix", "braid", "bidirectional"])
-def test_without_paired_blocks_no_decision_is_needed(name: str) -> None:
-    """So few micro-batches that no two ever meet."""
-    assert not training_schedule(name, layout_for(name, 3), 2, model_parts()).pairs
-
-
-def test_generators_want_their_layout() -> None:
-    generators = {
-        one_forward_one_backward: Placement.LINEAR,
-        eager_one_forward_one_backward: Placement.LINEAR,
-        folded_w: Placement.FOLDED,
-        paired_w: Placement.FOLDED,
-        eager_paired_w: Placement.FOLDED,
-        twin_ended: Placement.FOLDED,
-        dual_pipe_v: Placement.FOLDED,
-        zero_bubble_v: Placement.FOLDED,
-        interleaved: Placement.INTERLEAVED,
-        bidirectional: Placement.BIDIRECTIONAL,
-    }
-    assert {kind.generator: kind.placement for kind in SCHEDULES.values()} == generators
-    for generator, wanted in generators.items():
-        for placement in Placement:
-            if placement is not wanted:
-                with pytest.raises(AssertionError):
-                    generator(ParallelLayout(pp=2, placement=placement), 4)
-
-
-def test_what_the_runtime_does_not_execute_is_named() -> None:
-    assert set(SCHEDULES) - set(EXECUTABLE) == {"bidirectional"}
+@given(st.integers(0, 9), st.integers(0, 5), st.sampled_from([PassKind.INPUT, PassKind.WEIGHT, PassKind.END]))
+def test_parts_of_a_backward_pass_go_where_it_goes(micro_batch: int, chunk: int, kind: PassKind) -> None:
+    layout = ParallelLayout(pp=3, placement=Placement.FOLDED)
+    part, whole = Pass(kind, micro_batch, chunk), Pass(BACKWARD, micro_batch, chunk)
+    assert part.whole == whole.whole == whole
+    assert part.direction is Direction.BACKWARD
+    assert (part.after(layout), part.before(layout)) == (whole.after(layout), whole.before(layout))
+    assert part.kind.travels == (kind is PassKind.INPUT)

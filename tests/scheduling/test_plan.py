@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.planner.cluster import DoesNotFitError, Search, candidates, plan_layout, plan_of
-from braid.scheduling.planner.compose import evaluate, replay
+from braid.scheduling.planner.decide import UNFUSED, evaluate, replay, variants
 from braid.scheduling.planner.explain import explain
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import SMALL, cluster, setting
@@ -23,6 +23,8 @@ def made(schedule: str = "braid") -> Plan:
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_a_plan_round_trips_and_replays(schedule: str) -> None:
     plan = made(schedule)
+    assert plan.setting.schedule == schedule
+    assert plan.setting.pipeline in SCHEDULES[schedule].pipelines
     again = parse_plan(plan.to_yaml(), "plan.yaml")
     assert again == plan
     outcome = replay(again.setting, again.choices, cluster(nodes=2, gpus=4))
@@ -32,7 +34,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "message"),
     [
-        (r"braid_plan: 2", "braid_plan: 7", r"braid_plan=7 is not version 2; make the plan anew"),
+        (r"braid_plan: 3", "braid_plan: 7", r"braid_plan=7 is not version 3; make the plan anew"),
         (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
@@ -43,9 +45,13 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
         (r"placement: folded", "placement: linear", r"set it to 'folded'"),
         (r"placement: folded", "placement: upside", r"must be one of linear, folded"),
         (r"    layers: 8", "    layers: 2", r"model.layers=2 cannot fill 4 chunks"),
-        (r"    method: order", "    method: magic", r"must be one of turns, barriers, order"),
+        (r"  method: order", "  method: magic", r"must be one of turns, barriers, order"),
         (r"  zero: 0", "  zero: 3", r"zero=3 must be one of 0, 1"),
         (r"step_seconds: [0-9.e-]+", "step_seconds: .nan", r"step_seconds=nan must be a finite number"),
+        (r"  pipeline: \w+", "  pipeline: zigzag", r"pipeline='zigzag' must be one of w, twins, eager_w, v"),
+        (r"  pipeline: \w+", "  pipeline: 1f1b", r"pipeline='1f1b' must be one of w, twins, eager_w, v"),
+        (r"  hop: \d", "  hop: 9", r"hop=9 must be one of "),
+        (r"  fused: 0", "  fused: 9", r"fused=9 must be between 0 and 8 layers"),
         (r"  schedule: braid", "  scedule: braid", r"unknown key 'scedule'; did you mean 'schedule'\?"),
         (r"global_batch: 8", "global_batch: 7", None),
     ],
@@ -61,39 +67,58 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
     assert str(error.value).startswith("plan.yaml")
 
 
+def paired_order(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """What the order of two layers is for, and its steps."""
+    ((sides, steps),) = [(k, v) for k, v in plan.choices.orders.items() if k.startswith("F:layer|B:layer")]
+    return sides, steps
+
+
+def replayed(plan: Plan, sides: str, steps: tuple[str, ...]) -> None:
+    """Replay the plan with another order."""
+    choices = replace(plan.choices, orders={**plan.choices.orders, sides: steps})
+    replay(plan.setting, choices, cluster(nodes=2, gpus=4))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("F:qkv", "F:qvk", "F:qvk is no operator of the layer"),
-        ("F:qkv", "F:projection", "F:projection stands twice"),
-        ("F:qkv", "qkv", "must be written F:OPERATOR, B:OPERATOR or P:OPERATOR"),
-        ("B:mlp_out.dgrad", "P:mlp_out.dgrad", "P:mlp_out.dgrad is put off, but B:activation.grad needs it"),
+        ("0:qkv", "0:qvk", "0:qvk is no operator of the run"),
+        ("0:qkv", "0:projection", "0:projection stands twice"),
+        ("0:qkv", "qkv", r"'qkv': operators of \d passes are written 0:NAME to \d:NAME"),
+        ("0:qkv", "F:qkv", r"'F:qkv': operators of \d passes are written 0:NAME to \d:NAME"),
     ],
 )
 def test_an_edited_pairing_is_refused(old: str, new: str, message: str) -> None:
     plan = made()
-    assert "layer|layer" in plan.choices.pairings
-    steps = tuple(new if step == old else step for step in plan.choices.pairings["layer|layer"].steps)
-    assert steps != plan.choices.pairings["layer|layer"].steps
-    choices = replace(
-        plan.choices, pairings={"layer|layer": replace(plan.choices.pairings["layer|layer"], steps=steps)}
-    )
+    sides, steps = paired_order(plan)
+    replayed(plan, sides, steps)
+    edited = tuple(new if step == old else step for step in steps)
+    assert edited != steps
     with pytest.raises(ValueError, match=message):
-        replay(plan.setting, choices, cluster(nodes=2, gpus=4))
+        replayed(plan, sides, edited)
+
+
+def test_an_end_that_is_edited_into_nonsense_is_refused() -> None:
+    plan = made("braid_w")
+    sides, steps = paired_order(plan)
+    leaving = tuple("2:mlp_out.dgrad" if step == "1:mlp_out.dgrad" else step for step in steps)
+    assert leaving != steps
+    taken_up = sides if sides.endswith("|L:layer") else f"{sides}|L:layer"
+    with pytest.raises(ValueError, match=r"mlp_out\.dgrad is left to the end, but 1:activation"):
+        replayed(plan, taken_up, leaving)
+    for name in ("F:layer|B:nothing", "F:layer|X:layer", "layer|layer", ""):
+        with pytest.raises(ValueError, match=r"is no part of this|does not say what the program"):
+            replayed(plan, name, steps)
 
 
 def test_a_pairing_that_reads_too_early_is_refused() -> None:
     plan = made()
-    assert "layer|layer" in plan.choices.pairings
-    steps = list(plan.choices.pairings["layer|layer"].steps)
-    steps.remove("F:qkv")
-    steps.insert(0, "F:qkv")
-    choices = replace(
-        plan.choices,
-        pairings={"layer|layer": replace(plan.choices.pairings["layer|layer"], steps=tuple(steps))},
-    )
-    with pytest.raises(ValueError, match="is read before it is there"):
-        replay(plan.setting, choices, cluster(nodes=2, gpus=4))
+    sides, order = paired_order(plan)
+    steps = list(order)
+    steps.remove("0:qkv")
+    steps.insert(0, "0:qkv")
+    with pytest.raises(ValueError, match="qkv needs attention_gather, which is not done yet"):
+        replayed(plan, sides, tuple(steps))
 
 
 def test_the_search_takes_the_best_of_what_it_simulates() -> None:
@@ -156,8 +181,12 @@ def test_a_layout_for_other_hardware_is_refused() -> None:
         evaluate(setting(tp=4, pp=2), cluster(gpus=4))
 
 
-def test_explain_says_what_would_help() -> None:
-    plan = made("megatron")
+@pytest.mark.parametrize("schedule", ["megatron", "braid_eager", "intra_batch"])
+def test_explain_says_what_would_help(schedule: str) -> None:
+    """Of plans in which hops and chunks are decided, too: they are decided anew."""
+    plan = made(schedule)
+    assert bool(plan.setting.hop) is (schedule == "braid_eager")
+    assert (plan.setting.split > 1) is (schedule == "intra_batch")
     explanation = explain(plan, cluster(nodes=2, gpus=4))
     assert explanation.ideal_overlap_seconds < plan.score.step_seconds
     changes = {answer.change: answer for answer in explanation.what_if}
@@ -165,6 +194,22 @@ def test_explain_says_what_would_help() -> None:
     assert [a.speedup for a in explanation.what_if] == sorted(
         (a.speedup for a in explanation.what_if), reverse=True
     )
+
+
+def test_more_hops_than_decided_are_not_tried() -> None:
+    """A number of slots is one of its pipeline's: others of the same schedule have none, or others."""
+    spec = cluster(nodes=2, gpus=4)
+    own = setting("braid", tp=4, pp=2, micro_batches=8, pipeline="eager_w")
+    assert {(one.pipeline, one.hop) for one in variants(own, UNFUSED)} == {
+        ("w", 0),
+        *(("eager_w", hop) for hop in PIPELINES["eager_w"].hops),
+        ("v", 0),
+    }
+    fixed = replace(own, hop=3)
+    assert [*variants(fixed, UNFUSED)] == [fixed]
+    outcome = evaluate(fixed, spec)
+    assert (outcome.setting.pipeline, outcome.setting.hop) == ("eager_w", 3)
+    assert evaluate(own, spec).step_ns <= outcome.step_ns
 
 
 def test_a_moe_model_is_planned_with_experts_over_ranks() -> None:

@@ -1,5 +1,6 @@
 """Laws of the simulator: sums and maxima, bubbles, bandwidth, spans, exactness of remembered blocks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,52 +8,138 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.operators import Stream
-from braid.scheduling.planner.compose import Bench, decide, evaluate, layer_pair, lower, prepare
+from braid.scheduling.code import Compute, Start, name_of
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.memory import chunk_parameters
+from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
-from braid.scheduling.schedule import Direction
-from braid.scheduling.simulate import Simulation, simulate
+from braid.scheduling.planner.orders import Bench, layer_pair
+from braid.scheduling.schedule import PassKind, Send
+from braid.scheduling.simulator.engine import Executed, RankRun
+from braid.scheduling.simulator.prices import LANES, NORM_BYTES
+from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span, communication, merge
-from tests.scheduling.plans import cluster, free_ends, setting
+from tests.scheduling.plans import (
+    SMALL,
+    cluster,
+    fastest,
+    free_ends,
+    lowered,
+    paired_runs,
+    part_of,
+    setting,
+)
 
 PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs is not None]
 
 
-def simulated(bench: Bench, **more: object) -> Simulation:
-    """The simulated step of a bench under its own decisions."""
-    choices, _ = decide(bench)
-    s = bench.setting
-    schedule = lower(bench, choices)
-    return simulate(schedule, s.layout, s.model, bench.parts, bench.profile, zero=s.zero)
-
-
-def layer_ns(bench: Bench, direction: Direction) -> int:
-    """Solo times of a layer's pass added up."""
-    graph = bench.layer.forward if direction is Direction.FORWARD else bench.layer.backward
-    return sum(bench.profile.operator_ns("layer", op) for op in graph.operators)
+def layer_ns(bench: Bench) -> int:
+    """Solo times of a layer's two passes added up."""
+    graphs = bench.layer.forward, bench.layer.backward
+    return sum(bench.profile.solo(op.key) for graph in graphs for op in graph.operators)
 
 
 def with_free_ends(bench: Bench) -> Bench:
-    return Bench(bench.setting, bench.parts, free_ends(bench.profile, dict(bench.parts)))
+    return replace(bench, profile=free_ends(bench.profile))
+
+
+def outside_blocks(rank: RankRun) -> Mapping[str, Executed]:
+    """Sums over ranks and the update, by name; each once."""
+    found: dict[str, Executed] = {}
+    for executed in rank.executed:
+        assert isinstance(executed.operation, Compute | Start)
+        if not isinstance(executed.operation.what, Send):
+            name = name_of(executed.operation.what)
+            assert name not in found
+            found[name] = executed
+    return found
 
 
 @given(tp=st.sampled_from([1, 2, 4]), m=st.integers(1, 6), recompute=st.sampled_from(["none", "full"]))
 @settings(max_examples=20, deadline=None)
 def test_without_overlap_a_step_is_the_sum_of_its_operators(tp: int, m: int, recompute: str) -> None:
-    spec = cluster(gpus=tp)
-    bench = prepare(setting(tp=tp, micro_batches=m, recompute=recompute), spec)
-    result = simulated(bench)
-    total = 0
+    bench = modelled(cluster(gpus=tp))(setting(tp=tp, micro_batches=m, recompute=recompute))
+    result = fastest(bench).simulation
+    total = 0.0
     for name, part in bench.parts.items():
         count = bench.setting.model.layers if name == "layer" else 1
         graphs = (part.forward, part.backward)
-        total += count * m * sum(bench.profile.operator_ns(name, op) for g in graphs for op in g.operators)
-    update = next(e for e in result.ranks[0].executed if e.task.operator == "optimizer")
-    assert result.step_ns == pytest.approx(total + update.end - update.start, rel=1e-9)
+        total += count * m * sum(bench.profile.solo(op.key) for g in graphs for op in g.operators)
+    update = outside_blocks(result.ranks[0])
+    assert set(update) == {"norm", "optimizer"} | ({"gradients.0 tp", "norm tp"} if tp > 1 else set())
+    total += sum(one.end - one.start for one in update.values())
+    assert result.step_ns == pytest.approx(total, rel=1e-9)
     numbers = result.numbers(1)
     assert numbers.exposed_seconds == pytest.approx(numbers.communication_seconds)
     assert numbers.bubble_fraction == pytest.approx(0.0, abs=1e-9)
+
+
+TIED = replace(SMALL, tied_head=True)
+EXPERTS = replace(SMALL, family="moe", ffn=1408, experts=4, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "degrees"),
+    [
+        ("megatron", SMALL, {}),
+        ("megatron", SMALL, {"tp": 2}),
+        ("megatron", SMALL, {"dp": 2}),
+        ("megatron", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
+        ("megatron", TIED, {"pp": 2, "dp": 2}),
+        ("megatron", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
+        ("bidirectional", SMALL, {"pp": 2, "dp": 2}),
+        ("braid_w", SMALL, {"tp": 2, "pp": 2}),
+    ],
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_every_sum_and_the_update_have_their_price(
+    schedule: str, model: ModelShape, degrees: Mapping[str, int], zero: int
+) -> None:
+    """By hand: what is summed over which ranks, and how long that takes on its link by itself."""
+    own = setting(schedule, model=model, zero=zero, **degrees)
+    gpus = own.layout.ranks
+    bench = modelled(cluster(nodes=2, gpus=gpus // 2) if gpus > 1 else cluster(gpus=1))(own)
+    result, layout, profile = fastest(bench).simulation, own.layout, bench.profile
+    table = model.vocabulary // layout.tp * model.hidden
+    for stage, rank in enumerate(result.ranks):
+        expected: dict[str, float] = {}
+        for chunk in layout.chunks_of(stage):
+            held = chunk_parameters(model, layout, chunk)
+            if layout.tp > 1:
+                expected[f"gradients.{chunk} tp"] = profile.transfer_ns("tp", Kind.ALL_REDUCE, held.whole * 4)
+            if model.tied_head:
+                expected[f"gradients.{chunk} ends"] = profile.transfer_ns("pp", Kind.ALL_REDUCE, table * 4)
+            if layout.copies > 1:
+                expected[f"gradients.{chunk} copies"] = profile.transfer_ns(
+                    "pp", Kind.ALL_REDUCE, held.total * 4
+                )
+            for axis, count in (("dp", held.dense), ("edp", held.experts)):
+                if layout.dp > 1 and (axis == "dp" or count):
+                    kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
+                    expected[f"gradients.{chunk} {axis}"] = profile.transfer_ns(axis, kind, count * 4)
+                    if zero:
+                        expected[f"parameters.{chunk} {axis}"] = profile.transfer_ns(
+                            axis, Kind.ALL_GATHER, count * 2
+                        )
+        for axis in ("tp", "pp"):
+            if layout.degree(axis) > 1:
+                expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
+        most = max(
+            sum(chunk_parameters(model, layout, chunk).total for chunk in layout.chunks_of(number))
+            for number in range(layout.pp)
+        )
+        share = most / (layout.dp if zero else 1)
+        expected["norm"] = profile.norm_ns_per_parameter * share
+        expected["optimizer"] = profile.optimizer_ns_per_parameter * share
+        found = outside_blocks(rank)
+        assert {name: one.price.ns for name, one in found.items()} == pytest.approx(expected)
+        assert all(one.price.ns > 0 for one in found.values())
+        in_turn = sorted(found, key=lambda name: found[name].start)
+        gradients = [name for name in in_turn if name.startswith("gradients")]
+        norms = [f"norm {axis}" for axis in ("tp", "pp") if layout.degree(axis) > 1]
+        assert in_turn[-len(gradients) - len(norms) - 2 :] == [*gradients, "norm", *norms, "optimizer"]
 
 
 @given(compute=st.integers(1, 10**6), moved=st.integers(1, 10**6))
@@ -88,19 +175,15 @@ def layer_beside(
     compute: int, moved: int, oef: float, *, together: bool = True, **costs: dict[str, int]
 ) -> float:
     """What a layer takes in which nothing costs but a gather and a GEMM, one beside the other or after it."""
-    bench = with_free_ends(
-        prepare(setting("intra_batch", tp=2, micro_batches=1, split=1), cluster(gpus=2, oef=oef))
-    )
+    own = setting("intra_batch", tp=2, micro_batches=1, split=1)
+    bench = with_free_ends(modelled(cluster(gpus=2, oef=oef))(own))
     solo = dict.fromkeys(bench.profile.solo_ns, 0) | {GATHER: moved, GEMM: compute}
-    alone = Bench(bench.setting, bench.parts, replace(bench.profile, solo_ns=solo, **costs))
+    alone = replace(bench, profile=replace(bench.profile, solo_ns=solo, **costs))
     order = [op.name for op in bench.layer.backward.operators]
     order.remove("mlp_in.wgrad")
     order.insert(order.index("mlp_gather.grad") + (1 if together else 0), "mlp_in.wgrad")
-    choices, _ = decide(alone)
-    choices = replace(choices, backward_orders={"layer": tuple(order)})
-    s = alone.setting
-    result = simulate(lower(alone, choices), s.layout, s.model, alone.parts, alone.profile)
-    return result.step_ns / s.model.layers
+    result = lowered(alone, Choices(orders={"B:layer": tuple(order)}))
+    return result.step_ns / own.model.layers
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -108,10 +191,9 @@ def layer_beside(
 def test_bubble_of_1f1b_is_the_formula(p: int, m: int) -> None:
     """(p - 1)(f + b), where a stage's forward and backward passes take f and b (Narayanan et al. 2021)."""
     model = replace(setting().model, layers=4 * 3)
-    bench = with_free_ends(prepare(setting(pp=p, micro_batches=m, model=model), cluster(gpus=p)))
-    numbers = simulated(bench).numbers(1)
-    per_stage = model.layers // p
-    both = per_stage * (layer_ns(bench, Direction.FORWARD) + layer_ns(bench, Direction.BACKWARD))
+    bench = with_free_ends(modelled(cluster(gpus=p))(setting(pp=p, micro_batches=m, model=model)))
+    numbers = fastest(bench).numbers
+    both = model.layers // p * layer_ns(bench)
     assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
 
 
@@ -122,9 +204,9 @@ def test_bubble_of_the_w_pipeline_is_that_of_1f1b(p: int, m: int) -> None:
     if m <= p:
         pytest.skip("no block is paired")
     model = replace(setting().model, layers=2 * 3 * p)
-    bench = with_free_ends(prepare(setting("dhelix", pp=p, micro_batches=m, model=model), cluster(gpus=p)))
-    numbers = simulated(bench).numbers(1)
-    both = 6 * (layer_ns(bench, Direction.FORWARD) + layer_ns(bench, Direction.BACKWARD))
+    bench = with_free_ends(modelled(cluster(gpus=p))(setting("dhelix", pp=p, micro_batches=m, model=model)))
+    numbers = fastest(bench).numbers
+    both = 6 * layer_ns(bench)
     assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
 
 
@@ -141,50 +223,42 @@ def test_more_bandwidth_is_never_slower(schedule: str, rate: float, faster: floa
     slow_cluster = cluster(nodes=2, gpus=2, oef=1.0, intra=rate, inter=rate / 3)
     fast_cluster = cluster(nodes=2, gpus=2, oef=1.0, intra=rate * faster, inter=rate * faster / 3)
     one = setting(schedule, tp=2, pp=2, micro_batches=m)
-    slow, fast = prepare(one, slow_cluster), prepare(one, fast_cluster)
-    choices, _ = decide(slow)
-    s = slow.setting
-    steps = [simulate(lower(b, choices), s.layout, s.model, b.parts, b.profile).step_ns for b in (slow, fast)]
-    assert steps[1] <= steps[0] * (1 + 1e-9)
+    slow, fast = modelled(slow_cluster)(one), modelled(fast_cluster)(one)
+    decided = fastest(slow)
+    assert lowered(fast, decided.choices).step_ns <= decided.step_ns * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", PAIRED)
 def test_a_paired_layer_takes_what_the_search_says(schedule: str) -> None:
     """Time per layer pair in the middle of a step is that of the decided order (or segments)."""
-    bench = prepare(setting(schedule, tp=4, micro_batches=6), cluster(gpus=4))
-    _, note = decide(bench)
+    bench = modelled(cluster(gpus=4))(setting(schedule, tp=4, micro_batches=6))
+    decided = fastest(bench)
+    note = decided.note
     assert note is not None
-    result = simulated(bench)
-    runs = [r for r in result.ranks[0].blocks if r.forward and r.backward]
-    ends = {"embedding", "head"}
-    whole = [r for r in runs if not any(e.task.key.split("/")[0] in ends for e in r.course.executed)]
+    runs = paired_runs(decided.simulation)[0]
+    whole = [r for r in runs if {part_of(e) for e in r.course.executed} == {"layer"}]
     layers = len(bench.setting.layout.layers_of(0, bench.setting.model.layers))
     if not whole:  # with one stage every chunk has an end of the model
-        run = runs[0]
-        inside = [e for e in run.course.executed if e.task.key.startswith("layer/")]
+        inside = [e for e in runs[0].course.executed if part_of(e) == "layer"]
         duration = max(e.end for e in inside) - min(e.start for e in inside)
     else:
         duration = whole[0].course.duration
     # Weight gradients that are put off run after the last layer: no more than the layers' times and these.
     assert duration <= layers * note.serial_ns
-    if note.method.value == "order" and not any(step.startswith("P:") for step in _steps(bench)):
+    late = any(side.kind is PassKind.END for sides in decided.code.schedule.programs for side in sides)
+    if note.method is PairMethod.ORDER and not late:
         assert duration == pytest.approx(layers * note.ns, rel=1e-6)
-
-
-def _steps(bench: Bench) -> tuple[str, ...]:
-    choices, _ = decide(bench)
-    assert choices.pairings
-    return choices.pairings["layer|layer"].steps
 
 
 def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
     """`issue_ns` and the engine are two programs for one rule."""
     for oef, apart in ((1.0, {}), (0.8, {}), (0.3, {}), (0.8, {"gemm<intra": 0.1, "intra<gemm": 0.9})):
-        bench = with_free_ends(prepare(setting("wavelet", tp=4, micro_batches=2), cluster(gpus=4, oef=oef)))
+        spec = cluster(gpus=4, oef=oef)
+        bench = with_free_ends(modelled(spec)(setting("wavelet", tp=4, micro_batches=2)))
         bench = replace(bench, profile=replace(bench.profile, slowdowns=apart))
         problem = layer_pair(bench)
         expected = issue_ns(problem, turns_order(problem))
-        runs = [r for r in simulated(bench).ranks[0].blocks if r.forward and r.backward]
+        runs = paired_runs(fastest(bench).simulation)[0]
         layers = bench.setting.model.layers // bench.setting.layout.chunks
         assert runs[0].course.duration == pytest.approx(layers * expected, rel=1e-6)
 
@@ -235,16 +309,15 @@ def test_two_transfers_on_one_link_share_it() -> None:
     """Gradients reduced beside messages between stages take longer than either alone."""
     spec = cluster(nodes=4, gpus=1)
     outcome = evaluate(setting("braid", pp=2, dp=2, micro_batches=4, zero=1), spec)
-    moved = [e for rank in outcome.simulation.ranks for e in rank.executed if e.task.lane in ("data", "send")]
-    assert any(e.end - e.start > e.task.solo_ns * 1.01 for e in moved)
-    assert all(e.end - e.start >= e.task.solo_ns * (1 - 1e-9) for e in moved)
+    lanes = [LANES.index(name) for name in ("data", "send")]
+    moved = [e for rank in outcome.simulation.ranks for e in rank.executed if e.price.lane in lanes]
+    assert any(e.end - e.start > e.price.ns * 1.01 for e in moved)
+    assert all(e.end - e.start >= e.price.ns * (1 - 1e-9) for e in moved)
 
 
 def test_a_missing_cost_is_an_error() -> None:
-    bench = prepare(setting(tp=2), cluster(gpus=2))
+    bench = modelled(cluster(gpus=2))(setting(tp=2))
     solo = dict(bench.profile.solo_ns)
     del solo["layer/qkv"]
-    choices, _ = decide(bench)
-    s = bench.setting
     with pytest.raises(ValueError, match="no cost of operator 'layer/qkv'"):
-        simulate(lower(bench, choices), s.layout, s.model, bench.parts, replace(bench.profile, solo_ns=solo))
+        lowered(replace(bench, profile=replace(bench.profile, solo_ns=solo)), Choices())

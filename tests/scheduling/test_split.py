@@ -1,26 +1,34 @@
 """Collectives in chunks: the same data flow, the same work, the same saved values."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.fusion import fuse
 from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import PartSizes, built_in_parts, transformer_layer
-from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.lowering.split import Chunk, chunk_of, split_collectives
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
-from braid.scheduling.planner.compose import SPLITS, evaluate, lower, prepare, run
+from braid.scheduling.lowering.split import split_collectives
+from braid.scheduling.operators import Chunk, Graph, Kind, Operator, Part, Stream
+from braid.scheduling.planner.decide import SPLITS, Outcome, evaluate, modelled
 from braid.scheduling.profile import Profile, TransferFit, with_chunks
-from braid.scheduling.schedule import Direction, Schedule, Start
-from braid.scheduling.schedule_parser import parse
-from braid.scheduling.simulate import Simulation
+from braid.scheduling.schedule import Barrier, PassKind, Schedule, Side, Start
+from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.validate import ScheduleError, validate
-from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, layout_for, model_parts
-from tests.scheduling.plans import SMALL, cluster, setting
+from braid.scheduling.validate import ScheduleError, linked
+from tests.scheduling.cases import (
+    GPT,
+    LLAMA,
+    MICRO_BATCH,
+    layout_for,
+    model_parts,
+    parts_for,
+    setting_for,
+)
+from tests.scheduling.plans import SMALL, cluster, lowered, setting
 
 MOE = ModelShape(
     family="moe",
@@ -117,7 +125,8 @@ def test_chunks_of_a_value_are_slices_of_its_memory(layer: Part) -> None:
     assert new
     for name, value in new.items():
         origin = layer.values[name.rpartition(".")[0]]
-        assert value.alias_of == (origin.alias_of or origin.name)
+        assert value.alias_of is None
+        assert value.chunk_of == origin.name
         assert value.elements == origin.elements // 2
 
 
@@ -207,72 +216,79 @@ def test_schedules_with_split_graphs_are_valid(ways: int, recompute: str, shape:
     parts = built_in_parts(PartSizes(shape=shape, tp=2, micro_batch=MICRO_BATCH, axes=axes), recompute)
     parts["layer"] = split_collectives(parts["layer"], ways)
     layout = layout_for("intra_batch", 2, 2)
-    schedule = training_schedule("intra_batch", layout, 3, parts)
-    validate(schedule, layout, parts)
-    texts = [str(action) for action in schedule.programs["layer", next(iter(schedule.programs))[1]]]
+    case = setting_for("intra_batch", layout, 3, model=shape, recompute=recompute)
+    schedule = training_schedule(case, parts)
+    linked(schedule, layout, case.model.layers, parts)
+    texts = program_lines(schedule, "F:layer")
     if ways > 1:
         # The second chunk of a gather is on the link while the GEMM works on the first.
         begin = texts.index(f"start attention_gather.2of{ways} on intra")
         assert begin < texts.index(f"compute qkv.1of{ways}") < texts.index(f"wait attention_gather.2of{ways}")
 
 
-@pytest.mark.parametrize(
-    ("name", "chunk"),
-    [
-        ("qkv.1of4", Chunk("qkv", 1, 4)),
-        ("1.layer/d.qkv.out.12of16", Chunk("1.layer/d.qkv.out", 12, 16)),
-        ("qkv", None),
-        ("qkv.1of", None),
-        ("qkv.0of4", None),
-        ("1of4", None),
-        ("qkv.1of4.again", None),
-    ],
-)
-def test_names_of_chunks(name: str, chunk: Chunk | None) -> None:
-    assert chunk_of(name) == chunk
+def program_lines(schedule: Schedule, sides: str) -> list[str]:
+    """A program as it reads in the schedule's text."""
+    block = write(schedule).partition(f"program {sides}\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in block.splitlines()]
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A small setting's schedule and simulated step."""
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_operators_know_what_they_are_a_chunk_of(recompute: str) -> None:
+    """Also in a run of several layers, and where they are computed again; the others are whole."""
+    layer = model_parts(LLAMA, 2, recompute)["layer"]
+    split = split_collectives(layer, 4)
+    for part in (split, fuse([split, split])):
+        for op in (*part.forward.operators, *part.backward.operators):
+            own = whole(replace(op, name=op.own_name))
+            if own == op.own_name:
+                assert op.chunk is None
+                continue
+            assert op.chunk is not None
+            number = int(op.own_name.rpartition(".")[2].partition("of")[0])
+            assert op.chunk == Chunk(own, number, 4, "tp")
+            assert op.key == f"layer/{own.removesuffix('.again')}.{number}of4"
 
-    schedule: Schedule
-    simulation: Simulation
 
-
-def run_alone(schedule: str, split: int, profile: Profile | None = None) -> Alone:
-    bench = prepare(setting(schedule, tp=2, split=split), cluster(gpus=2), profile)
-    return Alone(lower(bench, Choices()), run(bench, Choices()))
+def run_alone(schedule: str, split: int, profile: Profile | None = None) -> Outcome:
+    """A small setting, lowered and simulated with nothing decided."""
+    bench = modelled(cluster(gpus=2), profile)(setting(schedule, tp=2, split=split))
+    return lowered(bench, Choices())
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_schedule_says_into_how_many_chunks(split: int) -> None:
-    schedule = run_alone("intra_batch", split).schedule
-    assert f"\nsplit {split}\n" in schedule.to_text()
-    assert parse(schedule.to_text()) == schedule
-    assert "split" not in run_alone("megatron", 1).schedule.to_text()
+    schedule = run_alone("intra_batch", split).code.schedule
+    assert f"\nsplit {split}\n" in write(schedule)
+    assert parse(write(schedule)) == schedule
+    assert "\nsplit 1\n" in write(run_alone("megatron", 1).code.schedule)
 
 
 @pytest.mark.parametrize("ways", [2, 4])
 @pytest.mark.parametrize("operator", ["attention_gather", "qkv"])
 def test_the_last_chunk_comes_last(operator: str, ways: int) -> None:
     """It completes the whole value: with another chunk still missing, readers of the whole would err."""
-    parts = dict(model_parts(LLAMA, 2))
-    parts["layer"] = split_collectives(parts["layer"], ways)
     layout = layout_for("intra_batch", 1, 2)
-    schedule = training_schedule("intra_batch", layout, 2, parts, split=ways)
-    validate(schedule, layout, parts)
-    program = [*schedule.programs["layer", Direction.FORWARD]]
+    case = setting_for("intra_batch", layout, 2, split=ways)
+    parts = parts_for(case)
+    assert parts == scheduled_parts(model_parts(LLAMA, 2), layout, LLAMA.layers, split=ways)
+    schedule = training_schedule(case, parts)
+    linked(schedule, layout, LLAMA.layers, parts)
+    forward = (Side(PassKind.FORWARD, "layer"),)
+    program = [*schedule.programs[forward]]
     own = [
-        n for n, a in enumerate(program) if a.operator.startswith(f"{operator}.") and not isinstance(a, Start)
+        n
+        for n, a in enumerate(program)
+        if not isinstance(a, Start | Barrier) and a.operator.startswith(f"{operator}.")
     ]
     assert len(own) == ways
-    last = program.pop(own[-1])
-    program.insert(own[-2], last)
-    changed = replace(schedule, programs={**schedule.programs, ("layer", Direction.FORWARD): tuple(program)})
-    cause = f"'{last}': {operator}.{ways - 1}of{ways} has to be done before the last chunk"
+    if operator == "qkv":  # behind what it reads itself
+        program.insert(own[-1], program.pop(own[-2]))
+    else:
+        program.insert(own[-2], program.pop(own[-1]))
+    changed = replace(schedule, programs={**schedule.programs, forward: tuple(program)})
+    cause = f"{operator}.{ways}of{ways} needs {operator}.{ways - 1}of{ways}, which is not done yet"
     with pytest.raises(ScheduleError, match=cause):
-        validate(changed, layout, parts)
+        linked(changed, layout, LLAMA.layers, parts)
 
 
 def test_chunks_must_be_equal() -> None:
@@ -289,7 +305,7 @@ def test_chunks_must_be_equal() -> None:
 
 def test_costs_of_chunks_follow_from_those_of_the_whole() -> None:
     """As a profile that was measured on whole operators has them."""
-    whole = prepare(setting("megatron", tp=2), cluster(gpus=2))
+    whole = modelled(cluster(gpus=2))(setting("megatron", tp=2))
     layer = split_collectives(whole.layer, 4)
     profile = with_chunks(whole.profile, layer)
     assert profile.solo_ns["layer/qkv.3of4"] == pytest.approx(whole.profile.solo_ns["layer/qkv"] / 4, abs=1)
@@ -304,7 +320,7 @@ def test_costs_of_chunks_follow_from_those_of_the_whole() -> None:
 
 
 def test_a_measured_profile_prices_every_number_of_chunks() -> None:
-    whole = prepare(setting("megatron", tp=2), cluster(gpus=2))
-    serial = run_alone("megatron", 1, whole.profile).simulation.step_ns
+    whole = modelled(cluster(gpus=2))(setting("megatron", tp=2))
+    serial = run_alone("megatron", 1, whole.profile).step_ns
     for split in SPLITS:
-        assert run_alone("intra_batch", split, whole.profile).simulation.step_ns < serial
+        assert run_alone("intra_batch", split, whole.profile).step_ns < serial

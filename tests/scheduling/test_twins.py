@@ -7,74 +7,81 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling import schedule as actions
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
-from braid.scheduling.lowering.programs import twin_program
+from braid.scheduling.lowering.programs import graph_of, program_of
 from braid.scheduling.memory import rank_memory
-from braid.scheduling.operators import Graph, Pass
-from braid.scheduling.planner.compose import decide, lower, prepare
+from braid.scheduling.operators import Graph
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import issue_ns
-from braid.scheduling.planner.strands import twin_problem
+from braid.scheduling.planner.strands import joint_problem
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import (
     Action,
     Block,
-    Compute,
     Direction,
     Instruction,
-    Pair,
+    Pass,
+    PassKind,
     Schedule,
+    Side,
     Strand,
-    Twin,
-    Twins,
+    passes_in,
 )
-from braid.scheduling.schedule_parser import parse
-from braid.scheduling.simulate import simulate
+from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
-from braid.scheduling.validate import ScheduleError, validate
-from tests.scheduling.cases import LLAMA, in_turn, model_parts, on_strands, with_stage
-from tests.scheduling.plans import cluster, setting
+from braid.scheduling.validate import ScheduleError
+from tests.scheduling.cases import LLAMA, code_of, in_turn, model_parts, on_strands, setting_for, with_stage
+from tests.scheduling.plans import cluster, fastest, setting
 
 LAYOUT = ParallelLayout(tp=2)
 PARTS = model_parts(tp=2)
-KIND = "order"
+F, B = PassKind.FORWARD, PassKind.BACKWARD
 
 
 def both(names: list[str]) -> tuple[str, ...]:
     """The first micro-batch a step ahead of the second."""
     order = []
     for n in range(len(names) + 1):
-        order += [f"1:{names[n]}"] if n < len(names) else []
-        order += [f"2:{names[n - 1]}"] if n else []
+        order += [f"0:{names[n]}"] if n < len(names) else []
+        order += [f"1:{names[n - 1]}"] if n else []
     return tuple(order)
 
 
 def schedule_of(micro_batches: int) -> Schedule:
     """`braid_twins` with orders that need no profile."""
     layer = PARTS["layer"]
-    names = {"FF": layer.forward.operators, "BB": layer.backward.operators}
-    choices = Choices(
-        pairings={"layer|layer": in_turn(layer, PairMethod.ORDER)},
-        twin_orders={f"layer {key}": both([op.name for op in ops]) for key, ops in names.items()},
-    )
-    return training_schedule("braid_twins", LAYOUT, micro_batches, PARTS, choices)
+    names = {"F": layer.forward.operators, "B": layer.backward.operators}
+    twins = {f"{key}:layer|{key}:layer": both([op.name for op in ops]) for key, ops in names.items()}
+    choices = Choices(orders={**in_turn(layer, PairMethod.ORDER), **twins})
+    return training_schedule(setting_for("braid_twins", LAYOUT, micro_batches), PARTS, choices)
+
+
+def twin_places(schedule: Schedule) -> list[int]:
+    """Where the twins stand."""
+    return [
+        n for n, i in enumerate(schedule.stages[0]) if [one.kind for one in passes_in(i)] in ([F, F], [B, B])
+    ]
 
 
 @pytest.mark.parametrize("m", range(3, 14))
 def test_no_pass_is_alone_where_there_is_another(m: int) -> None:
     schedule = schedule_of(m)
-    validate(schedule, LAYOUT, PARTS)
-    blocks = [i for i in schedule.stages[0] if isinstance(i, Block | Pair | Twins)]
-    kinds = [type(i) for i in blocks]
-    assert kinds == [Twins, *([Pair] * (m - 2)), *([Block, Block] if m % 2 else [Twins])]
-    ran = [str(block.whole).rstrip("b") for block in schedule.blocks(0)]
+    code_of(schedule, LAYOUT)
+    blocks = [i for i in schedule.stages[0] if isinstance(i, Block)]
+    kinds = [tuple(one.kind for one in block.passes) for block in blocks]
+    assert kinds == [(F, F), *([(F, B)] * (m - 2)), *([(B,), (B,)] if m % 2 else [(B, B)])]
+    ran = [str(one.whole).rstrip("b") for one in schedule.passes[0]]
     assert sorted(ran) == sorted(f"{letter}{n}.0" for letter in "FB" for n in range(m))
-    gradients = [b.micro_batch for b in schedule.blocks(0) if b.direction is Direction.BACKWARD]
+    gradients = [one.micro_batch for one in schedule.passes[0] if one.direction is Direction.BACKWARD]
     assert gradients == sorted(gradients), "gradients are added up in the order of micro-batches"
+    assert all(len({one.strand for one in block.passes}) == len(block.passes) for block in blocks)
     assert in_flight(schedule, 0) == 2
-    assert parse(schedule.to_text()) == schedule
+    assert parse(write(schedule)) == schedule
     assert unit_timeline(schedule).length == 3 * m
 
 
@@ -87,69 +94,96 @@ def test_elsewhere_it_is_braid(stages: int, m: int) -> None:
 def refused(schedule: Schedule) -> str:
     """The message with which it is."""
     with pytest.raises(ScheduleError) as error:
-        validate(schedule, LAYOUT, PARTS)
+        code_of(schedule, LAYOUT)
     return str(error.value).partition("\n")[0]
 
 
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_twins_that_are_none(at: str) -> None:
     schedule = schedule_of(6)
-    places = [n for n, i in enumerate(schedule.stages[0]) if isinstance(i, Twins)]
-    place = places[0 if at == "first" else 1]
-    twins = schedule.stages[0][place]
-    assert isinstance(twins, Twins)
+    place = twin_places(schedule)[0 if at == "first" else 1]
 
-    def with_twins(first: Block, second: Block) -> str:
+    def with_twins(*passes: Pass) -> str:
         instructions: list[Instruction] = [*schedule.stages[0]]
-        instructions[place] = Twins(first, second)
+        instructions[place] = Block(passes)
         return refused(with_stage(schedule, 0, instructions))
 
-    first, second = twins.blocks
-    assert "does not come before" in with_twins(second, first)
-    assert "does not come before" in with_twins(first, first)
-    assert "the same pass over the same chunk" in with_twins(first, replace(second, chunk=1))
-    if at == "first":  # where the micro-batches have no home yet, any strand would do
-        other = Strand.ALPHA if second.strand is Strand.BETA else Strand.BETA
-        alike = on_strands(schedule, frozenset() if other is Strand.ALPHA else frozenset(range(6)))
-        assert "both are on strand" in refused(alike)
+    first, second = passes_in(schedule.stages[0][place])
+    assert "in the order of micro-batches" in with_twins(second, first)
+    assert "a block has a pass twice" in with_twins(first, first)
+    assert "does not run on this stage" in with_twins(first, replace(second, chunk=1))
+    other = Strand.ALPHA if second.strand is Strand.BETA else Strand.BETA
+    assert "is on strand" in with_twins(first, replace(second, strand=other))
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_programs_that_would_not_do(direction: Direction) -> None:
+def test_twins_on_one_strand_are_refused() -> None:
+    schedule = schedule_of(6)
+    for beta in (frozenset[int](), frozenset(range(6))):
+        assert "on strands of its own" in refused(on_strands(schedule, beta))
+
+
+@pytest.mark.parametrize("kind", [F, B])
+def test_programs_that_would_not_do(kind: PassKind) -> None:
     schedule = schedule_of(4)
-    key = ("layer", direction)
-    program = schedule.twins[key]
-    letters = direction.value * 2
-    graph = PARTS["layer"].forward if direction is Direction.FORWARD else PARTS["layer"].backward
+    sides = (Side(kind, "layer"),) * 2
+    program = schedule.programs[sides]
+    graph = graph_of(PARTS["layer"], kind)
 
     def with_program(changed: Sequence[Action]) -> str:
-        return refused(replace(schedule, twins={**schedule.twins, key: tuple(changed)}))
+        return refused(replace(schedule, programs={**schedule.programs, sides: tuple(changed)}))
 
-    assert f"program layer {letters}: operators " in with_program(program[:-1])
-    assert "are written 1:NAME and 2:NAME" in with_program(
-        [replace(program[0], side=direction), *program[1:]]
-    )
-    last = max(n for n, a in enumerate(program) if isinstance(a, Compute) and a.side is Twin.SECOND)
+    assert "is not done yet" in with_program(program[1:])
+    assert f"{graph.operators[0].name} has run" in with_program([program[0], *program])
+    last = max(n for n, a in enumerate(program) if isinstance(a, actions.Compute) and a.turn == 1)
     behind = program[last]
-    assert isinstance(behind, Compute)
-    first = program.index(replace(behind, side=Twin.FIRST))
+    assert isinstance(behind, actions.Compute)
+    first = program.index(replace(behind, turn=0))
     turned = [*program]
     turned[first], turned[last] = turned[last], turned[first]
-    assert "has to come before" in with_program(turned) or "before it is there" in with_program(turned)
-    for steps in (["qkv"], ["3:qkv"], ["1:nothing"], ["1:qkv", "1:qkv"]):
-        with pytest.raises(ValueError, match=r"must be written|no operator|stands twice|missing"):
-            twin_program(graph, steps)
-    unused = replace(schedule, stages=(paired_only(schedule),))
+    assert "which is not done yet" in with_program(turned)
+    for steps in (["qkv"], ["2:qkv"], ["0:nothing"], ["0:qkv", "0:qkv"]):
+        with pytest.raises(ValueError, match=r"are written|no operator|stands twice|missing"):
+            program_of(sides, PARTS, tuple(steps))
+    text = write(schedule).replace("compute 1:", "compute 2:", 1)
+    with pytest.raises(ValueError, match="operators of 2 passes are written 0:NAME to 1:NAME"):
+        parse(text)
+    unused = replace(schedule, stages=(one_after_the_other(schedule),))
     assert "is used by no block" in refused(unused)
-    without = replace(schedule, twins={})
-    validate(without, LAYOUT, PARTS)  # then one goes behind the other
 
 
-def paired_only(schedule: Schedule) -> tuple[Instruction, ...]:
+def test_weight_gradients_of_twins_in_the_wrong_order_are_refused() -> None:
+    """Both passes whole, but the second micro-batch's gradients first: other sums, so other bits."""
+    schedule = schedule_of(4)
+    sides = (Side(B, "layer"),) * 2
+    names = [op.name for op in PARTS["layer"].backward.operators]
+    turned = {**schedule.programs, sides: program_of(sides, PARTS, both(names))}
+    code_of(replace(schedule, programs=turned), LAYOUT)
+    order = tuple(f"{1 - int(step[0])}{step[1:]}" for step in both(names))
+    turned[sides] = program_of(sides, PARTS, order)
+    assert "gradients are added up in the order of micro-batches" in refused(
+        replace(schedule, programs=turned)
+    )
+
+
+def test_without_a_program_of_their_own_one_goes_behind_the_other() -> None:
+    schedule = schedule_of(4)
+    without = {
+        sides: program for sides, program in schedule.programs.items() if len(set(sides)) == len(sides)
+    }
+    assert len(without) == len(schedule.programs) - 2
+    code = code_of(replace(schedule, programs=without), LAYOUT)
+    for place in twin_places(schedule):
+        turns = [operation.turn for operation in code.stages[0][place].operations]
+        runs = [turn for n, turn in enumerate(turns) if n == 0 or turns[n - 1] != turn]
+        assert len(runs) <= 2 * len(PARTS), "pass by pass, run by run"
+
+
+def one_after_the_other(schedule: Schedule) -> tuple[Instruction, ...]:
     """The list with twins one after the other."""
     found: list[Instruction] = []
-    for instruction in schedule.stages[0]:
-        found += instruction.blocks if isinstance(instruction, Twins) else [instruction]
+    for n, instruction in enumerate(schedule.stages[0]):
+        split = n in twin_places(schedule)
+        found += [Block((one,)) for one in passes_in(instruction)] if split else [instruction]
     return tuple(found)
 
 
@@ -166,29 +200,25 @@ def paired_only(schedule: Schedule) -> tuple[Instruction, ...]:
 def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, fused: int) -> None:
     """The simulator runs them as the machine of the search does."""
     small = replace(setting().model, layers=2)
-    spec = cluster(gpus=2, intra=intra)
-    case = setting("braid_twins", tp=2, micro_batches=m, model=small, recompute=recompute)
-    bench = prepare(replace(case, fused=fused, layout=LAYOUT), spec)
-    choices, _ = decide(bench)
-    schedule = lower(bench, choices)
-    s = bench.setting
-    step = simulate(schedule, s.layout, s.model, bench.parts, bench.profile)
-    run = step.ranks[0].blocks[0]
-    assert [str(block) for block in run.blocks] == ["F0.0", "F1.0b"]
+    case = setting("braid_twins", tp=2, micro_batches=m, model=small, recompute=recompute, fused=fused)
+    bench = modelled(cluster(gpus=2, intra=intra))(case)
+    found = fastest(bench)
+    run = found.simulation.ranks[0].blocks[0]
+    assert [str(one) for one in run.stretch.block_passes] == ["F0.0", "F1.0b"]
     expected = 0.0
-    for name, direction in [(n, Direction.FORWARD) for n in held(fused)]:
+    for name in held(fused):
         graph = bench.parts[name].forward
-        if (name, direction) in schedule.twins:
-            problem = twin_problem(name, graph, bench.profile)
+        if (Side(F, name),) * 2 in found.code.schedule.programs:
+            problem = joint_problem([graph, graph], bench.profile)
             names = problem.backward.names
-            order = [names.index(step) for step in choices.twin_orders[f"{name} FF"]]
+            order = [names.index(step) for step in found.choices.orders[f"F:{name}|F:{name}"]]
             ns = issue_ns(problem, order)
             assert ns <= problem.serial_ns * (1 + 1e-9)
             expected += ns
         else:
-            expected += 2 * alone_ns(bench.profile, name, graph)
+            expected += 2 * alone_ns(bench.profile, graph)
     assert run.course.duration == pytest.approx(expected, rel=1e-6)
-    spans = [span for span in step.spans() if span.micro_batch == 1 and span.operator == "qkv"]
+    spans = [span for span in found.simulation.spans() if span.micro_batch == 1 and span.operator == "qkv"]
     assert {span.layer for span in spans} == {0, 1}
 
 
@@ -197,20 +227,17 @@ def held(fused: int) -> list[str]:
     return ["embedding+2*layer+head"] if fused else ["embedding", "layer", "layer", "head"]
 
 
-def alone_ns(profile: Profile, name: str, graph: Graph) -> float:
+def alone_ns(profile: Profile, graph: Graph) -> float:
     """A pass by itself."""
-    return sum(profile.operator_ns(name, op) for op in graph.operators)
+    return sum(profile.solo(op.key) for op in graph.operators)
 
 
 def test_weight_gradients_keep_their_order() -> None:
-    bench = prepare(
-        replace(setting("braid_twins", tp=2, micro_batches=4), layout=LAYOUT), cluster(gpus=2, intra=4e9)
-    )
-    choices, _ = decide(bench)
-    order = choices.twin_orders["layer BB"]
-    weights = [op.name for op in bench.layer.backward.operators if op.phase is Pass.WEIGHT_GRADIENT]
+    bench = modelled(cluster(gpus=2, intra=4e9))(setting("braid_twins", tp=2, micro_batches=4))
+    order = fastest(bench).choices.orders["B:layer|B:layer"]
+    weights = [op.name for op in bench.layer.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
     assert len(weights) > 3
-    assert all(order.index(f"1:{name}") < order.index(f"2:{name}") for name in weights)
+    assert all(order.index(f"0:{name}") < order.index(f"1:{name}") for name in weights)
     compute = [op.name for op in bench.layer.backward.operators if not op.kind.communicates]
     turns = [step[0] for step in order if step[2:] in compute]
     assert turns != sorted(turns), "the second begins before the first has ended"
@@ -218,9 +245,9 @@ def test_weight_gradients_keep_their_order() -> None:
 
 @pytest.mark.parametrize("m", [4, 7])
 def test_two_micro_batches_of_activations(m: int) -> None:
-    """What `braid` holds and one micro-batch more, but for what its pairs need beyond that."""
-    twins = rank_memory(schedule_of(m), LAYOUT, LLAMA, PARTS, "fp32", 0)
-    serial = training_schedule("megatron", LAYOUT, m, PARTS)
-    one = rank_memory(serial, LAYOUT, LLAMA, PARTS, "fp32", 0)
+    """What `megatron` holds twice, and what its two passes need at once beyond that."""
+    twins = rank_memory(code_of(schedule_of(m), LAYOUT), LLAMA, "fp32", 0)
+    serial = training_schedule(setting_for("megatron", LAYOUT, m), PARTS)
+    one = rank_memory(code_of(serial, LAYOUT), LLAMA, "fp32", 0)
     assert 2 <= twins.activation_bytes / one.activation_bytes < 3.2
     assert twins.parameter_bytes == one.parameter_bytes

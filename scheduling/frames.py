@@ -1,0 +1,164 @@
+"""Registers of a chunk: which value of which run is where, and what has to be done before an operator."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from braid.scheduling.code import Frame, Node
+from braid.scheduling.operators import Graph, Operator, Part, Value
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The runs of a chunk with their registers and operators."""
+
+    runs: tuple[str, ...]
+    frame: Frame
+    registers: Mapping[tuple[int, str], int]
+    """By place of the run and name of the value."""
+    nodes: Mapping[tuple[int, bool, str], Node]
+    """By place of the run, whether of the forward pass, and name."""
+
+    def written(self, op: Operator, place: int) -> tuple[str, ...]:
+        """Values that an operator writes; of a chunk of tokens also the whole one that has its rows."""
+        values = self.frame.values
+        wholes = (values[self.registers[place, name]].chunk_of for name in op.writes)
+        return tuple(dict.fromkeys((*op.writes, *(name for name in wholes if name is not None))))
+
+
+def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
+    """Registers and operators of a chunk's runs."""
+    registers: dict[tuple[int, str], int] = {}
+    names: list[str] = []
+    values: list[Value] = []
+    owners: list[int] = []
+    constants: dict[str, tuple[int, ...]] = {}
+    for place, part in enumerate(parts):
+        x = next((name for name in part.inputs if name not in part.constants), None)
+        if place:
+            assert x is not None
+            before = parts[place - 1].output
+            for own, handed in ((x, before), (f"d.{x}", f"d.{before}")):
+                if own in part.values:
+                    registers[place, own] = registers[place - 1, handed]
+        for name, value in part.values.items():
+            if (place, name) not in registers:
+                registers[place, name] = len(names)
+                names.append(name)
+                values.append(value)
+                owners.append(len(owners))
+            if name in part.constants:
+                constants[name] = (*constants.get(name, ()), registers[place, name])
+        for name, value in part.values.items():
+            if value.alias_of is not None:
+                owners[registers[place, name]] = registers[place, value.alias_of]
+    keeps = {
+        registers[place, name]: registers[place, value.keeps]
+        for place, part in enumerate(parts)
+        for name, value in part.values.items()
+        if value.keeps is not None
+    }
+    owners = [_root(owners, register) for register in range(len(owners))]
+    first, last = parts[0], parts[-1]
+    x = next((name for name in first.inputs if name not in first.constants), None)
+    end = len(parts) - 1
+    graphs = [
+        (place, forward, graph)
+        for place, part in enumerate(parts)
+        for forward, graph in _graphs(part, trains)
+    ]
+    bits = {
+        (place, forward, op.name): number
+        for number, (place, forward, op) in enumerate(
+            (place, forward, op) for place, forward, graph in graphs for op in graph.operators
+        )
+    }
+    made = _made(graphs, bits, registers)
+    input_gradient = registers.get((0, f"d.{x}"))
+    frame = Frame(
+        names=tuple(names),
+        values=tuple(values),
+        owners=tuple(owners),
+        keeps=keeps,
+        constants=constants,
+        bits=bits,
+        operators=tuple(name for _, _, name in bits),
+        input=None if x is None else registers[0, x],
+        output=registers[end, last.output],
+        input_gradient=input_gradient,
+        output_gradient=registers.get((end, f"d.{last.output}")),
+        makers=(
+            made[True].get(registers[end, last.output], 0),
+            0
+            if input_gradient is None
+            else made[False].get(input_gradient, 0) or made[True].get(input_gradient, 0),
+        ),
+    )
+    nodes = _nodes(parts, graphs, frame, registers, made)
+    return ChunkLayout(tuple(part.name for part in parts), frame, registers, nodes)
+
+
+def _root(owners: Sequence[int], register: int) -> int:
+    while owners[register] != register:
+        register = owners[register]
+    return register
+
+
+def _graphs(part: Part, trains: bool) -> tuple[tuple[bool, Graph], ...]:
+    if not trains:
+        return ((True, part.evaluation),)
+    return (True, part.forward), (False, part.backward)
+
+
+def _made(
+    graphs: Sequence[tuple[int, bool, Graph]],
+    bits: Mapping[tuple[int, bool, str], int],
+    registers: Mapping[tuple[int, str], int],
+) -> dict[bool, dict[int, int]]:
+    """By pass (whether forward) and register: the bit of the operator that writes it."""
+    made: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for place, forward, graph in graphs:
+        for op in graph.operators:
+            for name in op.writes:
+                made[forward][registers[place, name]] = 1 << bits[place, forward, op.name]
+    return made
+
+
+def _nodes(
+    parts: Sequence[Part],
+    graphs: Sequence[tuple[int, bool, Graph]],
+    frame: Frame,
+    registers: Mapping[tuple[int, str], int],
+    made: Mapping[bool, Mapping[int, int]],
+) -> dict[tuple[int, bool, str], Node]:
+    """Every operator with what has to be done before it."""
+    counts = [1 + max((op.place for op in part.forward.operators), default=0) for part in parts]
+    offsets = [sum(counts[:place]) for place in range(len(parts))]
+    arrivals = {
+        register: frame.arrival(forward)
+        for forward in (True, False)
+        if (register := frame.entry(forward)) is not None
+    }
+    nodes = {}
+    for place, forward, graph in graphs:
+        for op in graph.operators:
+            needs = 0
+            for name in op.reads:
+                register = registers[place, name]
+                own = made[forward].get(register)
+                needs |= own or (0 if forward else made[True].get(register)) or arrivals.get(register, 0)
+            others = 0
+            if op.chunk is not None and op.chunk.number == op.chunk.ways:
+                for other in graph.operators:
+                    alike = other.chunk is not None and other.chunk.whole == op.chunk.whole
+                    if alike and other.place == op.place and other is not op:
+                        others |= 1 << frame.bits[place, forward, other.name]
+            nodes[place, forward, op.name] = Node(
+                operator=op,
+                run=parts[place].name,
+                place=place,
+                part=offsets[place] + op.place,
+                bit=1 << frame.bits[place, forward, op.name],
+                needs=needs,
+                others=others,
+            )
+    return nodes

@@ -1,0 +1,401 @@
+"""The linker: from a schedule to linked code. What runs when is decided here and nowhere behind it.
+
+A block's passes go through their runs together where the schedule has a program for that combination of
+runs. What has no partner goes by itself: at the begin and at the end of the block, backward passes first.
+What a program leaves of a backward pass is taken up by the next program that has a side for it, in the same
+block or in the one that names it (``L2.1``); where there is none, it runs by itself right after.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from braid.scheduling import schedule as text
+from braid.scheduling.code import (
+    Barrier,
+    Body,
+    Code,
+    Compute,
+    Hand,
+    Loss,
+    Operation,
+    Start,
+    Stretch,
+    Wait,
+)
+from braid.scheduling.frames import ChunkLayout, laid_out
+from braid.scheduling.fusion import chunk_runs
+from braid.scheduling.operators import Part
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.rounds import combinations, in_rounds
+from braid.scheduling.schedule import (
+    Action,
+    Await,
+    Block,
+    Gather,
+    Instruction,
+    Norm,
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    Reduce,
+    Schedule,
+    Send,
+    Side,
+    Sides,
+    Step,
+    on_side,
+)
+from braid.scheduling.spec import ParallelLayout
+
+
+class LinkError(ValueError):
+    """A schedule that names what its parts do not have; ``stage`` and ``position`` say where."""
+
+    def __init__(self, stage: int, position: int, cause: str) -> None:
+        super().__init__(cause)
+        self.stage, self.position = stage, position
+
+
+def link(schedule: Schedule, layout: ParallelLayout, layers: int, parts: Mapping[str, Part]) -> Code:
+    """Unroll every stage. ``parts``: those of `scheduled_parts`. `LinkError` names the instruction."""
+    linker = _Linker(schedule, layout, layers, parts)
+    return Code(schedule, layout, layers, tuple(tuple(linker.stage(n)) for n in range(len(schedule.stages))))
+
+
+@dataclass(frozen=True)
+class _Left:
+    """The end of a backward pass that has not run yet."""
+
+    turn: int
+    place: int
+    run: str
+    program: Program
+    """The program that left it, and the number of the side that takes it up."""
+    side: int
+
+
+_Step = tuple[Action, int, int]
+"""An action of a program, the turn and the place that it is for."""
+
+
+@dataclass(frozen=True)
+class _Unrolled:
+    """A block's operations and the end that its backward passes leave, by turn."""
+
+    body: Body
+    left: Mapping[int, _Left]
+
+
+@dataclass
+class _Linker:
+    schedule: Schedule
+    layout: ParallelLayout
+    layers: int
+    parts: Mapping[str, Part]
+    _chunks: dict[int, ChunkLayout] = field(default_factory=dict)
+    _laid_out: dict[tuple[str, ...], ChunkLayout] = field(default_factory=dict)
+    """By the names of the runs: equal chunks share their frame and their operators."""
+    _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_movers: dict[Sides, list[Sides]] = {}
+        self._combinations = combinations(self.schedule)
+        for sides in self.schedule.programs:
+            movers = tuple(side for side in sides if side.kind is not PassKind.END)
+            self._by_movers.setdefault(movers, []).append(sides)
+
+    def stage(self, stage: int) -> Iterator[Stretch]:
+        """The stretches of a stage."""
+        instructions = self.schedule.stages[stage]
+        named = {one.whole for one in self.schedule.passes[stage] if one.kind is PassKind.END}
+        ends: dict[Pass, _Left] = {}
+        for position, instruction in enumerate(instructions):
+            try:
+                if isinstance(instruction, Block):
+                    yield self._block(instruction, stage, named, ends)
+                else:
+                    yield self._other(instruction)
+            except ValueError as error:
+                raise LinkError(stage, position, str(error)) from None
+
+    # -- blocks --------------------------------------------------------------------------------------------
+
+    def _block(self, block: Block, stage: int, named: set[Pass], ends: dict[Pass, _Left]) -> Stretch:
+        chunks = [self._chunk(one.chunk) for one in block.passes]
+        followers = [self._next_here(one, stage) for one in block.passes]
+        before = {}
+        for turn, one in enumerate(block.passes):
+            if one.kind is PassKind.END:
+                if one.whole not in ends:
+                    raise ValueError(f"no block before it has left an end of {one.whole} for {one}")
+                before[turn] = ends.pop(one.whole)
+        leaves = tuple(one in named for one in block.passes)
+        key = (
+            tuple((one.kind, id(chunk)) for one, chunk in zip(block.passes, chunks, strict=True)),
+            tuple(self._passes_on(one) for one in block.passes),
+            tuple(follower is not None and id(self._chunk(follower.chunk)) for follower in followers),
+            leaves,
+            tuple((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
+        )
+        if key not in self._blocks:
+            self._blocks[key] = self._unrolled(block.passes, chunks, followers, leaves, before)
+        unrolled = self._blocks[key]
+        ends |= {block.passes[turn]: left for turn, left in unrolled.left.items()}
+        passes = (*block.passes, *(one for one in followers if one is not None))
+        frames = tuple(self._chunk(one.chunk).frame for one in passes)
+        return Stretch(block, passes, frames, unrolled.body)
+
+    def _unrolled(
+        self,
+        passes: Sequence[Pass],
+        chunks: Sequence[ChunkLayout],
+        followers: Sequence[Pass | None],
+        leaves: Sequence[bool],
+        before: Mapping[int, _Left],
+    ) -> _Unrolled:
+        steps, left = self._steps(passes, chunks, leaves, before)
+        operations = _operations(steps, passes, chunks)
+        keeps = [
+            _kept(one, chunk, left.get(turn), self._passes_on(one))
+            for turn, (one, chunk) in enumerate(zip(passes, chunks, strict=True))
+        ]
+        operations = _freeing(operations, keeps)
+        later = len(passes)
+        for turn, (one, chunk, follower) in enumerate(zip(passes, chunks, followers, strict=True)):
+            forward = one.forward
+            if forward and self.layout.is_last(one.chunk):
+                operations.append(Loss(turn=turn, reads=(chunk.frame.output,), frees=(chunk.frame.output,)))
+            elif follower is not None:
+                out, into = chunk.frame.exit(forward), self._chunk(follower.chunk).frame.entry(forward)
+                assert out is not None
+                assert into is not None
+                operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=later, register=into))
+                later += 1
+        return _Unrolled(Body(tuple(operations)), left)
+
+    def _steps(
+        self,
+        passes: Sequence[Pass],
+        chunks: Sequence[ChunkLayout],
+        leaves: Sequence[bool],
+        before: Mapping[int, _Left],
+    ) -> tuple[list[_Step], dict[int, _Left]]:
+        """Programs one after the other, and the ends that are left at last."""
+        movers = [turn for turn, one in enumerate(passes) if one.kind is not PassKind.END]
+        runs = [chunks[t].runs if passes[t].forward else chunks[t].runs[::-1] for t in movers]
+        kinds = [passes[turn].kind for turn in movers]
+        left = [replace(one, turn=turn) for turn, one in before.items()]
+        steps: list[_Step] = []
+        for places in in_rounds(runs, kinds, self._combinations.get(tuple(kinds), set())):
+            together = [(n, at) for n, at in enumerate(places) if at is not None]
+            sides = self._program(tuple(Side(kinds[n], runs[n][at]) for n, at in together), left)
+            program = self.schedule.programs[sides]
+            moving = [
+                (movers[n], at if kinds[n] is PassKind.FORWARD else len(runs[n]) - 1 - at)
+                for n, at in together
+            ]
+            slots: list[tuple[int, int] | None] = []
+            mover = iter(moving)
+            for side in sides:
+                if side.kind is not PassKind.END:
+                    slots.append(next(mover))
+                    continue
+                taken = next((one for one in left if one.run == side.run), None)
+                slots.append(None if taken is None else (taken.turn, taken.place))
+                if taken is not None:
+                    left.remove(taken)
+            for one in left:  # what this program does not take up
+                steps += _finish(one)
+            steps += _actions(program, slots)
+            left = list(self._left(sides, program, slots))
+        for one in [one for one in left if not leaves[one.turn]]:
+            steps += _finish(one)
+            left.remove(one)
+        return steps, {one.turn: one for one in left}
+
+    def _left(
+        self, sides: Sides, program: Program, slots: Sequence[tuple[int, int] | None]
+    ) -> Iterator[_Left]:
+        """The ends of backward passes that a program does not run."""
+        for number, (side, slot) in enumerate(zip(sides, slots, strict=True)):
+            end = Side(PassKind.END, side.run)
+            if slot is None or side.kind is not PassKind.BACKWARD or end not in sides:
+                continue
+            done = {action.operator for action in on_side(program, number)}
+            if any(op.name not in done for op in self.parts[side.run].backward.operators):
+                yield _Left(*slot, side.run, program, sides.index(end))
+
+    def _program(self, movers: Sides, left: Sequence[_Left]) -> Sides:
+        """The program of a combination: the one that takes up what is left, if there is one."""
+        known = self._by_movers.get(movers)
+        if known is None:
+            raise ValueError(f"program {'|'.join(map(str, movers))} is missing")
+        waiting = {one.run for one in left}
+
+        def rank(sides: Sides) -> tuple[bool, int]:
+            ends = [side.run for side in sides if side.kind is PassKind.END]
+            fits = bool(ends) and all(run in waiting for run in ends)
+            return not fits, len(ends)
+
+        return min(known, key=rank)
+
+    def _next_here(self, one: Pass, stage: int) -> Pass | None:
+        """The pass on the same stage that takes what this one produces, if there is one."""
+        if not one.kind.travels:
+            return None
+        after = one.after(self.layout)
+        return after if after is not None and self.layout.stage_of(after.chunk) == stage else None
+
+    def _passes_on(self, one: Pass) -> bool:
+        """Whether something takes what a pass produces."""
+        if one.forward:
+            return True
+        return one.kind.travels and not self.layout.is_first(one.chunk)
+
+    # -- everything else -----------------------------------------------------------------------------------
+
+    def _other(self, instruction: Instruction) -> Stretch:
+        """Registers of a message: the sender's output, the receiver's input."""
+        passes: tuple[Pass, ...] = ()
+        operation: Operation
+        match instruction:
+            case Block():
+                raise AssertionError(instruction)
+            case Norm() | Step():
+                operation = Compute(what=instruction)
+            case Send(moved):
+                passes = (self._source(moved),)
+                operation = Start(what=instruction, reads=self._leaving(passes[0]))
+            case Receive(moved):
+                passes = (moved,)
+                operation = Start(what=instruction, writes=self._arriving(moved))
+            case Reduce() | Gather():
+                operation = Start(what=instruction)
+            case Await(Send(moved) as sent):
+                passes = (self._source(moved),)
+                operation = Wait(what=sent, frees=self._leaving(passes[0]))
+            case Await(Receive(moved) as received):
+                passes = (moved,)
+                operation = Wait(what=received, writes=self._arriving(moved))
+            case Await(transfer):
+                operation = Wait(what=transfer)
+        frames = tuple(self._chunk(one.chunk).frame for one in passes)
+        return Stretch(instruction, passes, frames, Body((operation,)))
+
+    def _source(self, moved: Pass) -> Pass:
+        source = moved.before(self.layout)
+        if source is None:
+            raise ValueError(f"nothing for {moved} comes from another stage")
+        return source
+
+    def _leaving(self, one: Pass) -> tuple[int, ...]:
+        register = self._chunk(one.chunk).frame.exit(one.forward)
+        assert register is not None
+        return (register,)
+
+    def _arriving(self, one: Pass) -> tuple[int, ...]:
+        register = self._chunk(one.chunk).frame.entry(one.forward)
+        if register is None:
+            raise ValueError(f"nothing for {one} comes from another stage")
+        return (register,)
+
+    def _chunk(self, chunk: int) -> ChunkLayout:
+        if chunk not in self._chunks:
+            runs = chunk_runs(self.layout, self.layers, chunk, self.schedule.fused)
+            names = tuple(run.name for run in runs)
+            if names not in self._laid_out:
+                parts = [self.parts[name] for name in names]
+                self._laid_out[names] = laid_out(parts, self.schedule.trains)
+            self._chunks[chunk] = self._laid_out[names]
+        return self._chunks[chunk]
+
+
+def _actions(program: Iterable[Action], slots: Sequence[tuple[int, int] | None]) -> Iterator[_Step]:
+    """A program's actions with the turns and places of its sides; sides without one are left out."""
+    for action in program:
+        if isinstance(action, text.Barrier):
+            yield action, 0, 0
+        elif (slot := slots[action.turn]) is not None:
+            yield action, *slot
+
+
+def _finish(left: _Left) -> Iterator[_Step]:
+    return ((action, left.turn, left.place) for action in on_side(left.program, left.side))
+
+
+# -- operations ----------------------------------------------------------------------------------------------
+
+
+def _operations(steps: list[_Step], passes: Sequence[Pass], chunks: Sequence[ChunkLayout]) -> list[Operation]:
+    operations: list[Operation] = []
+    for (action, turn, place), following in zip_longest(steps, steps[1:]):
+        if isinstance(action, text.Barrier):
+            operations.append(Barrier())
+            continue
+        chunk = chunks[turn]
+        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, action.operator))
+        side = Side(passes[turn].kind, chunk.runs[place])
+        if node is None:
+            raise ValueError(f"program {side}: the graph has no operator {action.operator!r}")
+        op, registers = node.operator, chunk.registers
+        if op.kind.communicates == isinstance(action, text.Compute):
+            article = "a" if op.kind.communicates else "not a"
+            raise ValueError(f"program {side}: {op.name} is {article} collective")
+        reads = tuple(registers[place, name] for name in op.reads)
+        writes = tuple(registers[place, name] for name in chunk.written(op, place))
+        match action:
+            case text.Compute():
+                operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
+            case text.Start(_, stream):
+                if stream is not op.stream:
+                    raise ValueError(f"program {side}: {op.name} runs on {op.stream}")
+                lone = following == (text.Wait(op.name, action.turn), turn, place)
+                allocated = tuple(registers[place, name] for name in op.writes[:1])
+                operations.append(Start(what=node, turn=turn, reads=reads, writes=allocated, lone=lone))
+            case text.Wait():
+                last = operations[-1] if operations else None
+                lone = isinstance(last, Start) and last.what is node and last.turn == turn
+                operations.append(Wait(what=node, turn=turn, reads=reads, writes=writes, lone=lone))
+    return operations
+
+
+def _kept(one: Pass, chunk: ChunkLayout, left: _Left | None, passes_on: bool) -> set[int]:
+    """Registers that what comes after a pass still reads."""
+    registers, forward = chunk.registers, one.kind is PassKind.FORWARD
+    match one.kind:
+        case PassKind.FORWARD:
+            later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
+        case PassKind.INPUT:
+            later = [
+                n
+                for (_, ahead, _), n in chunk.nodes.items()
+                if not ahead and n.operator.phase is Phase.WEIGHT_GRADIENT
+            ]
+        case PassKind.BACKWARD if left is not None:
+            names = {action.operator for action in on_side(left.program, left.side)}
+            later = [chunk.nodes[left.place, False, name] for name in names]
+        case _:
+            later = []
+    made = {registers[node.place, name] for node in later for name in node.operator.writes}
+    kept = {registers[node.place, name] for node in later for name in node.operator.reads} - made
+    if passes_on and (out := chunk.frame.exit(forward)) is not None:
+        kept.add(out)
+    if forward and chunk.frame.input_gradient is not None:
+        kept.add(chunk.frame.input_gradient)  # that of a head which runs its backward pass at once
+    return kept
+
+
+def _freeing(operations: Sequence[Operation], keeps: Sequence[set[int]]) -> list[Operation]:
+    """The operations with what each of them is the last to touch; a transfer's input lives until its wait."""
+    seen = [set(kept) for kept in keeps]
+    result: list[Operation] = []
+    for operation in reversed(operations):
+        if isinstance(operation, Compute | Wait):
+            touched = dict.fromkeys((*operation.reads, *operation.writes))
+            frees = tuple(register for register in touched if register not in seen[operation.turn])
+            seen[operation.turn].update(frees)
+            operation = replace(operation, frees=frees)
+        result.append(operation)
+    return result[::-1]

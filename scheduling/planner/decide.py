@@ -1,0 +1,257 @@
+"""The planner: from settings and costs to what is run (design section 14).
+
+Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, with given or searched layouts
+and schedules, with modelled or measured costs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from braid.scheduling.analytic import analytic_profile, axis_placements
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.code import Code
+from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.link import link
+from braid.scheduling.lowering.lower import Choices, training_schedule
+from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
+from braid.scheduling.lowering.split import with_split_layers
+from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.operators import Part
+from braid.scheduling.plan import PairingNote
+from braid.scheduling.planner.orders import Bench, decisions
+from braid.scheduling.profile import Profile, UnknownCostError, with_chunks
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.setting import Setting
+from braid.scheduling.simulate import Numbers, Simulation, simulate
+from braid.scheduling.spec import Placement
+from braid.scheduling.validate import check, linked
+
+SPLITS = (2, 4, 8)
+"""Chunk counts that ``intra_batch`` tries."""
+
+ALIKE = 0.02
+"""Steps that differ by less the simulator cannot tell apart (docs/log.md)."""
+
+AUTO = "auto"
+"""The schedule that stands for all of `searched_schedules`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried of what a schedule leaves open."""
+
+    fused: tuple[int, ...] = (0, 4)
+    """Most layers of a run: none, and as many as a search of a second can order well."""
+    every_pipeline: bool = True
+    """Else the first of a schedule's pipelines, with the usual time for messages."""
+
+
+UNFUSED = Space(fused=(0,))
+"""What a modelled cluster is planned with: searching the orders of fused layers takes seconds each."""
+COARSE = Space(fused=(0,), every_pipeline=False)
+"""To rank many layouts."""
+
+BenchOf = Callable[[Setting], Bench]
+"""Graphs and costs of a setting."""
+Over = Callable[[Simulation], float]
+"""Bytes by which a simulated step exceeds what is allowed; 0 within."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A setting that was decided and simulated."""
+
+    bench: Bench
+    choices: Choices
+    note: PairingNote | None
+    code: Code
+    simulation: Simulation
+    missing_bytes: float
+    """How much more memory than is allowed it would take; 0 if it fits."""
+
+    @property
+    def step_ns(self) -> float:
+        """The simulated step."""
+        return self.simulation.step_ns
+
+    @property
+    def setting(self) -> Setting:
+        """With everything decided."""
+        return self.bench.setting
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """The step's numbers."""
+        return self.simulation.numbers(self.setting.workload.micro_batch, self.bench.peak_flops_per_s)
+
+
+# -- graphs and costs ----------------------------------------------------------------------------------------
+
+
+def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
+    """Built-in layers on a cluster, with modelled costs unless a profile is given.
+
+    `ValueError` if the layout needs another number of GPUs than the cluster has.
+    """
+
+    def bench_of(setting: Setting) -> Bench:
+        if setting.layout.ranks != cluster.gpus:
+            raise ValueError(
+                f"the layout {setting.layout.describe()} needs {setting.layout.ranks} GPUs, cluster "
+                f"{cluster.name} has {cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
+                f"change parallel, or the number of nodes"
+            )
+        axes = axis_placements(setting.layout, cluster.gpus_per_node)
+        sizes = part_sizes(setting.model, setting.layout, setting.workload.micro_batch, axes, setting.context)
+        members = with_split_layers(built_in_parts(sizes, setting.recompute), setting.split)
+        if profile is not None:
+            costs = with_chunks(profile, members["layer"])
+        else:
+            costs = analytic_profile(cluster, setting.layout, members, DTYPE_BYTES[setting.dtype])
+        return Bench(setting, members, costs, cluster.gpu.peak_flops_per_s)
+
+    return bench_of
+
+
+def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
+    """The graphs of a run, with its own costs."""
+
+    def bench_of(setting: Setting) -> Bench:
+        members = with_split_layers(graphs, setting.split)
+        return Bench(setting, members, with_chunks(profile, members["layer"]))
+
+    return bench_of
+
+
+# -- what is compared ----------------------------------------------------------------------------------------
+
+
+def searched_schedules(setting: Setting) -> Iterator[Setting]:
+    """The setting under every schedule that ``auto`` compares: those that its layout and batch allow."""
+    for name in SCHEDULES:
+        kind, layout = SCHEDULES[name], setting.layout
+        if name in POINTS or name == "bidirectional":
+            continue  # braid has searched them; another placement of the parameters
+        if layout.pp == 1 and (kind.placement_on(1) is not Placement.LINEAR or name == "eager"):
+            continue  # pipelines of one stage are all the same
+        if layout.tp == 1 and kind.splits_collectives:
+            continue  # nothing to split
+        try:
+            yield with_schedule(setting, name)
+        except ValueError:
+            continue  # this layout or number of micro-batches has no such schedule
+
+
+def with_schedule(setting: Setting, schedule: str) -> Setting:
+    """The same layout under another schedule, with the placement that it needs, nothing else decided."""
+    placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
+    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
+    layout = replace(setting.layout, placement=placement, late_layers=late)
+    return replace(setting, schedule=schedule, layout=layout, pipeline="", split=1, fused=0, hop=0)
+
+
+def variants(setting: Setting, space: Space) -> Iterator[Setting]:
+    """What a schedule leaves open: pipeline, slots of a message, chunks of collectives, fused layers."""
+    kind, layout = setting.kind, setting.layout
+    splits = [setting.split]
+    if kind.splits_collectives and setting.split == 1 and layout.tp > 1:
+        splits = [split for split in SPLITS if setting.local_tokens % split == 0] or splits
+    lengths = (setting.fused,) if setting.fused or not kind.searched else space.fused
+    pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
+    if not space.every_pipeline:
+        pipelines = pipelines[:1]
+    for split, length, pipeline in product(splits, lengths, pipelines):
+        searched = layout.pp > 1 and not setting.hop and space.every_pipeline
+        for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
+            yield replace(setting, split=split, fused=length, pipeline=pipeline, hop=hop)
+
+
+def decide(
+    settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = Space()
+) -> list[Outcome]:
+    """The best outcome of each setting, the one to take first: of those that fit, the fastest.
+
+    Of several schedules that are alike (`ALIKE`), the one that needs least memory comes first. `ValueError`
+    for a cost that the profile does not have, or where no setting can be lowered.
+    """
+    found: list[Outcome] = []
+    refused: ValueError | None = None
+    for setting in settings:
+        tried: list[Outcome] = []
+        for variant in variants(setting, space):
+            try:
+                bench = bench_of(variant)
+                tried += [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
+            except UnknownCostError:
+                raise
+            except ValueError as error:
+                refused = error
+        if tried:
+            found.append(min(tried, key=lambda one: (one.missing_bytes, one.step_ns)))
+    if not found:
+        raise refused or ValueError("no schedule suits this layout and number of micro-batches")
+    ranked = sorted(found, key=lambda one: (one.missing_bytes, one.step_ns))
+    first = ranked[0]
+    alike = [
+        one
+        for one in ranked
+        if one.missing_bytes == first.missing_bytes and one.step_ns < first.step_ns * (1 + ALIKE)
+    ]
+    taken = min(alike, key=lambda one: max(rank.total_bytes for rank in one.simulation.memory()))
+    check(taken.code)
+    return [taken, *(one for one in ranked if one is not taken)]
+
+
+def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
+    """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
+    setting = bench.setting
+    schedule = training_schedule(setting, bench.parts, choices)
+    code = link(schedule, setting.layout, setting.model.layers, bench.parts)
+    simulation = simulate(
+        code, setting.model, bench.parts, bench.profile, dtype=setting.dtype, zero=setting.zero
+    )
+    return Outcome(bench, choices, note, code, simulation, over(simulation))
+
+
+def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome:
+    """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
+    setting = bench.setting
+    code = linked(schedule, setting.layout, setting.model.layers, bench.parts)
+    simulation = simulate(
+        code, setting.model, bench.parts, bench.profile, dtype=setting.dtype, zero=setting.zero
+    )
+    return Outcome(bench, Choices(), None, code, simulation, over(simulation))
+
+
+def evaluate(
+    setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = UNFUSED
+) -> Outcome:
+    """Decide and simulate one setting on a cluster, within its memory where that can be."""
+    return decide([setting], modelled(cluster, profile), within(cluster.usable_bytes), space)[0]
+
+
+def replay(
+    setting: Setting, choices: Choices, cluster: ClusterSpec, profile: Profile | None = None
+) -> Outcome:
+    """Simulate decisions that stand in a plan; `ScheduleError` if they must not run."""
+    bench = modelled(cluster, profile)(setting)
+    outcome = outcome_of(bench, choices, None, within(cluster.usable_bytes))
+    check(outcome.code)
+    return outcome
+
+
+def within(usable_bytes: float) -> Over:
+    """What exceeds the memory of a GPU."""
+    return lambda simulation: max(0, max(rank.total_bytes for rank in simulation.memory()) - usable_bytes)
+
+
+def anything(simulation: Simulation) -> float:
+    """Memory is not bounded."""
+    return 0.0
+
+
+def activation_bytes(simulation: Simulation) -> int:
+    """Of the stage that needs most."""
+    return max(rank.activation_bytes for rank in simulation.memory())

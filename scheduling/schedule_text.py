@@ -1,0 +1,313 @@
+"""Schedules as text, and back: strictly what `write` writes, comments and white space apart.
+
+What programs are for and the steps of orders, which plans hold, are text of the same kind:
+``F:layer|B:layer|L:layer``, ``1:qkv``.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Final, TypeVar
+
+from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import (
+    Action,
+    Await,
+    Barrier,
+    Block,
+    Compute,
+    Gather,
+    Instruction,
+    Norm,
+    Pass,
+    PassKind,
+    Program,
+    Receive,
+    Reduce,
+    Schedule,
+    Send,
+    Side,
+    Sides,
+    Start,
+    Step,
+    Strand,
+    Transfer,
+    Wait,
+)
+
+VERSION: Final = 4
+COLUMNS: Final = 120
+"""Lines are not longer, where it can be helped."""
+
+_Result = TypeVar("_Result")
+_NUMBER = r"(0|[1-9][0-9]*)"
+_PASS: Final = re.compile(rf"([FBIWL]){_NUMBER}\.{_NUMBER}(b?)")
+_TOKEN: Final = re.compile(r"(?:[A-Z]+\([^)]*\)|\S)+")
+_TRANSFER: Final = re.compile(r"(SEND|RECV|REDUCE|GATHER)([( ])(.*)\)")
+_AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z]+)")
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def write(schedule: Schedule) -> str:
+    """The schedule as text that `parse` reads back to an equal object."""
+    lines = [
+        f"braid schedule {VERSION}",
+        f"name {schedule.name}",
+        f"stages {len(schedule.stages)}",
+        f"chunks {schedule.chunks}",
+        f"micro_batches {schedule.micro_batches}",
+        f"fused {schedule.fused}",
+        f"split {schedule.split}",
+    ]
+    for number, stage in enumerate(schedule.stages):
+        lines += ["", f"stage {number}", *_stage_lines(stage)]
+    for sides, program in schedule.programs.items():
+        lines += ["", f"program {write_sides(sides)}"]
+        lines += [f"  {_action_text(action, len(sides) > 1)}" for action in program]
+    return "\n".join(lines) + "\n"
+
+
+def write_sides(sides: Iterable[Side]) -> str:
+    """What a program is for: ``F:layer|B:layer``."""
+    return "|".join(map(str, sides))
+
+
+def write_step(turn: int, operator: str, *, several: bool = True) -> str:
+    """An operator of a program, with the number of its pass where there are several."""
+    return f"{turn}:{operator}" if several else operator
+
+
+def _action_text(action: Action, several: bool) -> str:
+    match action:
+        case Compute(operator, turn):
+            return f"compute {write_step(turn, operator, several=several)}"
+        case Start(operator, stream, turn):
+            return f"start {write_step(turn, operator, several=several)} on {stream.value}"
+        case Wait(operator, turn):
+            return f"wait {write_step(turn, operator, several=several)}"
+        case Barrier():
+            return "barrier"
+
+
+def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
+    """A line per block, after what is waited for before it and before what is sent of it; others in runs."""
+    lines: list[str] = []
+    behind = False
+    for position, instruction in enumerate(stage):
+        token = str(instruction)
+        if _same_line(stage, position, behind) and len(lines[-1]) + 1 + len(token) <= COLUMNS:
+            lines[-1] += f" {token}"
+        else:
+            lines.append(f"  {token}")
+            behind = False
+        behind = behind or isinstance(instruction, Block)
+    return lines
+
+
+def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
+    """Whether an instruction continues the line; ``behind``: the line has its block already."""
+    here, before = stage[position], stage[position - 1] if position else None
+    arrives = isinstance(before, Receive | Await)
+    match here:
+        case Receive() | Await(Receive() | Gather()) | Block():
+            return arrives and not behind
+        case Await(Send()) if isinstance(before, Block):
+            after = next((i for i in stage[position:] if not isinstance(i, Await)), None)
+            return isinstance(after, Send)
+        case Await(Send()):
+            return arrives
+        case Send():
+            return isinstance(before, Block | Send | Await)
+        case Await(transfer):
+            return isinstance(before, Await) and type(before.transfer) is type(transfer)
+        case _:
+            return type(before) is type(here)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def parse_pass(token: str) -> Pass:
+    """Parse ``F3.1b``; `ValueError` for anything that is not exactly one pass."""
+    if not (match := _PASS.fullmatch(token)):
+        raise ValueError(f"{token!r} is not a pass (F3.1, B3.1, I3.1, W3.1, L3.1, with b for strand beta)")
+    kind, micro_batch, chunk, mark = match.groups()
+    return Pass(PassKind(kind), int(micro_batch), int(chunk), Strand.BETA if mark else Strand.ALPHA)
+
+
+def parse_instruction(token: str) -> Instruction:
+    """Parse one instruction; `ValueError` for anything that is not exactly one."""
+    if token == "STEP":
+        return Step()
+    if token == "NORM":
+        return Norm()
+    if token.startswith("WAIT(") and token.endswith(")"):
+        return Await(_transfer(token, token.removeprefix("WAIT("), " "))
+    if _TRANSFER.fullmatch(token):
+        return _transfer(token, token, "(")
+    if token.startswith("[") and token.endswith("]"):
+        passes = tuple(map(parse_pass, token[1:-1].split("|")))
+        if len(passes) < 2:
+            raise ValueError(f"{token!r} holds one pass; write it without brackets")
+        return Block(passes)
+    if _PASS.fullmatch(token):
+        return Block((parse_pass(token),))
+    raise ValueError(f"{token!r} is not an instruction (F3.1, [F5.0b|B1.1], SEND(F3.2>1), REDUCE(1 dp), ...)")
+
+
+def _transfer(token: str, text: str, opening: str) -> Transfer:
+    """The transfer that a token holds as ``text``, or is."""
+    match = _TRANSFER.fullmatch(text)
+    if match is None or match[2] != opening:
+        raise ValueError(f"{token!r} waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)")
+    kind, _, inside = match.groups()
+    if kind in ("SEND", "RECV"):
+        moved, arrow, stage = inside.partition(">" if kind == "SEND" else "<")
+        if not arrow or not re.fullmatch(_NUMBER, stage):
+            raise ValueError(f"{token!r} names no stage (SEND(F3.2>1), RECV(F3.2<0))")
+        one = parse_pass(moved)
+        return Send(one, int(stage)) if kind == "SEND" else Receive(one, int(stage))
+    found = _AXIS.fullmatch(inside)
+    if found is None or (kind == "GATHER" and found[1] == "norm"):
+        raise ValueError(f"{token!r} names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp), GATHER(1 dp))")
+    chunk = None if found[1] == "norm" else int(found[1])
+    return Reduce(chunk, found[3]) if kind == "REDUCE" else Gather(int(found[1]), found[3])
+
+
+def parse_sides(text: str) -> Sides:
+    """Parse ``F:layer|B:layer``; `ValueError` for anything else."""
+    sides = []
+    for one in text.split("|"):
+        kind, colon, run = one.partition(":")
+        if not colon or not run or kind not in set(PassKind):
+            raise ValueError(f"{text!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)")
+        sides.append(Side(PassKind(kind), run))
+    return tuple(sides)
+
+
+def parse_step(text: str, count: int) -> tuple[int, str]:
+    """The number of a pass and the operator of a step in a program of so many passes."""
+    if count == 1:
+        return 0, text
+    turn, colon, operator = text.partition(":")
+    if not colon or not operator or not re.fullmatch(_NUMBER, turn) or int(turn) >= count:
+        raise ValueError(f"{text!r}: operators of {count} passes are written 0:NAME to {count - 1}:NAME")
+    return int(turn), operator
+
+
+def parse_action(line: str, count: int) -> Action:
+    """Parse one line of a program of so many passes; `ValueError` for anything else."""
+    match line.split():
+        case ["compute", name]:
+            turn, operator = parse_step(name, count)
+            return Compute(operator, turn)
+        case ["start", name, "on", stream]:
+            if stream not in set(Stream):
+                raise ValueError(f"{stream!r} is not a stream; use one of {', '.join(Stream)}")
+            turn, operator = parse_step(name, count)
+            return Start(operator, Stream(stream), turn)
+        case ["wait", name]:
+            turn, operator = parse_step(name, count)
+            return Wait(operator, turn)
+        case ["barrier"] if count > 1:
+            return Barrier()
+    raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
+
+
+Line = tuple[int, str]
+"""A line's number and its text, without comment and outer white space."""
+
+_HEADER: Final = ("name", "stages", "chunks", "micro_batches", "fused", "split")
+
+
+def parse(text: str) -> Schedule:
+    """Parse a schedule; `ValueError` names the line that is wrong."""
+    lines: list[Line] = [
+        (number, stripped)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (stripped := line.split("#", 1)[0].strip())
+    ]
+    header = _parse_header(lines)
+    body = lines[1 + len(_HEADER) :]
+    cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
+    stages = _parse_stages(body[:cut])
+    if str(len(stages)) != header["stages"]:
+        number = lines[_HEADER.index("stages") + 1][0]
+        raise _wrong(number, f"the header says {header['stages']} stages, {len(stages)} follow")
+    return Schedule(
+        name=header["name"],
+        chunks=int(header["chunks"]),
+        micro_batches=int(header["micro_batches"]),
+        stages=stages,
+        programs=_parse_programs(body[cut:]),
+        fused=int(header["fused"]),
+        split=int(header["split"]),
+    )
+
+
+def _parse_header(lines: list[Line]) -> Mapping[str, str]:
+    number, first = lines[0] if lines else (1, "")
+    if first != f"braid schedule {VERSION}":
+        raise _wrong(
+            number,
+            f"expected 'braid schedule {VERSION}', found {first!r}; "
+            f"if another version of Braid wrote the file, make it anew with 'braid schedule'",
+        )
+    entries = {}
+    for place, key in enumerate(_HEADER, start=1):
+        number, line = lines[place] if place < len(lines) else (number + 1, "")
+        words = line.split()
+        if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
+            what = "one word" if key == "name" else "a number"
+            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
+        entries[key] = words[1]
+    if entries["split"] == "0":
+        raise _wrong(number, "a split is into 1 chunk or more")
+    return entries
+
+
+def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:
+    stages: list[list[Instruction]] = []
+    for number, line in lines:
+        if line.split()[0] == "stage":
+            if line.split() != ["stage", str(len(stages))]:
+                raise _wrong(number, f"expected 'stage {len(stages)}', found {line!r}")
+            stages.append([])
+        elif not stages:
+            raise _wrong(number, f"expected 'stage 0', found {line!r}")
+        else:
+            stages[-1] += [_at(number, parse_instruction, token) for token in _TOKEN.findall(line)]
+    return tuple(tuple(stage) for stage in stages)
+
+
+def _parse_programs(lines: list[Line]) -> dict[Sides, Program]:
+    programs: dict[Sides, Program] = {}
+    heads = [n for n, (_, line) in enumerate(lines) if line.split()[0] == "program"]
+    for begin, end in zip(heads, [*heads, len(lines)][1:], strict=True):
+        number, head = lines[begin]
+        words = head.split()
+        if len(words) != 2:
+            raise _wrong(number, f"expected 'program' and what it is for, found {head!r}")
+        sides = _at(number, parse_sides, words[1])
+        if sides in programs:
+            raise _wrong(number, f"{head} stands twice")
+        actions: list[Action] = []
+        for place, line in lines[begin + 1 : end]:
+            if line.split()[0] == "stage":
+                raise _wrong(place, f"{line!r} after a program; stages come first")
+            actions.append(_at(place, partial(parse_action, count=len(sides)), line))
+        programs[sides] = tuple(actions)
+    return programs
+
+
+def _at(number: int, read: Callable[[str], _Result], text: str) -> _Result:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise _wrong(number, str(error)) from None
+
+
+def _wrong(number: int, cause: str) -> ValueError:
+    return ValueError(f"schedule, line {number}: {cause}")

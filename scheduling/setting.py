@@ -1,0 +1,98 @@
+"""Setting: what a step computes and how it is laid out, all that operators, sizes and memory follow from."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from braid.scheduling.layers import part_sizes
+from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
+
+MOST_FUSED: Final = 8
+"""Longer runs take the search longer and gain nothing: an order reaches over a few operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model on a layout under a schedule, with what the schedule leaves open decided or not."""
+
+    model: ModelShape
+    layout: ParallelLayout
+    workload: Workload
+    schedule: str = "megatron"
+    dtype: str = "bf16"
+    recompute: str = "none"
+    zero: int = 0
+    """1: optimizer states are cut over the ranks that share parameters, which gather the updated ones."""
+    context: str = "all_gather"
+    pipeline: str = ""
+    """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
+    hop: int = 0
+    """Slots for a message between stages, of those that the pipeline has; 0: as usual."""
+    split: int = 1
+    """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
+    fused: int = 0
+    """Most layers that are scheduled as one (`braid.scheduling.fusion`); 0: layer by layer."""
+
+    def __post_init__(self) -> None:
+        for key, value, known in (
+            ("schedule", self.schedule, tuple(SCHEDULES)),
+            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+            ("recompute", self.recompute, RECOMPUTE_POLICIES),
+            ("zero", self.zero, (0, 1)),
+            ("context", self.context, CONTEXT_MODES),
+        ):
+            if value not in known:
+                raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
+        if not self.pipeline:
+            fitting = self.kind.pipelines_on(self.layout)
+            object.__setattr__(self, "pipeline", (fitting or self.kind.pipelines)[0])
+        if self.pipeline not in self.kind.pipelines:
+            names = ", ".join(self.kind.pipelines)
+            raise ValueError(
+                f"pipeline={self.pipeline!r} must be one of {names} with schedule={self.schedule!r}"
+            )
+        if self.hop not in (hops := (0, *(hop for hop in self.order.hops if hop))):
+            raise ValueError(
+                f"hop={self.hop} must be one of {', '.join(map(str, hops))} with {self.pipeline}"
+            )
+        if not 1 <= self.split <= 64:
+            raise ValueError(f"split={self.split} must be between 1 and 64 chunks")
+        if not 0 <= self.fused <= MOST_FUSED:
+            raise ValueError(f"fused={self.fused} must be between 0 and {MOST_FUSED} layers")
+        self._check_placement()
+        check_fit(self.model, self.layout, self.workload)
+        if self.local_tokens % self.split:
+            raise ValueError(
+                f"split={self.split} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
+            )
+
+    def _check_placement(self) -> None:
+        own = PIPELINES[self.pipeline]
+        placement = own.placement_on(self.layout.pp)
+        if self.layout.placement not in (placement, own.placement):
+            raise ValueError(
+                f"layout.placement={self.layout.placement.value!r} does not go with "
+                f"schedule={self.schedule!r}; set it to {placement.value!r}"
+            )
+
+    @property
+    def kind(self) -> ScheduleKind:
+        """What the schedule's name stands for."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def order(self) -> Pipeline:
+        """The pipeline."""
+        return PIPELINES[self.pipeline]
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, outside the tensor-parallel region."""
+        return part_sizes(self.model, self.layout, self.workload.micro_batch).local_tokens
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in one step."""
+        return self.workload.micro_batches(self.layout)

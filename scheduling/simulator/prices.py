@@ -1,0 +1,180 @@
+"""What the operations of linked code cost: their times alone, lanes and names for contention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, message_bytes
+from braid.scheduling.operators import Kind, Part, Stream
+from braid.scheduling.profile import Profile
+from braid.scheduling.schedule import Gather, Norm, Reduce, Send, Step
+from braid.scheduling.spec import ModelShape
+
+LANES = ("intra", "inter", "data", "send")
+"""Queues of transfers: of layers, one per stream; of gradients and parameters; of messages."""
+
+
+NORM_BYTES = 8 << 10
+"""Of the squares that are summed for the norm: a number for every parameter, latency in other words."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Cost of an operation."""
+
+    task: int
+    """By which contention is looked up."""
+    ns: float
+    """Alone."""
+    stream: Stream
+    lane: int = -1
+    busy_ns: float = 0.0
+    """How long the rank itself is busy with a start, or with what a wait brings."""
+    bytes: int = 0
+    flops: int = 0
+
+
+class Prices:
+    """Prices of operations, each found once. `ValueError` for a cost that the profile does not have."""
+
+    def __init__(
+        self,
+        code: Code,
+        shape: ModelShape,
+        parts: Mapping[str, Part],
+        profile: Profile,
+        dtype: str,
+        zero: int,
+    ) -> None:
+        self._code, self._shape, self._parts = code, shape, parts
+        self._profile, self._dtype, self._zero = profile, dtype, zero
+        self._known: dict[Operation, Price] = {}
+        self._tasks: dict[tuple[str, Stream], int] = {}
+        self.slow = _Slowdowns(profile)
+        self.barrier_ns = float(profile.barrier_ns)
+
+    def of(self, operation: Operation) -> Price:
+        """The price of a compute operator, a start or a wait."""
+        price = self._known.get(operation)
+        if price is None:
+            price = self._known[operation] = self._find(operation)
+        return price
+
+    def _find(self, operation: Operation) -> Price:
+        match operation:
+            case Compute(what=Node() as node):
+                return self._operator(node, 0.0, 0.0)
+            case Start(what=Node() as node, lone=lone):
+                key, known = node.operator.key, self._profile
+                take = 0.0 if lone else float(known.take_ns.get(key, 0))
+                return self._operator(node, take, 0.0 if lone else float(known.issue_ns.get(key, 0)))
+            case Wait(what=Node() as node, lone=lone):
+                take = 0.0 if lone else float(self._profile.take_ns.get(node.operator.key, 0))
+                return Price(-1, 0.0, node.operator.stream, busy_ns=take)
+            case Compute(what=Norm()):
+                return self._update("norm", self._profile.norm_ns_per_parameter)
+            case Compute(what=Step()):
+                return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
+            case Start(what=Send()):
+                payload = message_bytes(self._parts, DTYPE_BYTES[self._dtype])
+                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
+            case Start(what=Reduce(int(chunk), axis)):
+                cut = self._zero and axis in ("dp", "edp")
+                kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
+                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]))
+            case Start(what=Reduce(None, axis)):
+                return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES, "data")
+            case Start(what=Gather(chunk, axis)):
+                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype])
+        return Price(-1, 0.0, Stream.COMPUTE)
+
+    def _operator(self, node: Node, taken: float, busy: float) -> Price:
+        op = node.operator
+        ns = float(self._profile.solo(op.key))
+        return Price(
+            self._task(op.key, op.stream),
+            max(0.0, ns - taken),
+            op.stream,
+            LANES.index(op.stream.value) if op.kind.communicates else -1,
+            busy,
+            op.bytes * DTYPE_BYTES[self._dtype] // 2,
+            op.flops,
+        )
+
+    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int) -> Price:
+        """A transfer over the ranks that share parameters of a chunk (`gradient_axes`)."""
+        layout, shape = self._code.layout, self._shape
+        held = chunk_parameters(shape, layout, chunk)
+        match axis:
+            case "tp":
+                count, ranks = held.whole, layout.tp
+            case "ends":
+                count, ranks = -(-shape.vocabulary // layout.tp) * shape.hidden, 2
+            case "copies":
+                count, ranks = held.total, layout.copies
+            case "edp":
+                count, ranks = held.experts, layout.dp // layout.ep
+            case _:
+                count, ranks = held.dense, layout.dp * layout.cp
+        share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+        return self._transfer(axis, kind, count * width, round(count * width * share), "data")
+
+    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int, lane: str) -> Price:
+        along = "pp" if axis in ("ends", "copies") else axis  # between stages
+        fit = self._profile.transfer(along, kind)
+        task = self._task(f"{along}/{kind.value}", fit.stream)
+        return Price(task, float(fit.ns(payload)), fit.stream, LANES.index(lane), 0.0, sent)
+
+    def _update(self, key: str, ns_each: float) -> Price:
+        """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""
+        layout = self._code.layout
+        shares = layout.dp * layout.cp if self._zero else 1
+        count = max(
+            sum(chunk_parameters(self._shape, layout, chunk).total for chunk in layout.chunks_of(stage))
+            for stage in range(layout.pp)
+        )
+        return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)
+
+    def _task(self, key: str, stream: Stream) -> int:
+        """Transfers outside layers and the optimizer are no operators: their class stands for them."""
+        if key not in self._profile.solo_ns:
+            key = key if stream is Stream.COMPUTE else stream.value
+        return self.slow.task(key, stream)
+
+
+class _Slowdowns:
+    """Slowdowns between tasks, looked up in the profile when two first run together."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._numbers: dict[tuple[str, Stream], int] = {}
+        self._tasks: list[tuple[str, Stream]] = []
+        self._rows: list[_Row] = []
+
+    def task(self, key: str, stream: Stream) -> int:
+        """The number of a task."""
+        if (key, stream) not in self._numbers:
+            self._numbers[key, stream] = len(self._tasks)
+            self._tasks.append((key, stream))
+            self._rows.append(_Row(self, key, stream))
+        return self._numbers[key, stream]
+
+    def __getitem__(self, task: int) -> "_Row":
+        return self._rows[task]
+
+    def between(self, key: str, stream: Stream, other: int) -> float:
+        """How much longer an operator takes beside another task; two on one link share it."""
+        name, beside = self._tasks[other]
+        if stream is beside and stream is not Stream.COMPUTE:
+            return 1.0
+        return self._profile.slowdown(key, name)
+
+
+class _Row(dict[int, float]):
+    def __init__(self, table: _Slowdowns, key: str, stream: Stream) -> None:
+        super().__init__()
+        self._table, self._key, self._stream = table, key, stream
+
+    def __missing__(self, other: int) -> float:
+        value = self[other] = self._table.between(self._key, self._stream, other)
+        return value

@@ -1,0 +1,279 @@
+"""One sweep over linked code: what is alive and what is done after every operation.
+
+Memory asks it for bytes, validation for the first operation that cannot run. Bodies that meet frames in the
+same state are swept once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from braid.scheduling.code import Code, Compute, Frame, Hand, Loss, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.schedule import Direction, Pass, PassKind, Receive, Send, Side
+
+FrameKey = tuple[int, int]
+"""Micro-batch and chunk."""
+
+
+@dataclass(frozen=True)
+class FrameState:
+    """Bit masks: registers that hold something, operators that are done, transfers that were started."""
+
+    live: int = 0
+    done: int = 0
+    started: int = 0
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A stretch: bytes that its frames hold at most during it, and after it, beyond what they held before."""
+
+    most: int
+    change: int
+
+
+class CodeError(ValueError):
+    """An operation that cannot run where it stands."""
+
+
+class AbsentInputError(CodeError):
+    """A pass whose input is not there."""
+
+    def __init__(self, one: Pass) -> None:
+        super().__init__(f"{one}: its input is not there")
+        self.one = one
+
+
+@dataclass
+class Sweep:
+    """Goes through the stretches of a stage. ``width``: bytes of an activation."""
+
+    width: int = 2
+    states: dict[FrameKey, FrameState] = field(default_factory=dict)
+    held_bytes: int = 0
+    _known: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
+    _sizes: dict[Frame, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, stretch: Stretch) -> Swept:
+        """The next stretch; `CodeError` where an operation cannot run."""
+        if not stretch.passes:
+            return _NOTHING
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        before = tuple(self.states.get(key, _NEW) for key in keys)
+        if stretch.block_passes:
+            known = (stretch.body, stretch.frames, before)
+            if known not in self._known:
+                self._known[known] = self._sweep(stretch, before)
+            swept, after = self._known[known]
+        else:
+            swept, after = self._sweep(stretch, before)
+        self.states.update(zip(keys, after, strict=True))
+        self.held_bytes += swept.change
+        return swept
+
+    def step_by_step(self, stretch: Stretch) -> Iterator[tuple[Operation, int]]:
+        """The next stretch, operation by operation, with the bytes that all frames hold before it frees."""
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        run = _Run(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
+        for operation in stretch.operations:
+            run.operation(operation)
+            yield operation, self.held_bytes + run.before_free
+        self.states.update(zip(keys, run.after(), strict=True))
+        self.held_bytes += run.bytes
+
+    def _sweep(
+        self, stretch: Stretch, before: tuple[FrameState, ...]
+    ) -> tuple[Swept, tuple[FrameState, ...]]:
+        run = _Run(self, stretch, before)
+        for operation in stretch.operations:
+            run.operation(operation)
+        return Swept(run.most, run.bytes), run.after()
+
+    def sizes(self, frame: Frame) -> tuple[int, ...]:
+        """Bytes of every register's memory; none of what the executor provides."""
+        if frame not in self._sizes:
+            provided = {register for all_ in frame.constants.values() for register in all_}
+            self._sizes[frame] = tuple(
+                0
+                if frame.owners[register] in provided
+                else frame.values[frame.owners[register]].bytes(self.width)
+                for register in range(len(frame.names))
+            )
+        return self._sizes[frame]
+
+
+_NEW, _NOTHING = FrameState(), Swept(0, 0)
+
+
+@dataclass(frozen=True)
+class History:
+    """A stage's step: most bytes during each instruction, the first fault, frames as they are left."""
+
+    during: tuple[int, ...]
+    fault: tuple[int, CodeError] | None
+    states: Mapping[FrameKey, FrameState]
+
+
+@lru_cache(maxsize=128)
+def history(code: Code, stage: int, width: int) -> History:
+    """Sweep over a stage; ``width``: bytes of an activation."""
+    sweep, during = Sweep(width), []
+    for position, stretch in enumerate(code.stages[stage]):
+        before = sweep.held_bytes
+        try:
+            during.append(before + sweep.run(stretch).most)
+        except CodeError as error:
+            return History(tuple(during), (position, error), sweep.states)
+    return History(tuple(during), None, sweep.states)
+
+
+class _Run:
+    """A stretch on its way. Passes of one micro-batch in one chunk share their frame."""
+
+    def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
+        self._passes, self._frames = stretch.passes, stretch.frames
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        self._place = [keys.index(key) for key in keys]
+        self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
+        self._live = [state.live for state in before]
+        self._done = [state.done for state in before]
+        self._started = [state.started for state in before]
+        self.bytes = self.most = self.before_free = 0
+
+    def after(self) -> tuple[FrameState, ...]:
+        """States of the frames."""
+        return tuple(FrameState(self._live[n], self._done[n], self._started[n]) for n in self._place)
+
+    def operation(self, operation: Operation) -> None:
+        """Run one; `CodeError` if it cannot."""
+        turn = operation.turn
+        match operation:
+            case Compute(what=Node() as node):
+                self._needs(turn, node, node.needs | node.others)
+                self._write(turn, operation.writes)
+                self._done[self._place[turn]] |= node.bit
+            case Start(what=Node() as node):
+                self._needs(turn, node, node.needs)
+                self._begin(turn, node.bit, node.operator.name)
+                self._write(turn, operation.writes)
+            case Wait(what=Node() as node):
+                self._needs(turn, node, node.others)
+                self._end(turn, node.bit, node.operator.name)
+                self._write(turn, operation.writes)
+            case Start(what=Send() as sent):
+                forward = sent.moved.direction is Direction.FORWARD
+                self._made(turn, forward)
+                self._begin(turn, self._frames[turn].departure(forward), str(sent))
+            case Wait(what=Send() as sent):
+                self._end(
+                    turn, self._frames[turn].departure(sent.moved.direction is Direction.FORWARD), str(sent)
+                )
+            case Start(what=Receive() as received):
+                arrival = self._frames[turn].arrival(received.moved.direction is Direction.FORWARD)
+                self._begin(turn, arrival, str(received))
+                self._write(turn, operation.writes)
+            case Wait(what=Receive() as received):
+                arrival = self._frames[turn].arrival(received.moved.direction is Direction.FORWARD)
+                self._end(turn, arrival, str(received))
+            case Hand(to=to, register=register):
+                forward = self._passes[turn].direction is Direction.FORWARD
+                self._made(turn, forward)
+                self._free(turn, operation.frees)
+                self._begin(turn, self._frames[turn].departure(forward), f"what {self._passes[turn]} makes")
+                self._write(to, (register,))
+                self._done[self._place[to]] |= self._frames[to].arrival(forward)
+                self.before_free = self.bytes
+                return
+            case Loss():
+                self._made(turn, True)
+        self.before_free = self.bytes
+        self.most = max(self.most, self.bytes)
+        if operation.frees:
+            self._free(turn, operation.frees)
+
+    def _needs(self, turn: int, node: Node, needs: int) -> None:
+        place = self._place[turn]
+        frame, done, one = self._frames[turn], self._done[place], self._passes[turn]
+        if done & node.bit:
+            raise CodeError(f"{one} runs twice ({node.operator.name} has run)")
+        missing = needs & ~done
+        if missing & frame.arrival(one.forward):
+            raise AbsentInputError(one)
+        if missing:
+            raise CodeError(_reason(frame, one, node, missing))
+
+    def _made(self, turn: int, forward: bool) -> None:
+        if self._frames[turn].makers[not forward] & ~self._done[self._place[turn]]:
+            raise CodeError(f"{self._passes[turn]} has not run yet, its output cannot be handed on")
+
+    def _begin(self, turn: int, bit: int, name: str) -> None:
+        place = self._place[turn]
+        if self._started[place] & bit:
+            raise CodeError(f"{name} is started twice")
+        self._started[place] |= bit
+
+    def _end(self, turn: int, bit: int, name: str) -> None:
+        place = self._place[turn]
+        if not self._started[place] & bit:
+            raise CodeError(f"{name} is not started")
+        if self._done[place] & bit:
+            raise CodeError(f"{name} is waited for twice")
+        self._done[place] |= bit
+
+    def _write(self, turn: int, registers: Sequence[int]) -> None:
+        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        for register in registers:
+            for memory in frame.memories[register]:
+                if not self._live[place] & frame.holders[memory]:
+                    self.bytes += sizes[memory]
+            self._live[place] |= 1 << register
+
+    def _free(self, turn: int, registers: Sequence[int]) -> None:
+        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        for register in registers:
+            if self._live[place] >> register & 1:
+                self._live[place] &= ~(1 << register)
+                for memory in frame.memories[register]:
+                    if not self._live[place] & frame.holders[memory]:
+                        self.bytes -= sizes[memory]
+
+
+def _reason(frame: Frame, one: Pass, node: Node, missing: int) -> str:
+    """Why an operator cannot run yet."""
+    ahead, name = _first(frame, missing)
+    if ahead and not one.forward:
+        return f"{one}: {name} of its forward pass has not run"
+    hint = f" (does {replace(one, kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
+    side = Side(one.kind, node.run)
+    return f"{one}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
+
+
+def _first(frame: Frame, bits: int) -> tuple[bool, str]:
+    """Of operators, the first: whether it is in the forward graph, and its name."""
+    lowest = (bits & -bits).bit_length() - 1
+    return next((ahead, name) for (_, ahead, name), bit in frame.bits.items() if bit == lowest)
+
+
+def unfinished(micro_batch: int, chunk: int, frame: Frame, state: FrameState) -> str | None:
+    """What of a frame is not done at the end of a step; None if nothing."""
+    passes = {
+        True: Pass(PassKind.FORWARD, micro_batch, chunk),
+        False: Pass(PassKind.BACKWARD, micro_batch, chunk),
+    }
+    if missing := frame.complete & ~state.done:
+        ahead, name = _first(frame, missing)
+        begun = state.started & missing & -missing
+        return f"{name} of {passes[ahead]} {'is never waited for' if begun else 'never runs'}"
+    for forward, one in passes.items():
+        register = frame.exit(forward)
+        if register is not None and state.live >> register & 1:
+            begun = state.started & frame.departure(forward)
+            where = "waited for" if begun else "sent to the stage that needs it"
+            return f"the {'send of the ' if begun else ''}output of {one} is never {where}"
+    provided = {register for all_ in frame.constants.values() for register in all_}
+    left = [n for n in range(len(frame.names)) if state.live >> n & 1 and n not in provided]
+    return (
+        f"{frame.names[left[0]]} of micro-batch {micro_batch}, chunk {chunk} is never let go"
+        if left
+        else None
+    )

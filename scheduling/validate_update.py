@@ -1,0 +1,162 @@
+"""The end of a step, checked: gradients summed over every axis, the norm of what is summed, one update.
+
+Nothing of it shows in the data of passes: a sum that is missing gives other gradients on every rank.
+"""
+
+from collections.abc import Iterator, Set
+
+from braid.scheduling.schedule import (
+    Await,
+    Block,
+    Gather,
+    Instruction,
+    Norm,
+    Reduce,
+    Schedule,
+    Step,
+    passes_in,
+)
+from braid.scheduling.spec import ParallelLayout
+
+Faults = Iterator[tuple[int, str]]
+"""Positions in a stage's list (its length: the end) and causes."""
+
+
+def update_faults(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
+    """Sums of gradients after the last pass of a chunk, gathers before the first, one step at the end."""
+    if not schedule.trains:
+        for position, instruction in enumerate(schedule.stages[stage]):
+            if isinstance(_transfer(instruction), Reduce | Gather | Norm | Step):
+                yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
+        return
+    walk = _Walk(schedule, stage, layout)
+    for position, instruction in enumerate(schedule.stages[stage]):
+        if cause := walk.fault(position, instruction):
+            yield position, cause
+    if cause := walk.at_end():
+        yield len(schedule.stages[stage]), cause
+
+
+def _transfer(instruction: Instruction) -> object:
+    return instruction.transfer if isinstance(instruction, Await) else instruction
+
+
+class _Walk:
+    """Goes through a stage's list and keeps what has happened so far."""
+
+    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout) -> None:
+        self._layout = layout
+        self._last = {one.chunk: n for n, i in enumerate(schedule.stages[stage]) for one in passes_in(i)}
+        everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
+        self._gathers = any(isinstance(one, Gather) for one in everywhere)
+        summed = {one.axis for one in everywhere if one.chunk is not None}
+        self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
+        self._norm_axes = tuple(axis for axis in ("tp", "pp") if layout.degree(axis) > 1)
+        self._under_way: list[Reduce | Gather] = []
+        self._done: set[Reduce | Gather] = set()
+        self._normed = self._stepped = False
+
+    def fault(self, position: int, instruction: Instruction) -> str | None:
+        """What is wrong with an instruction behind those before it; None: nothing, and it has happened."""
+        match instruction:
+            case Reduce() | Gather():
+                return self._start(position, instruction)
+            case Await(Reduce() | Gather() as transfer):
+                if transfer not in self._under_way:
+                    return f"no {transfer} is under way"
+                self._under_way.remove(transfer)
+                self._done.add(transfer)
+            case Norm():
+                return self._norm(position)
+            case Step():
+                return self._step()
+            case Block(passes) if self._gathers:
+                for chunk in dict.fromkeys(one.chunk for one in passes):
+                    if cause := self._parameters(chunk):
+                        return cause
+        return None
+
+    def at_end(self) -> str | None:
+        """What is missing."""
+        if not self._stepped:
+            return "the STEP is missing"
+        return f"{self._under_way[0]} is never waited for" if self._under_way else None
+
+    def _start(self, position: int, transfer: Reduce | Gather) -> str | None:
+        chunk, axis = transfer.chunk, transfer.axis
+        if transfer in self._under_way or transfer in self._done:
+            return f"{transfer} stands twice"
+        if chunk is not None and chunk not in self._axes:
+            return f"chunk {chunk} is not on this stage"
+        known = self._norm_axes if chunk is None else self._axes[chunk]
+        if isinstance(transfer, Gather):
+            known = _cut(known)
+        if axis not in known:
+            return f"over {axis} there is nothing to do here (but over {', '.join(known) or 'no axis'})"
+        if isinstance(transfer, Reduce):
+            if chunk is None and not self._normed:
+                return "the squares are not there yet: NORM comes first"
+            if chunk is not None and self._normed:
+                return "too late: NORM has squared the gradients"
+            if chunk is not None and self._last.get(chunk, -1) > position:
+                return f"chunk {chunk} still has passes to run"
+            for other in self._under_way:
+                replicas = {axis, other.axis} == {"dp", "edp"}  # dense parameters and experts: not the same
+                if isinstance(other, Reduce) and other.chunk == chunk and not replicas:
+                    return f"{other} is not waited for, and sums of the same come one after the other"
+        self._under_way.append(transfer)
+        return None
+
+    def _norm(self, position: int) -> str | None:
+        if self._normed:
+            return "a second NORM"
+        if self._under_way:
+            return f"{self._under_way[0]} is not waited for"
+        for chunk, axes in self._axes.items():
+            if self._last.get(chunk, -1) > position:
+                return f"chunk {chunk} still has passes to run"
+            for axis in axes:
+                if Reduce(chunk, axis) not in self._done:
+                    return f"the gradients of chunk {chunk} are not summed over {axis}"
+        self._normed = True
+        return None
+
+    def _step(self) -> str | None:
+        if self._stepped:
+            return "a second STEP"
+        if not self._normed:
+            return "there is no NORM before it"
+        for axis in self._norm_axes:
+            if Reduce(None, axis) not in self._done:
+                return f"the squares of the norm are not summed over {axis}"
+        self._stepped = True
+        return None
+
+    def _parameters(self, chunk: int) -> str | None:
+        for axis in _cut(self._axes[chunk]):
+            if Gather(chunk, axis) in self._under_way:
+                return f"the parameters of chunk {chunk} have not been waited for"
+            if Gather(chunk, axis) not in self._done:
+                return f"the parameters of chunk {chunk} have not been gathered, as those of others are"
+        return None
+
+
+def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:
+    """Axes over which the gradients of a chunk must be summed.
+
+    Some depend on the model (`gradient_axes`), which is not known here: if one chunk is, all are.
+    """
+    at_end = layout.is_first(chunk) or layout.is_last(chunk)
+    wanted = {
+        "tp": layout.tp > 1,
+        "ends": "ends" in summed and at_end and layout.chunks == layout.pp > 1,
+        "copies": layout.copies > 1,
+        "dp": layout.dp * layout.cp > 1,
+        "edp": "edp" in summed and layout.dp > 1,
+    }
+    return tuple(axis for axis, needed in wanted.items() if needed)
+
+
+def _cut(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the axes that gradients are summed over, those that parameters may be cut over."""
+    return tuple(axis for axis in axes if axis in ("dp", "edp"))

@@ -1,0 +1,55 @@
+"""Recorded cases as files: JSON with sorted names and one line per case, so that differences are of cases."""
+
+import fnmatch
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+SCHEDULES: Final = (
+    "megatron",
+    "eager",
+    "folded",
+    "interleaved",
+    "intra_batch",
+    "wavelet",
+    "bidirectional",
+    "dhelix",
+    "braid",
+    "braid_eager",
+    "braid_twins",
+    "braid_v",
+    "dualpipev",
+    "zbv",
+)
+"""The values of ``overlap.schedule`` that are recorded; written out, as the code's own list may change."""
+
+REFUSED: Final = "refused"
+"""Key of the message where a case was refused; such a case has no other key."""
+
+Case = Mapping[str, Any]
+
+
+def read_cases(path: Path) -> dict[str, Case]:
+    """Cases by name; `ValueError` if the file is no such record, `OSError` if it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(case, dict) for case in content.values()):
+        raise ValueError(f"{path} does not hold an object of objects")
+    return content
+
+
+def write_cases(path: Path, cases: Mapping[str, Case]) -> None:
+    """Write all cases, in place of what was there; floats are written so that they read back exactly."""
+    lines = (f"{json.dumps(name)}: {json.dumps(cases[name], sort_keys=True)}" for name in sorted(cases))
+    beside = path.with_name(f"{path.name}.partial")
+    beside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def chosen(names: Iterable[str], pattern: str | None) -> list[str]:
+    """The names that hold a pattern (``*`` and ``?`` as in file names); all without one."""
+    return [name for name in names if pattern is None or fnmatch.fnmatchcase(name, f"*{pattern}*")]

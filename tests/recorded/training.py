@@ -1,0 +1,326 @@
+"""The bits of short trained runs: every schedule, on layouts and models on which it can run.
+
+Whether a commit trains as another one did, on one machine (bits depend on processor and PyTorch): record each
+in a checkout of its own with one folder of profiles, so that both decide by the same costs, then compare::
+
+    cd OLD && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/old.json --cache /tmp/profiles
+    cd NEW && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/new.json --cache /tmp/profiles
+    PYTHONPATH=$PWD python -m tests.recorded.training --compare /tmp/old.json /tmp/new.json
+
+All runs take a quarter of an hour. The file is written after every one; a record that was broken off goes on
+where it was, unless the sources have changed since. A profile that a commit cannot read is made anew by it,
+which changes decisions but no bits. Only what lasts is used: the command line, ``metrics.jsonl`` (its floats
+are exact) and checkpoints.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import yaml
+
+from tests.end_to_end.command import ROOT, Outcome, braid
+from tests.recorded.files import REFUSED, Case, chosen, read_cases, write_cases
+from tests.recorded.training_cases import BASE, CLUSTER, Training, training_cases
+
+ORIGIN: Final = "origin"
+"""Name of the entry that says what was recorded, and where."""
+FAILED: Final = "failed"
+"""Key of the message where a run ended otherwise than it should; it is done again when a record goes on."""
+BITS: Final = ("losses", "norms", "parameters")
+"""SHA-256 of what has to be equal."""
+_REFUSED_EXIT: Final = 2
+_PATIENCE: Final = 600.0
+"""Seconds for a command."""
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder in which runs are done, and the one with profiles."""
+
+    folder: Path
+    cache: Path
+    _profiling: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self) -> None:
+        """Write a corpus, the same every time, and tokenise it."""
+        random = Random(5)
+        words = [
+            "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=n)) for n in range(1, 9) for _ in "1234"
+        ]
+        lines = (" ".join(random.choices(words, k=12)) for _ in range(4000))
+        (self.folder / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._write("data.yaml", dict(BASE))
+        done = braid(self.folder, "prepare", "data.yaml", timeout=_PATIENCE)
+        if done.code:
+            raise RuntimeError(f"the corpus cannot be prepared: {done.errors}")
+
+    def record(self, training: Training) -> Case:
+        """Do a run and say what came of it."""
+        slug = hashlib.sha256(training.name.encode()).hexdigest()[:12]
+        try:
+            done = self._train(training, slug)
+            if done.code:
+                return {REFUSED if done.code == _REFUSED_EXIT else FAILED: _message(done)}
+            return bits_of(self.folder / "runs" / slug)
+        except (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError) as error:
+            return {FAILED: f"{type(error).__name__}: {error}"}
+        finally:
+            shutil.rmtree(self.folder / "runs" / slug, ignore_errors=True)
+
+    def _train(self, training: Training, slug: str) -> Outcome:
+        content = {**training.content(), "name": slug}
+        if training.costs == "plan":
+            plan = self._plan(training, content, slug)
+            if plan.code:
+                return plan
+            content["overlap"]["plan"] = f"{slug}-plan.yaml"
+        if training.costs != "profile":
+            return self._braid("train", slug, content)
+        profile = self.cache / f"{training.model.replace(' ', '-')}-{training.layout.replace(' ', '-')}.json"
+        content["overlap"]["profile"] = str(profile)
+        with self._profiling:
+            fresh = not profile.exists()
+            made = self._profile(profile, content, slug) if fresh else None
+        if made is not None and made.code:
+            return made
+        done = self._braid("train", slug, content)
+        if done.code == _REFUSED_EXIT and not fresh and str(profile) in done.errors:
+            with self._profiling:
+                made = self._profile(profile, content, slug)
+            return made if made.code else self._braid("train", slug, content)
+        return done
+
+    def _profile(self, path: Path, content: Mapping[str, Any], slug: str) -> Outcome:
+        """Measure the costs of a run's operators, which do not depend on its schedule."""
+        overlap = {"schedule": "megatron"}
+        train = {**content["train"], "dtype": "fp64", "recompute": "none"}
+        degrees = {axis: degree for axis, degree in content["parallel"].items() if axis != "late_layers"}
+        # In a folder of its own: runs without costs would find it beside them and decide by it.
+        measured = {**content, "runs": "measured", "overlap": overlap, "train": train, "parallel": degrees}
+        print(f"measuring {path.name}", file=sys.stderr, flush=True)
+        beside = path.with_name(f"{path.name}.partial")
+        done = self._braid("profile", f"{slug}-profile", measured, "--anew", "--output", str(beside))
+        if not done.code:
+            beside.replace(path)
+        return done
+
+    def _plan(self, training: Training, content: Mapping[str, Any], slug: str) -> Outcome:
+        self._write(f"{slug}-cluster.yaml", {**CLUSTER, "gpus_per_node": training.ranks})
+        options = ("--cluster", f"{slug}-cluster.yaml", "--output", f"{slug}-plan.yaml")
+        return self._braid("plan", f"{slug}-planned", content, *options)
+
+    def _braid(self, command: str, name: str, content: Mapping[str, Any], *options: str) -> Outcome:
+        self._write(f"{name}.yaml", content)
+        return braid(self.folder, command, f"{name}.yaml", *options, timeout=_PATIENCE)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        (self.folder / name).write_text(yaml.safe_dump(dict(content)), encoding="utf-8")
+
+
+def _message(done: Outcome) -> str:
+    lines = [line for line in done.errors.splitlines() if line.strip()]
+    return "\n".join(lines[-3:]) or f"exit code {done.code}"
+
+
+def bits_of(run: Path) -> Case:
+    """Digests of a finished run's losses, gradient norms and final parameters; and the losses, to read."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = sorted(lines, key=lambda line: int(line["step"]))
+    found = {"losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps]}
+    digests = {name: _digest(" ".join(map(float.hex, values)).encode()) for name, values in found.items()}
+    return {
+        **digests,
+        "parameters": _digest(*parameter_bytes(run / "checkpoints" / f"step-{steps[-1]['step']}")),
+        "read": found["losses"],
+    }
+
+
+def _digest(*parts: bytes) -> str:
+    """SHA-256 of parts, each with its length before it."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(struct.pack("<Q", len(part)))
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def parameter_bytes(checkpoint: Path) -> Iterator[bytes]:
+    """Name, type, shape and raw bytes of a checkpoint's parameters, by name; `LookupError` if it has none."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint)
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+    }
+    if not state:
+        raise LookupError(f"{checkpoint} holds no parameters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    for name, tensor in sorted(state.items()):
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        yield tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+# -- record --------------------------------------------------------------------------------------------------
+
+
+def origin() -> Case:
+    """The commit, a digest of its sources, PyTorch and the processor."""
+    from importlib.metadata import version
+
+    sources = hashlib.sha256()
+    for folder in ("scheduling", "kernels", "actors", "jobs"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            sources.update(f"{file.relative_to(ROOT)} {_digest(file.read_bytes())}\n".encode())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "commit": head.stdout.strip() or "unknown",
+        "sources": sources.hexdigest()[:16],
+        "torch": version("torch"),
+        "processor": f"{platform.machine()} {_processor()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def record(out: Path, cache: Path, pattern: str | None, jobs: int) -> None:
+    """Do all runs whose names hold the pattern and that are not in the file yet.
+
+    `ValueError` if the file is a record of other sources.
+    """
+    here = origin()
+    found = read_cases(out) if out.exists() else {ORIGIN: here}
+    if found.get(ORIGIN, {}).get("sources") != here["sources"]:
+        raise ValueError(f"{out} is a record of other sources; give another file or remove it")
+    cases = training_cases()
+    names = [name for name in chosen(cases, pattern) if FAILED in found.get(name, {FAILED: ""})]
+    cache.mkdir(parents=True, exist_ok=True)
+    writing = threading.Lock()
+    with tempfile.TemporaryDirectory(prefix="recorded-") as folder, ThreadPoolExecutor(jobs) as pool:
+        place = Workplace(Path(folder), cache.absolute())
+        place.prepare()
+
+        def one(name: str) -> None:
+            begin = time.perf_counter()
+            case = place.record(cases[name])
+            with writing:
+                found[name] = case
+                write_cases(out, found)
+                done = sum(other in found for other in names)
+                print(f"{done}/{len(names)} {name}: {_short(case)} ({time.perf_counter() - begin:.0f} s)")
+                sys.stdout.flush()
+
+        for _ in pool.map(one, names):
+            pass
+
+
+def _short(case: Case) -> str:
+    for key in (REFUSED, FAILED):
+        if key in case:
+            return f"{key}: {case[key]}"
+    return f"loss {case['read'][-1]:.6f}, parameters {case['parameters'][:12]}"
+
+
+# -- comparison ----------------------------------------------------------------------------------------------
+
+
+def verdict(old: Case | None, new: Case | None) -> str:
+    """What became of a case: one of the columns of the table, with details after a colon."""
+    if old is None or new is None:
+        return f"in one only: {'the new' if old is None else 'the old'}"
+    if FAILED in old or FAILED in new:
+        return f"failed: {old.get(FAILED, 'not')} / {new.get(FAILED, 'not')}"
+    if REFUSED in old and REFUSED in new:
+        return "refused in both"
+    if REFUSED in old or REFUSED in new:
+        which, case = ("old", old) if REFUSED in old else ("new", new)
+        return f"refused in one: the {which}: {case[REFUSED]}"
+    unlike = [name for name in BITS if old[name] != new[name]]
+    if not unlike:
+        return "equal"
+    apart = max(
+        (abs(a / b - 1) for a, b in zip(old["read"], new["read"], strict=False) if b), default=math.nan
+    )
+    return f"different: {', '.join(unlike)}; losses {apart:.1e} apart"
+
+
+COLUMNS: Final = ("equal", "refused in both", "different", "refused in one", "failed", "in one only")
+GOOD: Final = COLUMNS[:2]
+
+
+def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str], bool]:
+    """A table by schedule, then all that is not equal; and whether all is."""
+    lines = [
+        f"{key}: {old.get(ORIGIN, {}).get(key)} / {new.get(ORIGIN, {}).get(key)}"
+        for key in ("commit", "torch", "processor")
+        if old.get(ORIGIN, {}).get(key) != new.get(ORIGIN, {}).get(key)
+    ]
+    names = sorted({*old, *new} - {ORIGIN})
+    verdicts = {name: verdict(old.get(name), new.get(name)) for name in names}
+    counts: dict[str, Counter[str]] = {}
+    for name, text in verdicts.items():
+        counts.setdefault(name.rpartition(": ")[2], Counter())[text.partition(":")[0]] += 1
+    counts["all"] = sum(counts.values(), Counter())
+    lines.append(f"{'':12}" + "".join(f"{column:>17}" for column in COLUMNS))
+    lines += [f"{name:12}" + "".join(f"{row[c]:>17}" for c in COLUMNS) for name, row in counts.items()]
+    bad = {name: text for name, text in verdicts.items() if text.partition(":")[0] not in GOOD}
+    lines += [f"{name}\n    {text}" for name, text in bad.items()]
+    return lines, not bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 where records differ or a run failed."""
+    parser = argparse.ArgumentParser(description="Record trained runs, or compare two records.")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, help="record to this file, or go on with it")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
+    parser.add_argument("--cache", type=Path, help="folder of profiles (default: profiles, beside the file)")
+    parser.add_argument("--only", help="only runs whose names hold this pattern")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    given = parser.parse_args(arguments)
+    if given.out is not None:
+        record(given.out, given.cache or given.out.parent / "profiles", given.only, given.jobs)
+        return int(any(FAILED in case for case in read_cases(given.out).values()))
+    old, new = (
+        {name: cases[name] for name in cases if name == ORIGIN or name in chosen(cases, given.only)}
+        for cases in map(read_cases, given.compare)
+    )
+    lines, equal = compare(old, new)
+    print("\n".join(lines))
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Which short runs are recorded: schedules, layouts, models, recomputation, number formats."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.end_to_end.command import ROOT
+from tests.recorded.files import SCHEDULES
+
+MICRO_BATCH: Final = 2
+"""Samples."""
+MICRO_BATCHES: Final = 12
+"""Of a replica in a step: a multiple of the stages, and more than twice as many."""
+
+BASE: Final[Mapping[str, Any]] = {
+    "runs": "runs",
+    "model": {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "sequence": 32},
+    "data": {"files": ["corpus.txt"], "validation_fraction": 0.1, "directory": "data"},
+    "train": {"steps": 3, "micro_batch": MICRO_BATCH, "warmup_steps": 2, "validation_samples": 8, "seed": 11},
+    "cluster": {"launcher": "processes", "device": "cpu", "cpus_per_rank": 0.25},
+    "telemetry": {"progress": False, "page": False},
+}
+"""The configuration of every run."""
+
+CLUSTER: Final[Mapping[str, Any]] = {
+    "name": "slow links",
+    "base": "a100x8",
+    "nodes": 1,
+    "intra": {"kind": "slow", "bytes_per_s": 2e8, "latency_ns": 2000, "efficiency": 0.8},
+}
+"""For plans: communication is worth hiding even for layers as small as these; ``gpus_per_node`` follows."""
+
+MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {"family": "llama"},
+    "gpt": {"family": "gpt", "kv_heads": 4},
+    "tied gpt": {"family": "gpt", "kv_heads": 4, "tied_head": True},
+    "llama of 8": {"family": "llama", "layers": 8},
+    "own layer": {"layer": f"{ROOT}/docs/examples/parallel_layer.py:ParallelLayer"},
+}
+
+LAYOUTS: Final[Mapping[str, Mapping[str, int]]] = {
+    "one rank": {},
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "dp2 pp2": {"dp": 2, "pp": 2},
+}
+
+SEARCHED: Final = ("dhelix", "braid", "braid_eager", "braid_twins", "braid_v", "auto")
+"""Schedules that need costs or a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A short run."""
+
+    model: str
+    layout: str
+    schedule: str
+    recompute: str = "none"
+    dtype: str = "fp64"
+    costs: str = ""
+    """``profile``: measured ones, kept for all runs of the model and layout; ``plan``: one that is made with
+    modelled ones; else none."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of the configuration, by dotted name."""
+
+    @property
+    def name(self) -> str:
+        """What the run is, with the schedule at the end."""
+        more = [f"{key.rpartition('.')[2]} {value}" for key, value in self.keys.items()]
+        if self.costs == "plan" or (self.costs and self.schedule not in SEARCHED):
+            more.append(self.costs)
+        parts = (self.model, self.layout, self.dtype, f"recompute {self.recompute}", *more)
+        return f"{', '.join(parts)}: {self.schedule}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that train."""
+        degrees = LAYOUTS[self.layout].values()
+        product = 1
+        for degree in degrees:
+            product *= degree
+        return product
+
+    def content(self) -> dict[str, Any]:
+        """The configuration, without what is decided by costs."""
+        replicas = LAYOUTS[self.layout].get("dp", 1)
+        sections: dict[str, Any] = json.loads(json.dumps(BASE))
+        sections["model"].update(MODELS[self.model])
+        sections["train"].update(
+            dtype=self.dtype, recompute=self.recompute, global_batch=MICRO_BATCHES * MICRO_BATCH * replicas
+        )
+        sections["parallel"] = dict(LAYOUTS[self.layout])
+        sections["overlap"] = {"schedule": self.schedule}
+        for key, value in self.keys.items():
+            section, _, last = key.partition(".")
+            sections[section][last] = value
+        return sections
+
+
+def training_cases() -> dict[str, Training]:
+    """All runs by name."""
+    return {case.name: case for case in _cases()}
+
+
+def _cases() -> Iterator[Training]:
+    executable = [name for name in SCHEDULES if name != "bidirectional"]
+    pipelines = [name for name in executable if name != "intra_batch"]
+    yield from _runs("llama", "tp2", [name for name in executable if name not in ("eager", "interleaved")])
+    yield from _runs("llama", "pp2", pipelines)
+    yield from _runs("llama", "tp2 pp2", executable)
+    yield from _runs("llama", "one rank", ("megatron", "folded", "wavelet", "braid", "braid_twins", "zbv"))
+    yield from _runs("llama", "dp2", ("megatron", "braid", "braid_twins"))
+    some = ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_twins", "braid_v")
+    yield from _runs("llama", "dp2 tp2", some)
+    others = ("megatron", "eager", "interleaved", "dhelix", "braid", "braid_eager", "braid_v", "zbv")
+    yield from _runs("llama", "dp2 pp2", others)
+
+    yield from _runs("gpt", "tp2", ("megatron", "intra_batch", "braid", "braid_twins"))
+    yield from _runs("gpt", "tp4", ("intra_batch",))
+    yield from _runs("gpt", "pp2", ("megatron", "interleaved", "braid_eager", "zbv"))
+    yield from _runs("gpt", "tp2 pp2", ("dhelix", "braid", "braid_v", "dualpipev"))
+    yield from _runs("tied gpt", "pp2", ("megatron", "folded", "braid", "braid_v", "zbv"))
+    yield from _runs("tied gpt", "tp2 pp2", ("braid",))
+    yield from _runs("llama of 8", "tp2", ("braid",))
+    yield from _runs("llama of 8", "pp2", ("megatron", "interleaved", "braid_eager"))
+    late = {"parallel.late_layers": 1}
+    yield from _runs("llama of 8", "pp2", ("zbv", "braid"), keys=late)
+    for layout in ("pp2", "tp2 pp2"):
+        yield from _runs("llama of 8", layout, ("braid",), keys=late, costs="plan")
+
+    yield from _runs("llama", "tp2", ("megatron", "braid"), recompute="selective")
+    yield from _runs("llama", "tp2", ("megatron", "dhelix"), recompute="fine")
+    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "wavelet", "braid_twins"), recompute="full")
+    yield from _runs("llama", "pp2", ("folded", "braid", "braid_eager", "zbv"), recompute="full")
+    yield from _runs("llama", "tp2 pp2", ("interleaved", "braid_v"), recompute="full")
+    yield from _runs("llama", "tp2 pp2", ("braid", "dualpipev"), recompute="fine")
+    yield from _runs("llama", "pp2", ("braid_v",), recompute="selective")
+
+    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "braid", "braid_twins"), dtype="fp32")
+    yield from _runs("llama", "pp2", ("folded", "zbv"), dtype="fp32")
+    yield from _runs("llama", "tp2 pp2", ("braid_v",), dtype="fp32")
+
+    yield from _runs("llama", "tp2", ("intra_batch",), costs="profile")
+    yield from _runs("llama", "tp2", ("dhelix", "braid", "braid_twins"), costs="plan")
+    yield from _runs("llama", "tp2 pp2", ("braid", "braid_eager"), costs="plan")
+    yield from _runs("llama", "tp2", ("auto",))
+    yield from _runs("llama", "tp2 pp2", ("braid",), keys={"overlap.memory_slack": 0.02})
+    yield from _runs("llama", "dp2 tp2", ("braid",), keys={"train.deterministic_reduction": True})
+
+    yield from _runs("own layer", "tp2", ("megatron", "braid"))
+    yield from _runs("own layer", "tp2", ("intra_batch",), recompute="full")
+    yield from _runs("own layer", "tp2 pp2", ("braid_eager",))
+
+    # refused
+    yield from _runs("llama", "pp2", ("bidirectional",))
+    yield from _runs("llama", "pp2", ("megatron",), keys=late)
+    yield from _runs("llama", "pp2", ("interleaved", "braid_v"), keys={"train.global_batch": 3 * MICRO_BATCH})
+    yield from _runs("llama", "tp2", ("intra_batch",), keys={"model.sequence": 31})
+
+
+def _runs(model: str, layout: str, schedules: Iterable[str], **more: Any) -> Iterator[Training]:
+    for schedule in schedules:
+        costs = {"costs": "profile"} if schedule in SEARCHED else {}
+        yield Training(model=model, layout=layout, schedule=schedule, **{**costs, **more})

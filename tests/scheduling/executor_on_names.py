@@ -1,0 +1,235 @@
+"""A model of the executor that runs a schedule's instructions on names alone, for `test_soundness`.
+
+By the rules of `braid.scheduling.schedule`: inputs are handed from pass to pass, slots are opened and closed,
+the n-th message sent on a channel meets the n-th that is asked for. All passes of a block are there at once,
+a split backward pass hands its output on and closes its slot later, an end is there once its block has run,
+gathered parameters are absent before. Gradients are summed over one axis after the other, then their squares.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from braid.scheduling.schedule import (
+    Await,
+    Block,
+    Direction,
+    Gather,
+    Instruction,
+    Norm,
+    Pass,
+    PassKind,
+    Receive,
+    Reduce,
+    Schedule,
+    Send,
+    Step,
+    Transfer,
+)
+from braid.scheduling.spec import ParallelLayout
+from tests.scheduling.cases import LLAMA, model_for
+
+Channel = tuple[int, int, Direction]
+
+
+class CannotRunError(Exception):
+    """The model of the executor cannot go on."""
+
+
+def demand(condition: bool, cause: str) -> None:
+    """Fail unless the condition holds."""
+    if not condition:
+        raise CannotRunError(cause)
+
+
+class Rank:
+    """One stage's executor on names."""
+
+    def __init__(self, stage: int, layout: ParallelLayout, schedule: Schedule, network: "Network") -> None:
+        self.stage, self.layout, self.network = stage, layout, network
+        self.instructions = schedule.stages[stage]
+        self.cursor = 0
+        self.inputs: set[Pass] = set()
+        self.slots: set[Pass] = set()
+        self.owed: set[Pass] = set()
+        self.named = {one.whole for one in schedule.passes[stage] if one.kind is PassKind.END}
+        self.ends: set[Pass] = set()
+        chunks = layout.chunks_of(stage)
+        whole = not any(isinstance(i, Gather) for stage in schedule.stages for i in stage)
+        self.ungathered = set() if whole else {Gather(chunk, "dp") for chunk in chunks}
+        self.absent = set(self.ungathered)
+        self.ran: list[Pass] = []
+        self.messages: dict[Transfer, tuple[Channel, int]] = {}
+        axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
+        self.unsummed = {Reduce(c, axis) for c in chunks for axis, degree in axes.items() if degree > 1}
+        self.left_to_sum = set(self.unsummed)
+        self.norm = {Reduce(None, axis) for axis in ("tp", "pp") if layout.degree(axis) > 1}
+        self.under_way: set[Transfer] = set()
+        self.norms = self.steps = 0
+
+    def advance(self) -> bool:
+        """Run until something is to be waited for; whether anything ran."""
+        start = self.cursor
+        while self.cursor < len(self.instructions) and self.run(self.instructions[self.cursor]):
+            self.cursor += 1
+        return self.cursor > start
+
+    def run(self, instruction: Instruction) -> bool:
+        """Run one instruction; False where it has to wait."""
+        match instruction:
+            case Block():
+                self.block(instruction)
+            case Send(moved, target):
+                demand(moved in self.inputs, "nothing to send")
+                self.inputs.remove(moved)
+                channel = (self.stage, target, moved.direction)
+                self.messages[instruction] = channel, self.network.send(channel, moved)
+            case Receive(moved, source):
+                demand(instruction not in self.messages and moved not in self.inputs, "received twice")
+                channel = (source, self.stage, moved.direction)
+                self.messages[instruction] = channel, self.network.ask(channel, moved)
+            case Await(Send() | Receive() as transfer):
+                demand(transfer in self.messages, "no such message")
+                if not self.network.meet(*self.messages[transfer]):
+                    return False
+                del self.messages[transfer]
+                if isinstance(transfer, Receive):
+                    self.inputs.add(transfer.moved)
+            case Gather():
+                demand(instruction in self.ungathered, "nothing to gather")
+                self.ungathered.remove(instruction)
+                self.under_way.add(instruction)
+            case Reduce(chunk):
+                alike = {one for one in self.under_way if isinstance(one, Reduce) and one.chunk == chunk}
+                demand(not alike, "sums of the same at once")
+                waiting = self.unsummed if chunk is not None else self.norm if self.norms else set()
+                demand(instruction in waiting, "nothing to reduce")
+                waiting.remove(instruction)
+                self.under_way.add(instruction)
+            case Await(Gather() | Reduce() as transfer):
+                demand(transfer in self.under_way, "not under way")
+                self.under_way.remove(transfer)
+                self.absent.discard(transfer)
+            case Norm():
+                demand(not (self.unsummed or self.under_way or self.norms), "norm too early")
+                self.norms = 1
+            case Step():
+                demand(self.norms == 1 and not (self.norm or self.under_way or self.steps), "step too early")
+                self.steps = 1
+        return True
+
+    def block(self, block: Block) -> None:
+        """Run the passes of a block and hand on what they make."""
+        passes = block.passes
+        movers = [one for one in passes if one.kind is not PassKind.END]
+        kinds = [one.kind for one in movers]
+        demand(bool(movers), "an end alone")
+        demand(len({one.whole for one in passes}) == len(passes), "a pass twice")
+        demand(len({one.strand for one in movers}) == len(movers), "two on one strand")
+        demand(len(set(kinds)) == 1 or kinds == [PassKind.FORWARD, PassKind.BACKWARD], "no such program")
+        leaving = [one for one in movers if len(set(kinds)) == 2 and self.leaves(*movers)]
+        for one in passes:
+            if one.kind is PassKind.END:
+                demand(one.whole in self.ends, "no such end")
+                self.ends.remove(one.whole)
+                whole = [other for other in movers if other not in leaving and other.chunk == one.chunk]
+                whole = [other for other in whole if other.kind in (PassKind.BACKWARD, PassKind.WEIGHT)]
+                demand(all(one.micro_batch < other.micro_batch for other in whole), "sums out of order")
+        if len(movers) == 2 and len(set(kinds)) == 1 and len({one.chunk for one in movers}) == 1:
+            gives = not movers[0].forward or self.layout.is_last(movers[0].chunk)
+            demand(not gives or movers[0].micro_batch < movers[1].micro_batch, "sums out of order")
+        for one in passes:
+            demand(not self.norms, "behind the norm")
+            demand(self.layout.stage_of(one.chunk) == self.stage, "not here")
+            summing = any(isinstance(r, Reduce) and r.chunk == one.chunk for r in self.left_to_sum)
+            demand(summing, "no gradients")
+            started = {r for r in self.left_to_sum if r.chunk == one.chunk} - self.unsummed
+            demand(not started, "its gradients are on their way")
+            demand(Gather(one.chunk, "dp") not in self.absent, "no parameters")
+        for one in movers:
+            self.one_pass(one)
+        self.ends |= {one for one in leaving if not one.forward and one in self.named}
+
+    def leaves(self, forward: Pass, backward: Pass) -> bool:
+        """Whether a paired block ends with a layer beside a layer, so that an end may be left."""
+        layers = model_for(self.layout, LLAMA).layers
+        held = {len(self.layout.layers_of(one.chunk, layers)) for one in (forward, backward)}
+        ends = self.layout.is_last(forward.chunk) or self.layout.is_first(backward.chunk)
+        return len(held) == 1 and not ends
+
+    def one_pass(self, one: Pass) -> None:
+        """Run a pass and hand on what it makes."""
+        if one.kind is PassKind.WEIGHT:
+            demand(one.whole in self.owed, "no such input gradients")
+            self.owed.remove(one.whole)
+            return
+        slot = replace(one, kind=PassKind.FORWARD)
+        demand(one.forward != (slot in self.slots), "slot")
+        self.slots ^= {slot}
+        if one.kind is PassKind.INPUT:
+            self.owed.add(one.whole)
+        size = self.layout.chunks_per_copy
+        place, step = (one.chunk % size, 1) if one.forward else (size - 1 - one.chunk % size, -1)
+        if place > 0:
+            demand(one.whole in self.inputs, "no input")
+            self.inputs.remove(one.whole)
+        if place < size - 1:
+            self.inputs.add(replace(one.whole, chunk=one.chunk + step))
+        self.ran.append(one.whole)
+
+    def finish(self) -> None:
+        """Check that everything ran and nothing is left."""
+        demand(self.cursor == len(self.instructions), "deadlock")
+        demand(not (self.inputs or self.slots or self.messages), "left over")
+        demand(not (self.owed or self.ends or self.under_way), "weight gradients or parameters left over")
+        demand(self.steps == 1, "no step")
+
+
+class Network:
+    """Channels between stages: no message passes another, none is buffered."""
+
+    def __init__(self) -> None:
+        self.sent: dict[Channel, list[Pass]] = defaultdict(list)
+        self.asked: dict[Channel, list[Pass]] = defaultdict(list)
+
+    def send(self, channel: Channel, moved: Pass) -> int:
+        """Offer a message; returns its number on the channel."""
+        self.sent[channel].append(moved)
+        return len(self.sent[channel]) - 1
+
+    def ask(self, channel: Channel, moved: Pass) -> int:
+        """Ask for a message; returns its number on the channel."""
+        self.asked[channel].append(moved)
+        return len(self.asked[channel]) - 1
+
+    def meet(self, channel: Channel, number: int) -> bool:
+        """Whether both sides of a message are there; they must mean the same pass."""
+        sent, asked = self.sent[channel], self.asked[channel]
+        if number >= min(len(sent), len(asked)):
+            return False
+        demand(sent[: number + 1] == asked[: number + 1], "messages mixed up")
+        return True
+
+
+def runs(schedule: Schedule, layout: ParallelLayout) -> str | None:
+    """Why the model of the executor cannot run a schedule, or None."""
+    network = Network()
+    ranks = [Rank(stage, layout, schedule, network) for stage in range(layout.pp)]
+    try:
+        while any(rank.advance() for rank in ranks):
+            pass
+        for rank in ranks:
+            rank.finish()
+        demand_all_passes([one for rank in ranks for one in rank.ran], schedule, layout)
+    except CannotRunError as failure:
+        return str(failure)
+    return None
+
+
+def demand_all_passes(ran: list[Pass], schedule: Schedule, layout: ParallelLayout) -> None:
+    """Every micro-batch goes forward and backward through all chunks of one copy of the model, once."""
+    size = layout.chunks_per_copy
+    demand(len(set(ran)) == len(ran) == 2 * size * schedule.micro_batches, "too few passes, or too many")
+    for m in range(schedule.micro_batches):
+        here = [one for one in ran if one.micro_batch == m]
+        demand(len(here) == 2 * size, "too few passes of a micro-batch")
+        demand(len({(one.strand, one.chunk // size) for one in here}) == 1, "on two strands or copies")

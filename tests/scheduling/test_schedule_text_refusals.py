@@ -1,0 +1,246 @@
+"""What the parser of schedules refuses, with a line that says where and why."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.schedule_text import parse, write
+from tests.scheduling.test_schedule_text import SMALL
+
+
+def refused(text: str) -> str:
+    """The message with which the parser refuses a text; one line."""
+    with pytest.raises(ValueError) as error:
+        parse(text)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+NO_PASS = "is not a pass (F3.1, B3.1, I3.1, W3.1, L3.1, with b for strand beta)"
+NO_INSTRUCTION = "is not an instruction (F3.1, [F5.0b|B1.1], SEND(F3.2>1), REDUCE(1 dp), ...)"
+NO_STAGE = "names no stage (SEND(F3.2>1), RECV(F3.2<0))"
+NO_AXIS = "names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp), GATHER(1 dp))"
+NO_TRANSFER = "waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)"
+
+
+@pytest.mark.parametrize(
+    ("token", "cause"),
+    [
+        *[
+            (token, f"{token!r} {NO_INSTRUCTION}")
+            for token in (
+                "F0.3junk",
+                "0F3",
+                "F03.1",
+                "F3.01",
+                "F3",
+                "F3.",
+                "F.1",
+                "f3.1",
+                "F3.1B",
+                "F3.1bb",
+                "F-1.0",
+                "F+1.0",
+                "F1_0.0",
+                "F٣.0",
+                "X3.1",
+                "[F3.1|B2.1",
+                "[]x",
+                "SEND(F3.1>1)x",
+                "F0.1WAIT(SEND F0.1>1)",
+                "NORMS",
+                "norm",
+                "STEPS",
+                "step",
+                "compute",
+                "barrier",
+            )
+        ],
+        ("[F3.1]", "'[F3.1]' holds one pass; write it without brackets"),
+        ("[F3.1|B2.1|X1.1]", f"'X1.1' {NO_PASS}"),
+        ("[F3.1|B2.1|]", f"'' {NO_PASS}"),
+        ("[F3.1,B2.1]", f"'F3.1,B2.1' {NO_PASS}"),
+        ("SEND(F3.1)", f"'SEND(F3.1)' {NO_STAGE}"),
+        ("SEND(F3.1<1)", f"'SEND(F3.1<1)' {NO_STAGE}"),
+        ("RECV(F3.1>1)", f"'RECV(F3.1>1)' {NO_STAGE}"),
+        ("SEND(F3.1>-1)", f"'SEND(F3.1>-1)' {NO_STAGE}"),
+        ("SEND(F3.1>01)", f"'SEND(F3.1>01)' {NO_STAGE}"),
+        ("SEND(F3.1>1", f"'SEND(F3.1>1 SEND(F0.1>1)' {NO_STAGE}"),
+        ("SEND(3.1>1)", f"'3.1' {NO_PASS}"),
+        ("REDUCE()", f"'REDUCE()' {NO_AXIS}"),
+        ("REDUCE(1)", f"'REDUCE(1)' {NO_AXIS}"),
+        ("REDUCE(1.0 dp)", f"'REDUCE(1.0 dp)' {NO_AXIS}"),
+        ("REDUCE(01 dp)", f"'REDUCE(01 dp)' {NO_AXIS}"),
+        ("REDUCE(1 DP)", f"'REDUCE(1 DP)' {NO_AXIS}"),
+        ("REDUCE(dp 1)", f"'REDUCE(dp 1)' {NO_AXIS}"),
+        ("GATHER(F1.0)", f"'GATHER(F1.0)' {NO_AXIS}"),
+        ("GATHER(norm dp)", f"'GATHER(norm dp)' {NO_AXIS}"),
+        ("WAIT(F0.1)", f"'WAIT(F0.1)' {NO_TRANSFER}"),
+        ("WAIT(STEP)", f"'WAIT(STEP)' {NO_TRANSFER}"),
+        ("WAIT(SEND F0.1)", f"'WAIT(SEND F0.1)' {NO_STAGE}"),
+        ("WAIT(SEND(F0.1>1))", f"'WAIT(SEND(F0.1>1))' {NO_TRANSFER}"),
+        ("WAIT(SENDF0.1>1)", f"'WAIT(SENDF0.1>1)' {NO_TRANSFER}"),
+        ("WAIT(SEND F0.1>1)F0.1", f"'WAIT(SEND F0.1>1)F0.1' {NO_INSTRUCTION}"),
+        ("WAIT(REDUCE F0.0)", f"'WAIT(REDUCE F0.0)' {NO_AXIS}"),
+        ("WAIT(REDUCE 0)", f"'WAIT(REDUCE 0)' {NO_AXIS}"),
+    ],
+)
+def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
+    assert refused(SMALL.replace("F0.0 SEND", f"F0.0 {token} SEND")) == f"schedule, line 10: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "cause"),
+    [
+        ("name small", 2, "expected 'name' and one word, found 'stages 2'"),
+        ("stages 2", 3, "expected 'stages' and a number, found 'chunks 2'"),
+        ("chunks 2", 4, "expected 'chunks' and a number, found 'micro_batches 1'"),
+        ("micro_batches 1", 5, "expected 'micro_batches' and a number, found 'fused 0'"),
+        ("fused 0", 6, "expected 'fused' and a number, found 'split 1'"),
+        ("split 1", 8, "expected 'split' and a number, found 'stage 0'"),
+    ],
+)
+def test_missing_header_lines(line: str, number: int, cause: str) -> None:
+    assert refused(SMALL.replace(f"{line}\n", "")) == f"schedule, line {number}: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name small", "name two words", "line 2: expected 'name' and one word, found 'name two words'"),
+        ("stages 2", "stages two", "line 3: expected 'stages' and a number, found 'stages two'"),
+        ("stages 2", "stages 02", "line 3: expected 'stages' and a number, found 'stages 02'"),
+        ("chunks 2", "chunks -2", "line 4: expected 'chunks' and a number, found 'chunks -2'"),
+        ("chunks 2", "chunks ٢", "line 4: expected 'chunks' and a number, found 'chunks ٢'"),
+        ("micro_batches 1", "micro_batches 1 2", "line 5: expected 'micro_batches' and a number, found"),
+        ("fused 0", "fused two", "line 6: expected 'fused' and a number, found 'fused two'"),
+        ("split 1", "split 0", "line 7: a split is into 1 chunk or more"),
+        ("split 1", "split 02", "line 7: expected 'split' and a number, found 'split 02'"),
+        ("split 1", "split 1\nsplit 2", "line 8: expected 'stage 0', found 'split 2'"),
+        ("stages 2", "stages 3", "line 3: the header says 3 stages, 2 follow"),
+        ("stages 2", "stages 1", "line 3: the header says 1 stages, 2 follow"),
+        ("stage 0\n", "", "line 9: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),
+        ("stage 0", "stage 1", "line 9: expected 'stage 0', found 'stage 1'"),
+        ("stage 1", "stage 2", "line 20: expected 'stage 1', found 'stage 2'"),
+        ("stage 1", "stage 01", "line 20: expected 'stage 1', found 'stage 01'"),
+        ("stage 1", "stage", "line 20: expected 'stage 1', found 'stage'"),
+        ("stage 1", "stage 1 STEP", "line 20: expected 'stage 1', found 'stage 1 STEP'"),
+        ("program B:layer", "program F:layer", "line 29: program F:layer stands twice"),
+        ("program B:layer", "program X:layer", "line 29: 'X:layer' does not say what the program is for"),
+        ("program B:layer", "program layer", "line 29: 'layer' does not say what the program is for"),
+        ("program B:layer", "program", "line 29: expected 'program' and what it is for, found 'program'"),
+        ("program B:layer", "program layer B", "line 29: expected 'program' and what it is for, found"),
+        ("program F:layer", "program F:layer|B:layer", "line 25: 'norm': operators of 2 passes are written"),
+        ("compute norm\n", "barrier\n", "line 25: 'barrier' is not an action"),
+        ("program B:layer", "stage 2", "line 29: 'stage 2' after a program; stages come first"),
+        ("on intra", "on network", "line 26: 'network' is not a stream; use one of compute, intra, inter"),
+        (" on intra", "", "line 26: 'start gather' is not an action"),
+        ("compute norm\n", "compute norm now\n", "line 25: 'compute norm now' is not an action"),
+        ("compute norm\n", "F0.0\n", "line 25: 'F0.0' is not an action"),
+        ("compute norm\n", "run norm\n", "line 25: 'run norm' is not an action"),
+        ("STEP\n\n", "STEP,\n\n", "line 18: 'STEP,' is not an instruction"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(old: str, new: str, message: str) -> None:
+    assert old in SMALL
+    assert refused(SMALL.replace(old, new, 1)).startswith(f"schedule, {message}")
+
+
+PROGRAMS = SMALL.index("program F:layer")
+
+
+@pytest.mark.parametrize(
+    "sides", ["layer|F:layer", "F:layer|", "|F:layer", "F:|B:layer", "f:layer", "F|layer", "F"]
+)
+def test_what_is_nothing_that_a_program_is_for(sides: str) -> None:
+    message = refused(SMALL[:PROGRAMS] + f"program {sides}\n")
+    assert message == (
+        f"schedule, line 24: {sides!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "cause"),
+    [
+        (
+            ["compute 0:norm", "compute norm"],
+            26,
+            "'norm': operators of 3 passes are written 0:NAME to 2:NAME",
+        ),
+        (["start 3:gather on intra"], 25, "'3:gather': operators of 3 passes are written 0:NAME to 2:NAME"),
+        (["start -1:gather on intra"], 25, "'-1:gather': operators of 3 passes are written"),
+        (["compute 01:norm"], 25, "'01:norm': operators of 3 passes are written"),
+        (["compute F:norm"], 25, "'F:norm': operators of 3 passes are written"),
+        (["wait 1:"], 25, "'1:': operators of 3 passes are written"),
+        (["barrier now"], 25, "'barrier now' is not an action"),
+        (["", "program F:layer|B:layer|L:layer"], 26, "program F:layer|B:layer|L:layer stands twice"),
+    ],
+)
+def test_what_is_wrong_in_a_program_of_several_passes(lines: list[str], number: int, cause: str) -> None:
+    text = SMALL[:PROGRAMS] + "\n".join(["program F:layer|B:layer|L:layer", *lines]) + "\n"
+    assert refused(text).startswith(f"schedule, line {number}: {cause}")
+
+
+VERSION_3 = """\
+braid schedule 3
+name braid
+stages 1
+chunks 1
+micro_batches 2
+
+stage 0
+  F0.0
+  [F1.0b|B0.0]
+  B1.0b
+  REDUCE(0)
+  WAIT(REDUCE 0)
+  STEP
+
+program layer F
+  compute norm
+
+program layer|layer
+  compute F:norm
+  compute P:norm.wgrad
+"""
+
+
+def test_text_of_version_3_is_refused_with_a_remedy() -> None:
+    assert refused(VERSION_3) == (
+        "schedule, line 1: expected 'braid schedule 4', found 'braid schedule 3'; "
+        "if another version of Braid wrote the file, make it anew with 'braid schedule'"
+    )
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["braid schedule 3", "braid schedule 5", "braid schedule 40", "braid schedule", "schedule 4", "F0.0"],
+)
+def test_another_version_is_refused_with_a_remedy(first: str) -> None:
+    message = refused(SMALL.replace("braid schedule 4", first))
+    assert message.startswith(f"schedule, line 1: expected 'braid schedule 4', found {first!r}; ")
+    assert message.endswith("if another version of Braid wrote the file, make it anew with 'braid schedule'")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
+def test_an_empty_text_is_refused(text: str) -> None:
+    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 4', found ''; ")
+
+
+def test_a_text_that_ends_in_the_header_is_refused() -> None:
+    message = "schedule, line 5: expected 'micro_batches' and a number, found ''"
+    assert refused("\n".join(SMALL.splitlines()[:4])) == message
+
+
+@given(st.text(alphabet="FBIWL0123.b()[]|<>SENDRCVWAITUPGHOM \n", max_size=60))
+@settings(deadline=None)
+def test_nothing_but_value_errors(noise: str) -> None:
+    """Whatever stands in a stage is either parsed, and then prints as it was read, or refused."""
+    text = SMALL.replace("F0.0 SEND(F0.1>1)", noise)
+    try:
+        schedule = parse(text)
+    except ValueError:
+        assert refused(text).startswith("schedule, line ")
+    else:
+        assert parse(write(schedule)) == schedule
