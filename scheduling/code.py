@@ -12,15 +12,15 @@ from functools import cached_property
 
 from braid.scheduling.operators import Operator, Value
 from braid.scheduling.schedule import (
+    Await,
+    Direction,
     Gather,
     Instruction,
     Norm,
     Pass,
     PassKind,
-    Receive,
     Reduce,
     Schedule,
-    Send,
     Step,
     Transfer,
     passes_in,
@@ -113,15 +113,26 @@ class Node:
     """Of the last chunk of tokens, which completes the whole value: bits of the others."""
 
 
-def name_of(what: Node | Transfer | Norm | Step) -> str:
+@dataclass(frozen=True)
+class Message:
+    """An input on its way to another stage. Which one it is stands in the stretch: all share their bodies."""
+
+    direction: Direction
+    sent: bool
+    """Else received."""
+
+
+What = Node | Message | Reduce | Gather | Norm | Step
+"""What runs or travels."""
+
+
+def name_of(what: What) -> str:
     """The name of an operation: in traces, profiles, tables, pages and errors."""
     match what:
         case Node():
             return what.operator.own_name
-        case Send(moved):
-            return f"send {moved.direction.value}"
-        case Receive(moved):
-            return f"receive {moved.direction.value}"
+        case Message(direction, sent):
+            return f"{'send' if sent else 'receive'} {direction.value}"
         case Reduce(chunk, axis):
             return f"norm {axis}" if chunk is None else f"gradients.{chunk} {axis}"
         case Gather(chunk, axis):
@@ -153,7 +164,7 @@ class Compute(Operation):
 class Start(Operation):
     """Issue a transfer. What it writes has memory from here on."""
 
-    what: Node | Transfer
+    what: Node | Message | Reduce | Gather
     lone: bool = False
     """Whether nothing runs before its wait."""
 
@@ -162,7 +173,7 @@ class Start(Operation):
 class Wait(Operation):
     """Wait for a transfer; what it writes is there from here on."""
 
-    what: Node | Transfer
+    what: Node | Message | Reduce | Gather
     lone: bool = False
 
 
@@ -200,6 +211,12 @@ class Stretch:
     """Those of a block, and those that it hands something to. Of a transfer: whose register it uses."""
     frames: tuple[Frame, ...]
     body: Body
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """What it begins or waits for, if it is one of those instructions."""
+        one = self.instruction.transfer if isinstance(self.instruction, Await) else self.instruction
+        return one if isinstance(one, Transfer) else None
 
     @property
     def block_passes(self) -> tuple[Pass, ...]:

@@ -16,8 +16,10 @@ from braid.scheduling.code import (
     Body,
     Code,
     Compute,
+    Frame,
     Hand,
     Loss,
+    Message,
     Operation,
     Start,
     Stretch,
@@ -85,7 +87,25 @@ class _Unrolled:
     """A block's operations and the end that its backward passes leave, by turn."""
 
     body: Body
+    frames: tuple[Frame, ...]
+    """Of the block's passes, and of those that it hands something to."""
     left: Mapping[int, _Left]
+
+
+_Transferred = tuple[tuple[Frame], Body]
+
+
+@dataclass(frozen=True, eq=False)
+class _Role:
+    """What all passes of a kind through a chunk have in common."""
+
+    chunk: ChunkLayout
+    passes_on: bool
+    """Whether something takes what the pass produces."""
+    follower: tuple[PassKind, int] | None
+    """Kind and chunk of the pass on the same stage that does."""
+    alike: tuple[object, ...]
+    """Equal where operations and registers are."""
 
 
 @dataclass
@@ -97,7 +117,10 @@ class _Linker:
     _chunks: dict[int, ChunkLayout] = field(default_factory=dict)
     _laid_out: dict[tuple[str, ...], ChunkLayout] = field(default_factory=dict)
     """By the names of the runs: equal chunks share their frame and their operators."""
+    _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
+    _messages: dict[tuple[object, ...], _Transferred] = field(default_factory=dict)
+    _update: dict[Instruction, Body] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._by_movers: dict[Sides, list[Sides]] = {}
@@ -123,57 +146,72 @@ class _Linker:
     # -- blocks --------------------------------------------------------------------------------------------
 
     def _block(self, block: Block, stage: int, named: set[Pass], ends: dict[Pass, _Left]) -> Stretch:
-        chunks = [self._chunk(one.chunk) for one in block.passes]
-        followers = [self._next_here(one, stage) for one in block.passes]
+        passes = block.passes
+        roles = [self._role(one.kind, one.chunk, stage) for one in passes]
         before = {}
-        for turn, one in enumerate(block.passes):
+        for turn, one in enumerate(passes):
             if one.kind is PassKind.END:
                 if one.whole not in ends:
                     raise ValueError(f"no block before it has left an end of {one.whole} for {one}")
                 before[turn] = ends.pop(one.whole)
-        leaves = tuple(one in named for one in block.passes)
+        leaves = tuple([one in named for one in passes])
         key = (
-            tuple((one.kind, id(chunk)) for one, chunk in zip(block.passes, chunks, strict=True)),
-            tuple(self._passes_on(one) for one in block.passes),
-            tuple(follower is not None and id(self._chunk(follower.chunk)) for follower in followers),
+            *[role.alike for role in roles],
             leaves,
-            tuple((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
+            *((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
         )
         if key not in self._blocks:
-            self._blocks[key] = self._unrolled(block.passes, chunks, followers, leaves, before)
+            self._blocks[key] = self._unrolled(passes, roles, leaves, before)
         unrolled = self._blocks[key]
-        ends |= {block.passes[turn]: left for turn, left in unrolled.left.items()}
-        passes = (*block.passes, *(one for one in followers if one is not None))
-        frames = tuple(self._chunk(one.chunk).frame for one in passes)
-        return Stretch(block, passes, frames, unrolled.body)
+        for turn, left in unrolled.left.items():
+            ends[passes[turn]] = left
+        followers = [
+            Pass(*role.follower[:1], one.micro_batch, role.follower[1], one.strand)
+            for one, role in zip(passes, roles, strict=True)
+            if role.follower is not None
+        ]
+        return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.body)
+
+    def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
+        if (kind, chunk) not in self._roles:
+            one = Pass(kind, 0, chunk)
+            after = one.after(self.layout) if kind.travels else None
+            here = after is not None and self.layout.stage_of(after.chunk) == stage
+            follower = (after.kind, after.chunk) if after is not None and here else None
+            own, passes_on = self._chunk(chunk), after is not None or one.forward
+            target = None if follower is None else self._chunk(follower[1])
+            alike = kind, id(own), id(target), passes_on, after is None
+            self._roles[kind, chunk] = _Role(own, passes_on, follower, alike)
+        return self._roles[kind, chunk]
 
     def _unrolled(
         self,
         passes: Sequence[Pass],
-        chunks: Sequence[ChunkLayout],
-        followers: Sequence[Pass | None],
+        roles: Sequence[_Role],
         leaves: Sequence[bool],
         before: Mapping[int, _Left],
     ) -> _Unrolled:
+        chunks = [role.chunk for role in roles]
         steps, left = self._steps(passes, chunks, leaves, before)
         operations = _operations(steps, passes, chunks)
         keeps = [
-            _kept(one, chunk, left.get(turn), self._passes_on(one))
-            for turn, (one, chunk) in enumerate(zip(passes, chunks, strict=True))
+            _kept(one, role.chunk, left.get(turn), role.passes_on)
+            for turn, (one, role) in enumerate(zip(passes, roles, strict=True))
         ]
         operations = _freeing(operations, keeps)
-        later = len(passes)
-        for turn, (one, chunk, follower) in enumerate(zip(passes, chunks, followers, strict=True)):
-            forward = one.forward
+        frames = [chunk.frame for chunk in chunks]
+        for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
+            frame, forward = role.chunk.frame, one.forward
             if forward and self.layout.is_last(one.chunk):
-                operations.append(Loss(turn=turn, reads=(chunk.frame.output,), frees=(chunk.frame.output,)))
-            elif follower is not None:
-                out, into = chunk.frame.exit(forward), self._chunk(follower.chunk).frame.entry(forward)
+                operations.append(Loss(turn=turn, reads=(frame.output,), frees=(frame.output,)))
+            elif role.follower is not None:
+                target = self._chunk(role.follower[1]).frame
+                out, into = frame.exit(forward), target.entry(forward)
                 assert out is not None
                 assert into is not None
-                operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=later, register=into))
-                later += 1
-        return _Unrolled(Body(tuple(operations)), left)
+                operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=len(frames), register=into))
+                frames.append(target)
+        return _Unrolled(Body(tuple(operations)), tuple(frames), left)
 
     def _steps(
         self,
@@ -241,65 +279,49 @@ class _Linker:
 
         return min(known, key=rank)
 
-    def _next_here(self, one: Pass, stage: int) -> Pass | None:
-        """The pass on the same stage that takes what this one produces, if there is one."""
-        if not one.kind.travels:
-            return None
-        after = one.after(self.layout)
-        return after if after is not None and self.layout.stage_of(after.chunk) == stage else None
-
-    def _passes_on(self, one: Pass) -> bool:
-        """Whether something takes what a pass produces."""
-        if one.forward:
-            return True
-        return one.kind.travels and not self.layout.is_first(one.chunk)
-
     # -- everything else -----------------------------------------------------------------------------------
 
     def _other(self, instruction: Instruction) -> Stretch:
-        """Registers of a message: the sender's output, the receiver's input."""
-        passes: tuple[Pass, ...] = ()
-        operation: Operation
+        """Transfers and the update. Equal messages share a body."""
         match instruction:
+            case Norm() | Step():
+                return Stretch(instruction, (), (), self._shared(instruction, Compute(what=instruction)))
+            case Reduce() | Gather():
+                return Stretch(instruction, (), (), self._shared(instruction, Start(what=instruction)))
+            case Await(Reduce() | Gather() as transfer):
+                return Stretch(instruction, (), (), self._shared(instruction, Wait(what=transfer)))
+            case Send(moved) | Await(Send(moved)):
+                one, sent = moved.before(self.layout), True
+            case Receive(moved) | Await(Receive(moved)):
+                one, sent = moved, False
             case Block():
                 raise AssertionError(instruction)
-            case Norm() | Step():
-                operation = Compute(what=instruction)
-            case Send(moved):
-                passes = (self._source(moved),)
-                operation = Start(what=instruction, reads=self._leaving(passes[0]))
-            case Receive(moved):
-                passes = (moved,)
-                operation = Start(what=instruction, writes=self._arriving(moved))
-            case Reduce() | Gather():
-                operation = Start(what=instruction)
-            case Await(Send(moved) as sent):
-                passes = (self._source(moved),)
-                operation = Wait(what=sent, frees=self._leaving(passes[0]))
-            case Await(Receive(moved) as received):
-                passes = (moved,)
-                operation = Wait(what=received, writes=self._arriving(moved))
-            case Await(transfer):
-                operation = Wait(what=transfer)
-        frames = tuple(self._chunk(one.chunk).frame for one in passes)
-        return Stretch(instruction, passes, frames, Body((operation,)))
+        key = moved.kind, moved.chunk, sent, isinstance(instruction, Await)
+        if key not in self._messages:
+            self._messages[key] = self._message(moved, one, key[3], sent=sent)
+        assert one is not None
+        frames, body = self._messages[key]
+        return Stretch(instruction, (one,), frames, body)
 
-    def _source(self, moved: Pass) -> Pass:
-        source = moved.before(self.layout)
-        if source is None:
+    def _shared(self, instruction: Instruction, operation: Operation) -> Body:
+        return self._update.setdefault(instruction, Body((operation,)))
+
+    def _message(self, moved: Pass, one: Pass | None, awaited: bool, *, sent: bool) -> _Transferred:
+        """What is sent is read, and let go of at the end; what is received is there from the begin on."""
+        frame = None if one is None else self._chunk(one.chunk).frame
+        register = None
+        if frame is not None:
+            register = frame.exit(moved.forward) if sent else frame.entry(moved.forward)
+        if frame is None or register is None:
             raise ValueError(f"nothing for {moved} comes from another stage")
-        return source
-
-    def _leaving(self, one: Pass) -> tuple[int, ...]:
-        register = self._chunk(one.chunk).frame.exit(one.forward)
-        assert register is not None
-        return (register,)
-
-    def _arriving(self, one: Pass) -> tuple[int, ...]:
-        register = self._chunk(one.chunk).frame.entry(one.forward)
-        if register is None:
-            raise ValueError(f"nothing for {one} comes from another stage")
-        return (register,)
+        what = Message(moved.direction, sent)
+        at = (register,)
+        operation: Operation
+        if awaited:
+            operation = Wait(what=what, frees=at) if sent else Wait(what=what, writes=at)
+        else:
+            operation = Start(what=what, reads=at) if sent else Start(what=what, writes=at)
+        return (frame,), Body((operation,))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:

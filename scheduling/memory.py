@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.sweep import history
+from braid.scheduling.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -45,6 +46,7 @@ class Parameters:
         return self.dense + self.experts
 
 
+@lru_cache(maxsize=4096)
 def chunk_parameters(shape: ModelShape, layout: ParallelLayout, chunk: int) -> Parameters:
     """Parameters of one chunk; a tied head counts here, though it may share its table with the embedding."""
     norm = shape.hidden * (2 if shape.biases else 1)
@@ -102,7 +104,7 @@ def held_during(code: Code, stage: int, width: int) -> tuple[int, ...]:
 
     What operators of one pass hand each other counts, what kernels take while they run comes on top.
     """
-    return history(code, stage, width).during
+    return histories(code, width)[stage].during
 
 
 def state_bytes(

@@ -36,6 +36,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ParallelLayout
@@ -75,8 +76,7 @@ class Strand(StrEnum):
     BETA = "beta"
 
 
-@dataclass(frozen=True, order=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass of one micro-batch through one chunk."""
 
     kind: PassKind

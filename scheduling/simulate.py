@@ -107,6 +107,7 @@ class Simulation:
             flops=price.flops,
         )
 
+    @cached_property
     def memory(self) -> list[RankMemory]:
         """What a rank of every stage needs."""
         stages = range(self.code.layout.pp)
@@ -140,7 +141,7 @@ class Simulation:
             bubble_seconds=bubble / 1e9,
             slowdown_seconds=sum(own.slowdown_ns or 0 for own in found) / count / 1e9,
             launch_gap_seconds=sum(own.launch_gap_ns for own in found) / count / 1e9,
-            peak_bytes=max(rank.total_bytes for rank in self.memory()),
+            peak_bytes=max(rank.total_bytes for rank in self.memory),
             intra=_link_use(intervals, Stream.INTRA),
             inter=_link_use(intervals, Stream.INTER),
         )

@@ -198,7 +198,12 @@ class ParallelLayout:
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks that a pipeline stage holds, in the order of the model."""
-        return tuple(c for c in range(self.chunks) if self.stage_of(c) == stage)
+        return self._chunks_by_stage[stage]
+
+    @cached_property
+    def _chunks_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        chunks = range(self.chunks)
+        return tuple(tuple(c for c in chunks if self.stage_of(c) == stage) for stage in range(self.pp))
 
     def neighbour(self, chunk: int, distance: int) -> int | None:
         """The chunk that far along the model, of the same copy; None beyond its ends."""

@@ -5,18 +5,30 @@ same state are swept once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
-from braid.scheduling.code import Code, Compute, Frame, Hand, Loss, Node, Operation, Start, Stretch, Wait
-from braid.scheduling.schedule import Direction, Pass, PassKind, Receive, Send, Side
+from braid.scheduling.code import (
+    Code,
+    Compute,
+    Frame,
+    Hand,
+    Loss,
+    Message,
+    Node,
+    Operation,
+    Start,
+    Stretch,
+    Wait,
+)
+from braid.scheduling.schedule import Direction, Pass, PassKind, Side
 
 FrameKey = tuple[int, int]
 """Micro-batch and chunk."""
 
 
-@dataclass(frozen=True)
-class FrameState:
+class FrameState(NamedTuple):
     """Bit masks: registers that hold something, operators that are done, transfers that were started."""
 
     live: int = 0
@@ -60,13 +72,10 @@ class Sweep:
             return _NOTHING
         keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
-        if stretch.block_passes:
-            known = (stretch.body, stretch.frames, before)
-            if known not in self._known:
-                self._known[known] = self._sweep(stretch, before)
-            swept, after = self._known[known]
-        else:
-            swept, after = self._sweep(stretch, before)
+        known = (stretch.body, stretch.frames, before)
+        if known not in self._known:
+            self._known[known] = self._sweep(stretch, before)
+        swept, after = self._known[known]
         self.states.update(zip(keys, after, strict=True))
         self.held_bytes += swept.change
         return swept
@@ -114,24 +123,29 @@ class History:
     states: Mapping[FrameKey, FrameState]
 
 
-@lru_cache(maxsize=128)
-def history(code: Code, stage: int, width: int) -> History:
-    """Sweep over a stage; ``width``: bytes of an activation."""
-    sweep, during = Sweep(width), []
-    for position, stretch in enumerate(code.stages[stage]):
-        before = sweep.held_bytes
-        try:
-            during.append(before + sweep.run(stretch).most)
-        except CodeError as error:
-            return History(tuple(during), (position, error), sweep.states)
-    return History(tuple(during), None, sweep.states)
+@lru_cache(maxsize=8)
+def histories(code: Code, width: int) -> tuple[History, ...]:
+    """Sweep over every stage; ``width``: bytes of an activation."""
+    sweep, found = Sweep(width), []
+    for stretches in code.stages:
+        sweep.states, sweep.held_bytes = {}, 0
+        during, fault = [], None
+        for position, stretch in enumerate(stretches):
+            before = sweep.held_bytes
+            try:
+                during.append(before + sweep.run(stretch).most)
+            except CodeError as error:
+                fault = position, error
+                break
+        found.append(History(tuple(during), fault, sweep.states))
+    return tuple(found)
 
 
 class _Run:
     """A stretch on its way. Passes of one micro-batch in one chunk share their frame."""
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
-        self._passes, self._frames = stretch.passes, stretch.frames
+        self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
         keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
         self._place = [keys.index(key) for key in keys]
         self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
@@ -160,21 +174,17 @@ class _Run:
                 self._needs(turn, node, node.others)
                 self._end(turn, node.bit, node.operator.name)
                 self._write(turn, operation.writes)
-            case Start(what=Send() as sent):
-                forward = sent.moved.direction is Direction.FORWARD
-                self._made(turn, forward)
-                self._begin(turn, self._frames[turn].departure(forward), str(sent))
-            case Wait(what=Send() as sent):
-                self._end(
-                    turn, self._frames[turn].departure(sent.moved.direction is Direction.FORWARD), str(sent)
-                )
-            case Start(what=Receive() as received):
-                arrival = self._frames[turn].arrival(received.moved.direction is Direction.FORWARD)
-                self._begin(turn, arrival, str(received))
+            case Start(what=Message(direction, sent)):
+                forward, frame = direction is Direction.FORWARD, self._frames[turn]
+                if sent:
+                    self._made(turn, forward)
+                bit = frame.departure(forward) if sent else frame.arrival(forward)
+                self._begin(turn, bit, str(self._stretch.transfer))
                 self._write(turn, operation.writes)
-            case Wait(what=Receive() as received):
-                arrival = self._frames[turn].arrival(received.moved.direction is Direction.FORWARD)
-                self._end(turn, arrival, str(received))
+            case Wait(what=Message(direction, sent)):
+                forward, frame = direction is Direction.FORWARD, self._frames[turn]
+                bit = frame.departure(forward) if sent else frame.arrival(forward)
+                self._end(turn, bit, str(self._stretch.transfer))
             case Hand(to=to, register=register):
                 forward = self._passes[turn].direction is Direction.FORWARD
                 self._made(turn, forward)
@@ -243,7 +253,7 @@ def _reason(frame: Frame, one: Pass, node: Node, missing: int) -> str:
     ahead, name = _first(frame, missing)
     if ahead and not one.forward:
         return f"{one}: {name} of its forward pass has not run"
-    hint = f" (does {replace(one, kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
+    hint = f" (does {one._replace(kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
     side = Side(one.kind, node.run)
     return f"{one}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
 

@@ -10,7 +10,6 @@ from braid.scheduling.physics import run_in_order
 from braid.scheduling.schedule import (
     Await,
     Block,
-    Instruction,
     PassKind,
     Receive,
     Schedule,
@@ -60,39 +59,44 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
         PassKind.END: 0,
     }
     queues: dict[int, list[_Task]] = {
-        stage: [(stage, n, i) for n, i in enumerate(own) if isinstance(i, Block | Send | Receive | Await)]
+        stage: [(stage, n) for n, i in enumerate(own) if isinstance(i, Block | Send | Receive | Await)]
         for stage, own in enumerate(schedule.stages)
     }
     messages = {
-        i: task for own in queues.values() for task in own if isinstance(i := task[2], Send | Receive)
+        (stage, one): (stage, n)
+        for stage, own in enumerate(schedule.stages)
+        for n, one in enumerate(own)
+        if isinstance(one, Send | Receive)
     }
 
     def after(task: _Task) -> Iterator[_Task]:
-        stage, _, instruction = task
-        match instruction:
+        stage, position = task
+        match schedule.stages[stage][position]:
             case Await(Send(moved, target)):
-                yield messages.get(Receive(moved, stage), (target, -1, instruction))
+                yield messages.get((target, Receive(moved, stage)), _NEVER)
             case Await(Receive(moved, source)):
-                yield messages.get(Send(moved, stage), (source, -1, instruction))
+                yield messages.get((source, Send(moved, stage)), _NEVER)
 
-    times, stuck = run_in_order(
-        queues, after, lambda task: sum(slots[one.kind] for one in passes_in(task[2]))
-    )
+    def length(task: _Task) -> int:
+        return sum(slots[one.kind] for one in passes_in(schedule.stages[task[0]][task[1]]))
+
+    times, stuck = run_in_order(queues, after, length)
     return Timeline(
         stages=tuple(
             tuple(
-                TimedBlock(task[2], *times[task])
-                for task in own
-                if task in times and isinstance(task[2], Block)
+                TimedBlock(one, *times[stage, n])
+                for n, one in enumerate(own)
+                if isinstance(one, Block) and (stage, n) in times
             )
-            for own in queues.values()
+            for stage, own in enumerate(schedule.stages)
         ),
         stuck={stage: queues[stage][place][1] for stage, place in stuck.items()},
     )
 
 
-_Task = tuple[int, int, Instruction]
-"""Stage, position in its list, instruction."""
+_Task = tuple[int, int]
+"""Stage, and position in its list."""
+_NEVER: _Task = (-1, -1)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:

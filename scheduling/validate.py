@@ -7,6 +7,7 @@ on the instructions. `ScheduleError` names stage, instruction and cause and draw
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NoReturn
 
 from braid.scheduling.code import Code, Compute, Node, Stretch
@@ -31,9 +32,12 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.schedule_text import write_sides
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.sweep import AbsentInputError, history, unfinished
+from braid.scheduling.sweep import AbsentInputError, histories, unfinished
 from braid.scheduling.timeline import unit_timeline
-from braid.scheduling.validate_update import Faults, update_faults
+from braid.scheduling.validate_update import update_faults
+
+Faults = Iterator[tuple[int, str]]
+"""Positions in a stage's list (its length: the end) and causes."""
 
 
 class ScheduleError(ValueError):
@@ -71,11 +75,10 @@ def check(code: Code) -> None:
             _never(schedule, stage, layout, homes),
             _data(code, stage),
             _summation(stretches),
-            update_faults(schedule, stage, layout),
         ):
             for position, cause in faults:
                 _fail(schedule, stage, position, cause)
-    for stage, position, cause in _channels(schedule):
+    for stage, position, cause in chain(update_faults(schedule, layout), _channels(schedule)):
         _fail(schedule, stage, position, cause)
     stuck = unit_timeline(schedule).stuck
     for stage, position in stuck.items():
@@ -232,7 +235,7 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes)
 
 def _data(code: Code, stage: int) -> Faults:
     """Operators that cannot run where they stand, and what is left at the end."""
-    swept, stretches = history(code, stage, DTYPE_BYTES["bf16"]), code.stages[stage]
+    swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
         cause = str(error)

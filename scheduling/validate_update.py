@@ -18,18 +18,27 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 
-Faults = Iterator[tuple[int, str]]
-"""Positions in a stage's list (its length: the end) and causes."""
+
+def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
+    """Sums of gradients after the last pass of a chunk, gathers before the first, one step at the end.
+
+    Stages, positions in their lists (their length: the end) and causes.
+    """
+    everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
+    for stage in range(len(schedule.stages)):
+        for position, cause in _of_stage(schedule, stage, layout, everywhere):
+            yield stage, position, cause
 
 
-def update_faults(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
-    """Sums of gradients after the last pass of a chunk, gathers before the first, one step at the end."""
+def _of_stage(
+    schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
+) -> Iterator[tuple[int, str]]:
     if not schedule.trains:
         for position, instruction in enumerate(schedule.stages[stage]):
             if isinstance(_transfer(instruction), Reduce | Gather | Norm | Step):
                 yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
         return
-    walk = _Walk(schedule, stage, layout)
+    walk = _Walk(schedule, stage, layout, everywhere)
     for position, instruction in enumerate(schedule.stages[stage]):
         if cause := walk.fault(position, instruction):
             yield position, cause
@@ -44,10 +53,11 @@ def _transfer(instruction: Instruction) -> object:
 class _Walk:
     """Goes through a stage's list and keeps what has happened so far."""
 
-    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout) -> None:
+    def __init__(
+        self, schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
+    ) -> None:
         self._layout = layout
         self._last = {one.chunk: n for n, i in enumerate(schedule.stages[stage]) for one in passes_in(i)}
-        everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
         self._gathers = any(isinstance(one, Gather) for one in everywhere)
         summed = {one.axis for one in everywhere if one.chunk is not None}
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}

@@ -25,6 +25,7 @@ from braid.scheduling.code import (
     Frame,
     Hand,
     Loss,
+    Message,
     Node,
     Operation,
     Start,
@@ -96,7 +97,8 @@ class Executor:
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
         self._stretches: list[_Stretch] = []
         for stretch in code.stages[mesh.position["pp"]]:
-            key = (id(stretch.body), *(one.chunk for one in stretch.passes))
+            # Equal messages share a body; each is bound by itself.
+            key = (id(stretch.body), *(one.chunk for one in stretch.passes), stretch.transfer)
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
@@ -189,13 +191,14 @@ class Executor:
                 return lambda frames, passes: _hand(frames[turn], register, frames[to], into, frees)
             case Loss(reads=(register,), frees=frees):
                 return lambda frames, passes: self._keep_loss(frames[turn], register, frees)
-            case Start(what=Send() as sent, reads=(register,)):
-                return self._send(sent, register)
-            case Wait(what=Send(), frees=frees):
-                return self._sent(operation, frees)
-            case Start(what=Receive() as received, writes=(register,)):
-                return self._receive(received, register, lone=operation.lone)
-            case Wait(what=Receive(), writes=(register,)):
+            case Start(what=Message() as what):
+                assert isinstance(stretch.transfer, Send | Receive)
+                if what.sent:
+                    return self._send(stretch.transfer, operation.reads[0], name_of(what))
+                return self._receive(stretch.transfer, operation.writes[0])
+            case Wait(what=Message(sent=True), frees=frees):
+                return self._sent(stretch.transfer, frees)
+            case Wait(what=Message(), writes=(register,)):
                 return lambda frames, passes: self._received(frames[0], register)
             case Start(what=Reduce() as reduce):
                 return lambda frames, passes: self._updating.start(reduce)
@@ -234,10 +237,10 @@ class Executor:
 
     # -- messages between stages ---------------------------------------------------------------------------
 
-    def _send(self, sent: Send, register: int) -> Bound:
+    def _send(self, sent: Send | Receive, register: int, name: str) -> Bound:
         peer, tag = self._mesh.peer(sent.stage), self._tag(sent.moved)
         group, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
-        label = Label(operator=name_of(sent), stream=Stream.INTER)
+        label = Label(operator=name, stream=Stream.INTER)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
@@ -251,9 +254,9 @@ class Executor:
 
         return run
 
-    def _sent(self, operation: Wait, frees: Sequence[int]) -> Bound:
+    def _sent(self, sent: object, frees: Sequence[int]) -> Bound:
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
-            transfer = self._sending.pop(operation.what)
+            transfer = self._sending.pop(sent)
             self._streams.wait(transfer)
             transfer.take()
             for register in frees:
@@ -261,7 +264,7 @@ class Executor:
 
         return run
 
-    def _receive(self, received: Receive, register: int, *, lone: bool) -> Bound:
+    def _receive(self, received: Send | Receive, register: int) -> Bound:
         """Not recorded as communication: most of it is waiting for the stage before to compute, which is
         bubble; the message itself is the sender's span."""
         peer, tag = self._mesh.peer(received.stage), self._tag(received.moved)
@@ -272,7 +275,7 @@ class Executor:
             x = torch.empty(self._message_shape, dtype=dtype, device=device)
             launch = receive(x, peer, group, tag)
             frames[0][register] = self._streams.start(
-                Stream.INTER, launch, awaited_next=lone, lane=f"receive {lane}"
+                Stream.INTER, launch, awaited_next=False, lane=f"receive {lane}"
             )
 
         return run

@@ -24,7 +24,6 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import CudaStreams, Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line
-from braid.scheduling.code import Wait
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import with_ends, with_transfers
@@ -293,17 +292,17 @@ class LoneStage(Executor):
         """What forward and backward passes gave, in order."""
         super().__init__(**bound)
 
-    def _send(self, sent: Send, register: int) -> Bound:
+    def _send(self, sent: Send | Receive, register: int, name: str) -> Bound:
         return lambda frames, passes: self.sent.append(frames[0][register])
 
-    def _sent(self, operation: Wait, frees: Sequence[int]) -> Bound:
+    def _sent(self, sent: object, frees: Sequence[int]) -> Bound:
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             for register in frees:
                 frames[0][register] = None
 
         return run
 
-    def _receive(self, received: Receive, register: int, *, lone: bool) -> Bound:
+    def _receive(self, received: Send | Receive, register: int) -> Bound:
         x = self._arriving[received.moved.direction]
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:

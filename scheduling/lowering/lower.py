@@ -1,5 +1,6 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,8 @@ def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
 
 
 def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayout) -> Iterator[Instruction]:
-    sent: list[Send] = []
+    sent: dict[Pass, Send] = {}
+    gradients: dict[int, deque[Pass]] = defaultdict(deque)
     for block in blocks:
         travelling = [one.whole for one in block.passes if one.kind.travels]
         for one in travelling:
@@ -53,11 +55,10 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
                 received = Receive(one, layout.stage_of(before.chunk))
                 yield received
                 yield Await(received)
-                activation = replace(before, kind=PassKind.FORWARD)
-                for old in [old for old in sent if not one.forward and old.moved == activation]:
+                activation = before._replace(kind=PassKind.FORWARD)
+                if not one.forward and activation in sent:
                     # The gradient is back, so the activation arrived long ago: let go of it without waiting.
-                    sent.remove(old)
-                    yield Await(old)
+                    yield Await(sent.pop(activation))
         yield block
         for one in travelling:
             after = one.after(layout)
@@ -65,14 +66,14 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
                 message = Send(after, layout.stage_of(after.chunk))
                 if not one.forward:
                     # Nothing comes back for a gradient: keep no more than two of a channel under way.
-                    channel = [s for s in sent if s.stage == message.stage and not s.moved.forward]
-                    for old in channel[:-1]:
-                        sent.remove(old)
-                        yield Await(old)
+                    channel = gradients[message.stage]
+                    if len(channel) == 2:
+                        yield Await(sent.pop(channel.popleft()))
+                    channel.append(after)
                 yield message
-                sent.append(message)
-    for old in sent:
-        yield Await(old)
+                sent[after] = message
+    for message in sent.values():
+        yield Await(message)
 
 
 def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
@@ -170,7 +171,7 @@ def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) ->
         axes = {c: [a for a in gradient_axes(model, layout, c) if a in ("dp", "edp")] for c in chunks}
         instructions: list[Instruction] = [Gather(chunk, axis) for chunk in chunks for axis in axes[chunk]]
         for instruction in stage:
-            for chunk in dict.fromkeys(one.chunk for one in passes_in(instruction)):
+            for chunk in dict.fromkeys(one.chunk for one in passes_in(instruction)) if chunks else ():
                 if chunk in chunks:
                     instructions += [Await(Gather(chunk, axis)) for axis in axes[chunk]]
                     chunks.remove(chunk)
@@ -268,6 +269,8 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedu
     a program that has a side for it: the one that the other block has ended with, or that of a backward pass
     by itself.
     """
+    if not any(side.kind is PassKind.END for sides in schedule.programs for side in sides):
+        return schedule
     of, stages = rounds(schedule, layout, layers), []
     for stage in schedule.stages:
         instructions: list[Instruction] = []
@@ -276,7 +279,7 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedu
             if isinstance(instruction, Block):
                 found = of(instruction)
                 if left is not None and _takes_up(schedule, found[0], left[1]):
-                    instruction = Block((*instruction.passes, replace(left[0], kind=PassKind.END)))
+                    instruction = Block((*instruction.passes, left[0]._replace(kind=PassKind.END)))
                 left = _leaves(schedule, instruction, found[-1])
             elif not isinstance(instruction, Send | Receive) and not (
                 isinstance(instruction, Await) and isinstance(instruction.transfer, Send | Receive)

@@ -4,7 +4,7 @@ A generator gives only blocks; `braid.scheduling.lowering.lower` adds communicat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from braid.scheduling.schedule import Block, Pass, PassKind, Strand
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -226,7 +226,7 @@ def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int
     strands = list(Strand)
 
     def placed(block: Block) -> Block:
-        return Block(tuple(replace(one, strand=strands[strand_of(one.micro_batch)]) for one in block.passes))
+        return Block(tuple(one._replace(strand=strands[strand_of(one.micro_batch)]) for one in block.passes))
 
     return tuple(tuple(map(placed, order)) for order in orders)
 

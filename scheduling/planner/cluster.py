@@ -6,7 +6,7 @@ searched: it is 1 wherever several ranks share parameters.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from braid.scheduling.analytic import analytic_profile, axis_groups, axis_placements
@@ -18,11 +18,22 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.plan import Plan, RunnerUp, score_of
-from braid.scheduling.planner.decide import COARSE, UNFUSED, Outcome, evaluate, with_schedule
+from braid.scheduling.planner.decide import (
+    COARSE,
+    UNFUSED,
+    Outcome,
+    best_of,
+    modelled,
+    rank,
+    uncollected,
+    variants,
+    with_schedule,
+    within,
+)
 from braid.scheduling.planner.tiers import collective_notes, tier_notes
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
-from braid.scheduling.validate import check_memory
+from braid.scheduling.validate import check, check_memory
 
 SIMULATED = 8
 """Layouts that are decided and simulated in full."""
@@ -63,6 +74,7 @@ class DoesNotFitError(ValueError):
     """No layout of the search fits the cluster's memory."""
 
 
+@uncollected()
 def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: int = SIMULATED) -> Plan:
     """The best plan that was found, with the runners-up.
 
@@ -91,8 +103,9 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
 
 
 def _validate(best: Outcome, cluster: ClusterSpec) -> None:
-    """The memory of the schedule that is taken, instruction by instruction."""
+    """What is taken, and its memory instruction by instruction."""
     setting = best.setting
+    check(best.code)
     check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.zero)
 
 
@@ -119,7 +132,7 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
     """Outcomes of those that also fit when memory is counted instruction by instruction."""
     outcomes, refused = [], []
     for candidate in chosen:
-        outcome = evaluate(candidate.setting, cluster, space=COARSE)
+        outcome = _best(variants(candidate.setting, COARSE), cluster)
         if not outcome.missing_bytes:
             outcomes.append(outcome)
             continue
@@ -130,7 +143,12 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
 
 def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
     """The same layout with every pipeline of its schedule; layers are not fused (see `Space`)."""
-    return evaluate(_open(best.setting), cluster, space=UNFUSED)
+    others = [one for one in variants(_open(best.setting), UNFUSED) if one != best.setting]
+    return min(best, _best(others, cluster), key=rank) if others else best
+
+
+def _best(settings: Iterable[Setting], cluster: ClusterSpec) -> Outcome:
+    return best_of(settings, modelled(cluster), within(cluster.usable_bytes))
 
 
 def _open(setting: Setting) -> Setting:
@@ -156,7 +174,7 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
     outcomes = []
     for name in OTHER_SCHEDULES:
         try:
-            outcome = evaluate(with_schedule(best.setting, name), cluster)
+            outcome = _best(variants(with_schedule(best.setting, name), UNFUSED), cluster)
         except ValueError:
             continue  # a schedule that wants another number of micro-batches or layers
         if not outcome.missing_bytes:

@@ -4,7 +4,9 @@ Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, wi
 and schedules, with modelled or measured costs.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -168,6 +170,19 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
             yield replace(setting, split=split, fused=length, pipeline=pipeline, hop=hop)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Planning makes millions of small objects, hardly any in cycles: to look for some doubles its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@uncollected()
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = Space()
 ) -> list[Outcome]:
@@ -179,29 +194,49 @@ def decide(
     found: list[Outcome] = []
     refused: ValueError | None = None
     for setting in settings:
-        tried: list[Outcome] = []
-        for variant in variants(setting, space):
-            try:
-                bench = bench_of(variant)
-                tried += [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
-            except UnknownCostError:
-                raise
-            except ValueError as error:
-                refused = error
-        if tried:
-            found.append(min(tried, key=lambda one: (one.missing_bytes, one.step_ns)))
+        try:
+            found.append(best_of(variants(setting, space), bench_of, over))
+        except UnknownCostError:
+            raise
+        except ValueError as error:
+            refused = error
     if not found:
         raise refused or ValueError("no schedule suits this layout and number of micro-batches")
-    ranked = sorted(found, key=lambda one: (one.missing_bytes, one.step_ns))
+    ranked = sorted(found, key=rank)
     first = ranked[0]
     alike = [
         one
         for one in ranked
         if one.missing_bytes == first.missing_bytes and one.step_ns < first.step_ns * (1 + ALIKE)
     ]
-    taken = min(alike, key=lambda one: max(rank.total_bytes for rank in one.simulation.memory()))
+    taken = min(alike, key=lambda one: max(held.total_bytes for held in one.simulation.memory))
     check(taken.code)
     return [taken, *(one for one in ranked if one is not taken)]
+
+
+def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outcome:
+    """The best outcome of settings that leave nothing but orders open; not checked yet.
+
+    `ValueError` as for `decide`.
+    """
+    found: list[Outcome] = []
+    refused: ValueError | None = None
+    for setting in settings:
+        try:
+            bench = bench_of(setting)
+            found += [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
+        except UnknownCostError:
+            raise
+        except ValueError as error:
+            refused = error
+    if not found:
+        raise refused or ValueError("there is nothing to choose from")
+    return min(found, key=rank)
+
+
+def rank(outcome: Outcome) -> tuple[float, float]:
+    """Less is better: what fits first, then what is faster."""
+    return outcome.missing_bytes, outcome.step_ns
 
 
 def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
@@ -244,7 +279,7 @@ def replay(
 
 def within(usable_bytes: float) -> Over:
     """What exceeds the memory of a GPU."""
-    return lambda simulation: max(0, max(rank.total_bytes for rank in simulation.memory()) - usable_bytes)
+    return lambda simulation: max(0, max(rank.total_bytes for rank in simulation.memory) - usable_bytes)
 
 
 def anything(simulation: Simulation) -> float:
@@ -254,4 +289,4 @@ def anything(simulation: Simulation) -> float:
 
 def activation_bytes(simulation: Simulation) -> int:
     """Of the stage that needs most."""
-    return max(rank.activation_bytes for rank in simulation.memory())
+    return max(rank.activation_bytes for rank in simulation.memory)

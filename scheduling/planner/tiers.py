@@ -136,7 +136,7 @@ def _model_note(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> T
         layers * sum(bench.profile.solo(op.key) for op in graph.operators) for graph in graphs
     )
     saved = layers * bench.layer.saved_bytes(2)
-    memory = simulation.memory()[0]
+    memory = simulation.memory[0]
     free = cluster.usable_bytes - memory.total_bytes + memory.activation_bytes
     if free < saved:
         return None

@@ -15,10 +15,11 @@ it is run once and remembered.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
-from braid.scheduling.code import Barrier, Body, Compute, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.code import Barrier, Compute, Node, Operation, Start, Stretch, Wait
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
-from braid.scheduling.schedule import Await, Block, Receive, Send
+from braid.scheduling.schedule import Await, Block, Pass, Receive, Send
 from braid.scheduling.simulator.prices import LANES, Price, Prices
 
 _OF_LAYERS = 2
@@ -81,7 +82,7 @@ class RankRun:
     number: int
     stretches: Sequence[Stretch]
     prices: Prices
-    arrivals: dict[object, float]
+    arrivals: dict[Pass, float]
     courses: dict[tuple[object, ...], Course]
     clock: float = 0.0
     executed: list[Executed] = field(default_factory=list)
@@ -95,14 +96,12 @@ class RankRun:
         self._lanes: list[Lane] = [[] for _ in LANES]
         self._flights: list[list[_Flight]] = [[] for _ in LANES]
         self._finished: set[object] = set()
+        self._completion: float | None = None
+        """What `next_completion` found, while stalled."""
 
-    @property
-    def done(self) -> bool:
-        """Whether everything has been executed."""
-        return self._next == len(self.stretches)
-
-    def run(self) -> None:
-        """Go on until the end or until a message is needed whose arrival is not known yet."""
+    def run(self) -> Pass | None:
+        """Go on to the end, or to a message whose arrival is not known yet, which is returned."""
+        self._completion = None
         while self._next < len(self.stretches):
             stretch = self.stretches[self._next]
             match stretch.instruction:
@@ -110,17 +109,18 @@ class RankRun:
                     self._run_block(stretch)
                 case Await(Receive(moved)):
                     if moved not in self.arrivals:
-                        return
+                        return moved
                     self._wait(max(self.arrivals[moved], self._links, self.clock))
                 case Receive():
                     pass  # a message arrives when it was sent: receives are asked for in time
                 case _:
-                    self._run(stretch.body)
+                    self._run(stretch)
             self._next += 1
         self._drain(lambda: any(self._lanes))
+        return None
 
-    def _run(self, body: Body) -> None:
-        for operation in body.operations:
+    def _run(self, stretch: Stretch) -> None:
+        for operation in stretch.operations:
             match operation:
                 case Compute():
                     price, start = self.prices.of(operation), self.clock
@@ -130,11 +130,11 @@ class RankRun:
                     self.executed.append(Executed(operation, price, start, self.clock))
                 case Start(what=what):
                     price = self.prices.of(operation)
-                    token = (operation.turn, id(what)) if isinstance(what, Node) else what
+                    token = (operation.turn, id(what)) if isinstance(what, Node) else stretch.transfer
                     self._issue(price.lane, _Flight(operation, price, token), price.ns)
                     self._wait(self.clock + price.busy_ns)
                 case Wait(what=what):
-                    token = (operation.turn, id(what)) if isinstance(what, Node) else what
+                    token = (operation.turn, id(what)) if isinstance(what, Node) else stretch.transfer
                     self._drain(partial(self._is_under_way, token))
                     self._finished.discard(token)
                     self._wait(self.clock + self.prices.of(operation).busy_ns)
@@ -156,7 +156,7 @@ class RankRun:
         )
         course = self.courses.get(key)
         if course is None:
-            course = self.courses[key] = self._first_course(stretch.body, under_way)
+            course = self.courses[key] = self._first_course(stretch, under_way)
         begin = self.clock
         self.blocks.append(BlockRun(begin, course, stretch))
         self._lanes = [[] for _ in LANES]
@@ -174,8 +174,8 @@ class RankRun:
                 self._note(flight, begin + fate.end)
         self.clock = self._links = begin + course.duration
 
-    def _first_course(self, body: Body, under_way: Sequence[tuple[int, _Flight, float]]) -> Course:
-        """Run a body on a rank like this one, whose clock begins at zero."""
+    def _first_course(self, stretch: Stretch, under_way: Sequence[tuple[int, _Flight, float]]) -> Course:
+        """Run a block on a rank like this one, whose clock begins at zero."""
         rank = RankRun(self.number, (), self.prices, {}, {})
         copies = []
         for place, (number, flight, left) in enumerate(under_way):
@@ -183,7 +183,7 @@ class RankRun:
             rank._lanes[number].append((flight.price.task, left))
             rank._flights[number].append(copy)
             copies.append(copy)
-        rank._run(body)
+        rank._run(stretch)
         rests = {
             id(f): rest
             for fs, lane in zip(rank._flights, rank._lanes, strict=True)
@@ -221,12 +221,16 @@ class RankRun:
 
     def next_completion(self) -> float:
         """While stalled: when the next transfer ends if nothing else starts; infinity without one."""
-        if not any(self._lanes):
-            return float("inf")
-        return self._links + run_lanes([[*lane] for lane in self._lanes], self.prices.slow, float("inf"))
+        if self._completion is None:
+            self._completion = float("inf")
+            if any(self._lanes):
+                lanes = [[*lane] for lane in self._lanes]
+                self._completion = self._links + run_lanes(lanes, self.prices.slow, float("inf"))
+        return self._completion
 
     def complete_next(self) -> None:
         """While stalled: let the transfers run until the next one has ended."""
+        self._completion = None
         stalled_at, self.clock = self.clock, self._links
         self._advance(float("inf"))
         self._links, self.clock = self.clock, stalled_at
@@ -262,18 +266,21 @@ class RankRun:
 
 def run_ranks(stages: Sequence[Sequence[Stretch]], prices: Prices) -> list[RankRun]:
     """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
-    arrivals: dict[object, float] = {}
+    arrivals: dict[Pass, float] = {}
     courses: dict[tuple[object, ...], Course] = {}
     ranks = [RankRun(n, own, prices, arrivals, courses) for n, own in enumerate(stages)]
-    waiting = list(ranks)
-    while waiting:
-        before = len(arrivals)
-        for rank in waiting:
-            rank.run()
-        waiting = [rank for rank in waiting if not rank.done]
-        if waiting and len(arrivals) == before:
-            first = min(waiting, key=RankRun.next_completion)
+    ready, stalled, known = list(ranks), dict[Pass, RankRun](), 0
+    while ready or stalled:
+        for rank in ready:
+            if (needed := rank.run()) is not None:
+                stalled[needed] = rank
+        if stalled and len(arrivals) == known:
+            first = min(stalled.values(), key=RankRun.next_completion)
             if first.next_completion() == float("inf"):
-                raise ValueError(f"deadlock: ranks {[rank.number for rank in waiting]} wait for each other")
+                numbers = sorted(rank.number for rank in stalled.values())
+                raise ValueError(f"deadlock: ranks {numbers} wait for each other")
             first.complete_next()
+        news = islice(reversed(arrivals), len(arrivals) - known)
+        ready = [stalled.pop(moved) for moved in news if moved in stalled]
+        known = len(arrivals)
     return ranks

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.code import Code, Compute, Message, Node, Operation, Start, Wait
 from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, message_bytes
 from braid.scheduling.operators import Kind, Part, Stream
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Gather, Norm, Reduce, Send, Step
+from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.spec import ModelShape
 
 LANES = ("intra", "inter", "data", "send")
@@ -75,7 +75,7 @@ class Prices:
                 return self._update("norm", self._profile.norm_ns_per_parameter)
             case Compute(what=Step()):
                 return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
-            case Start(what=Send()):
+            case Start(what=Message(sent=True)):
                 payload = message_bytes(self._parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
             case Start(what=Reduce(int(chunk), axis)):

@@ -41,7 +41,7 @@ def activations(schedule: str, slack: float | None) -> int:
 
 def held(outcome: Outcome) -> int:
     """Activations of the stage that holds most."""
-    return max(rank.activation_bytes for rank in outcome.simulation.memory())
+    return max(rank.activation_bytes for rank in outcome.simulation.memory)
 
 
 def test_a_bound_is_kept() -> None:

@@ -222,7 +222,7 @@ class MadeUpRun:
         fields = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
         ranks = {f"{name}_seconds": [getattr(one, f"{name}_ns") / 1e9 for one in found] for name in fields}
         means = {name: float(np.mean(values)) for name, values in ranks.items()}
-        peaks = [memory.total_bytes for memory in self._outcome.simulation.memory()]
+        peaks = [memory.total_bytes for memory in self._outcome.simulation.memory]
         peak_bytes = [peaks[self.layout.coordinate(rank)["pp"]] for rank in range(self.ranks)]
         setting = self._outcome.setting
         shared = {"step": self.done, "time": self._clock / 1e9}

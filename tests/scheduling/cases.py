@@ -213,7 +213,7 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
     """The schedule with these micro-batches on strand beta, the others on alpha."""
 
     def placed(one: Pass) -> Pass:
-        return replace(one, strand=Strand.BETA if one.micro_batch in beta else Strand.ALPHA)
+        return one._replace(strand=Strand.BETA if one.micro_batch in beta else Strand.ALPHA)
 
     def moved(old: Instruction) -> Instruction:
         match old:

@@ -163,12 +163,12 @@ def damage(
 
 def other_strand(one: Pass) -> Pass:
     """The pass on the strand that it is not on."""
-    return replace(one, strand=Strand.BETA if one.strand is Strand.ALPHA else Strand.ALPHA)
+    return one._replace(strand=Strand.BETA if one.strand is Strand.ALPHA else Strand.ALPHA)
 
 
 def turned(one: Pass) -> Pass:
     """The whole pass the other way, of the same micro-batch and chunk."""
-    return replace(one, kind=PassKind.BACKWARD if one.forward else PassKind.FORWARD)
+    return one._replace(kind=PassKind.BACKWARD if one.forward else PassKind.FORWARD)
 
 
 def block_of(*passes: Pass) -> Block:
@@ -216,21 +216,21 @@ def swap_blocks_of_two_micro_batches(at: Place) -> None:
 @damage("does not run on this stage: it has chunk")
 def run_a_block_of_another_chunk(at: Place) -> None:
     n = at.single()
-    at.list[n] = block_of(replace(only(at.list[n]), chunk=at.foreign_chunk()))
+    at.list[n] = block_of(only(at.list[n])._replace(chunk=at.foreign_chunk()))
 
 
 @damage("goes through the model's other copy elsewhere", ("bidirectional",))
 def run_a_block_of_the_other_copy(at: Place) -> None:
     n = at.single()
     chunks = [c for c in at.layout.chunks_of(at.stage) if c != only(at.list[n]).chunk]
-    at.list[n] = block_of(replace(only(at.list[n]), chunk=chunks[0]))
+    at.list[n] = block_of(only(at.list[n])._replace(chunk=chunks[0]))
 
 
 @damage("does not run on this stage: .*micro-batches 0 to")
 def run_a_micro_batch_that_does_not_exist(at: Place) -> None:
     n = at.single()
     number = at.schedule.micro_batches + at.number(0, 3)
-    at.list[n] = block_of(replace(only(at.list[n]), micro_batch=number))
+    at.list[n] = block_of(only(at.list[n])._replace(micro_batch=number))
 
 
 @damage("is on strand (alpha|beta) elsewhere")
@@ -286,7 +286,7 @@ def send_before_the_block(at: Place) -> None:
 def send_for_another_block(at: Place) -> None:
     n = at.find(Send)
     moved = at.list[n].moved
-    shifted = replace(moved, chunk=moved.chunk + at.number(1, 3))
+    shifted = moved._replace(chunk=moved.chunk + at.number(1, 3))
     at.list[n] = replace(at.list[n], moved=shifted)
     ran = {one.whole for i in at.list[:n] for one in passes_in(i)}
     assume(shifted.before(at.layout) not in ran)
@@ -295,7 +295,7 @@ def send_for_another_block(at: Place) -> None:
 @damage("messages are of whole passes: B")
 def send_by_the_name_of_input_gradients(at: Place) -> None:
     n = at.find(Send, Receive, where=lambda i: not i.moved.forward)
-    at.list[n] = replace(at.list[n], moved=replace(at.list[n].moved, kind=PassKind.INPUT))
+    at.list[n] = replace(at.list[n], moved=at.list[n].moved._replace(kind=PassKind.INPUT))
 
 
 @damage("RECV.* is not started")
@@ -318,7 +318,7 @@ def receive_from_the_wrong_stage(at: Place) -> None:
 @damage("does not run on this stage")
 def receive_for_another_stage(at: Place) -> None:
     n = at.find(Receive)
-    at.list[n] = replace(at.list[n], moved=replace(at.list[n].moved, chunk=at.foreign_chunk()))
+    at.list[n] = replace(at.list[n], moved=at.list[n].moved._replace(chunk=at.foreign_chunk()))
 
 
 @damage("the next message that stage . sends is for|RECV.* is not started")
@@ -393,7 +393,7 @@ def change_a_wait(at: Place, change: Callable[[Any], Any]) -> None:
 
 @damage("SEND.* is not started|does not run on this stage")
 def wait_for_a_message_that_does_not_exist(at: Place) -> None:
-    change_a_wait(at, lambda t: replace(t, moved=replace(t.moved, micro_batch=t.moved.micro_batch + 100)))
+    change_a_wait(at, lambda t: replace(t, moved=t.moved._replace(micro_batch=t.moved.micro_batch + 100)))
 
 
 @damage("runs on (this )?stage|nothing for .* comes from stage")
@@ -418,7 +418,7 @@ def wait_in_a_circle(at: Place) -> None:
     channel = [i for i in at.list if isinstance(i, Receive) and i.moved.direction is Direction.BACKWARD]
     assume(receive == next(i for i in channel if i.stage == receive.stage))
     at.without(receive, wait)
-    activation = replace(moved, kind=PassKind.FORWARD, chunk=moved.chunk + 1)
+    activation = moved._replace(kind=PassKind.FORWARD, chunk=moved.chunk + 1)
     sent = next(n for n, i in enumerate(at.list) if isinstance(i, Send) and i.moved == activation)
     later = (n for n, i in enumerate(at.list) if i in channel and i.stage == receive.stage)
     place = at.number(0, min(sent, *later, len(at.list)))

@@ -57,7 +57,7 @@ def drop_a_pair(at: Place) -> None:
     del at.list[at.find(Block, where=paired)]
 
 
-@damage("is on strand (alpha|beta) elsewhere", PAIRED)
+@damage("is on strand (alpha|beta) elsewhere|several are on strand", PAIRED)
 def pair_two_passes_of_one_strand(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     moved = [(other_strand(forward), backward), (forward, other_strand(backward))]
@@ -92,13 +92,13 @@ def pair_the_wrong_way_round(at: Place) -> None:
 def pair_with_half_a_backward_pass(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     half = [PassKind.WEIGHT, PassKind.INPUT][at.number(0, 1)]
-    at.list[n] = Block((forward, replace(backward, kind=half), *ends))
+    at.list[n] = Block((forward, backward._replace(kind=half), *ends))
 
 
 @damage("a block has a pass twice", PAIRED)
 def run_both_halves_in_one_block(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
-    halves = (replace(backward, kind=kind) for kind in (PassKind.INPUT, PassKind.WEIGHT))
+    halves = (backward._replace(kind=kind) for kind in (PassKind.INPUT, PassKind.WEIGHT))
     at.list[n] = Block((forward, *halves, *ends))
 
 
@@ -124,8 +124,8 @@ def pair_a_pass_of_another_chunk(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     chunk = at.foreign_chunk()
     moved = [
-        (replace(forward, chunk=chunk), backward),
-        (forward, replace(backward, chunk=chunk)),
+        (forward._replace(chunk=chunk), backward),
+        (forward, backward._replace(chunk=chunk)),
     ]
     at.list[n] = Block((*moved[at.number(0, 1)], *ends))
 
@@ -153,7 +153,7 @@ def twins_of_one_micro_batch(at: Place) -> None:
 
 def end_of(one: Pass) -> Pass:
     """What is left of a backward pass."""
-    return replace(one, kind=PassKind.END)
+    return one._replace(kind=PassKind.END)
 
 
 def takes_up(instruction: Instruction) -> bool:
@@ -208,7 +208,7 @@ def take_up_an_end_on_the_other_strand(at: Place) -> None:
 @damage("does not run on this stage", ORDERED, ends=True)
 def take_up_an_end_of_another_stage(at: Place) -> None:
     n, end = an_end(at)
-    at.list[n] = Block((*at.list[n].passes[:-1], replace(end, chunk=at.foreign_chunk())))
+    at.list[n] = Block((*at.list[n].passes[:-1], end._replace(chunk=at.foreign_chunk())))
 
 
 @damage("still has passes to run", ORDERED, ends=True)
@@ -256,14 +256,14 @@ def drop_the_input_gradients(at: Place) -> None:
 @damage("of B.* never runs", SPLIT)
 def run_input_gradients_instead_of_both(at: Place) -> None:
     n = at.single(lambda one: one.kind is PassKind.BACKWARD)
-    at.list[n] = block_of(replace(only(at.list[n]), kind=PassKind.INPUT))
+    at.list[n] = block_of(only(at.list[n])._replace(kind=PassKind.INPUT))
 
 
 @damage("W.* runs twice|program B:.* is missing", SPLIT)
 def run_both_gradients_instead_of_those_of_the_input(at: Place) -> None:
     n = at.single(lambda one: one.kind is PassKind.INPUT)
     assume(sum(one.kind is PassKind.INPUT for one in at.schedule.passes[at.stage]) > 1)
-    at.list[n] = block_of(replace(only(at.list[n]), kind=PassKind.BACKWARD))
+    at.list[n] = block_of(only(at.list[n])._replace(kind=PassKind.BACKWARD))
 
 
 @damage("still has passes to run", SPLIT)

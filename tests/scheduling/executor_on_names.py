@@ -7,7 +7,6 @@ gathered parameters are absent before. Gradients are summed over one axis after 
 """
 
 from collections import defaultdict
-from dataclasses import replace
 
 from braid.scheduling.schedule import (
     Await,
@@ -162,7 +161,7 @@ class Rank:
             demand(one.whole in self.owed, "no such input gradients")
             self.owed.remove(one.whole)
             return
-        slot = replace(one, kind=PassKind.FORWARD)
+        slot = one._replace(kind=PassKind.FORWARD)
         demand(one.forward != (slot in self.slots), "slot")
         self.slots ^= {slot}
         if one.kind is PassKind.INPUT:
@@ -173,7 +172,7 @@ class Rank:
             demand(one.whole in self.inputs, "no input")
             self.inputs.remove(one.whole)
         if place < size - 1:
-            self.inputs.add(replace(one.whole, chunk=one.chunk + step))
+            self.inputs.add(one.whole._replace(chunk=one.chunk + step))
         self.ran.append(one.whole)
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Compute, Start, name_of
+from braid.scheduling.code import Compute, Message, Start, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.memory import chunk_parameters
@@ -16,7 +16,7 @@ from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import Bench, layer_pair
-from braid.scheduling.schedule import PassKind, Send
+from braid.scheduling.schedule import PassKind
 from braid.scheduling.simulator.engine import Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES
 from braid.scheduling.spec import ModelShape
@@ -50,7 +50,7 @@ def outside_blocks(rank: RankRun) -> Mapping[str, Executed]:
     found: dict[str, Executed] = {}
     for executed in rank.executed:
         assert isinstance(executed.operation, Compute | Start)
-        if not isinstance(executed.operation.what, Send):
+        if not isinstance(executed.operation.what, Message):
             name = name_of(executed.operation.what)
             assert name not in found
             found[name] = executed

@@ -49,7 +49,7 @@ def changed(block: Block, data: st.DataObject) -> list[Block]:
     passes = block.passes
     first = passes[0]
     options = [
-        [Block((replace(first, strand=other[first.strand]), *passes[1:]))],
+        [Block((first._replace(strand=other[first.strand]), *passes[1:]))],
         [Block((*passes, end)) for end in [data.draw(ends_of(first.micro_batch, first.chunk))]],
     ]
     if len(passes) > 1:
@@ -65,7 +65,7 @@ def changed(block: Block, data: st.DataObject) -> list[Block]:
     else:
         kinds = st.sampled_from([PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT])
         split = data.draw(st.lists(kinds, min_size=1, max_size=2))
-        options += [[Block((replace(first, kind=kind),)) for kind in split]]
+        options += [[Block((first._replace(kind=kind),)) for kind in split]]
     return data.draw(st.sampled_from(options))
 
 
@@ -125,7 +125,7 @@ def name_an_end(instructions: list[Instruction], data: st.DataObject) -> None:
     if not pairs:
         return
     n = data.draw(st.sampled_from(pairs))
-    end = replace(passes_in(instructions[n])[1], kind=PassKind.END)
+    end = passes_in(instructions[n])[1]._replace(kind=PassKind.END)
     for k in blocks_of(instructions):
         rest = tuple(one for one in passes_in(instructions[k]) if one != end)
         if rest:

@@ -111,9 +111,9 @@ def test_twins_that_are_none(at: str) -> None:
     first, second = passes_in(schedule.stages[0][place])
     assert "in the order of micro-batches" in with_twins(second, first)
     assert "a block has a pass twice" in with_twins(first, first)
-    assert "does not run on this stage" in with_twins(first, replace(second, chunk=1))
+    assert "does not run on this stage" in with_twins(first, second._replace(chunk=1))
     other = Strand.ALPHA if second.strand is Strand.BETA else Strand.BETA
-    assert "is on strand" in with_twins(first, replace(second, strand=other))
+    assert "is on strand" in with_twins(first, second._replace(strand=other))
 
 
 def test_twins_on_one_strand_are_refused() -> None:
