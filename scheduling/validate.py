@@ -196,13 +196,16 @@ def _astray(transfer: Send | Receive, stage: int, layout: ParallelLayout) -> str
 def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: bool) -> str | None:
     """Why passes cannot be in one block, if they cannot."""
     passes = block.passes
-    strands = [one.strand for one in passes if one.kind is not PassKind.END]
+    strands = {
+        forward: {one.strand for one in passes if one.kind is not PassKind.END and one.forward is forward}
+        for forward in (True, False)
+    }
     if len({one.whole for one in passes}) < len(passes):
         return "a block has a pass twice"
-    if not strands:
+    if not any(strands.values()):
         return "an end has nothing to run beside"
-    if len(set(strands)) < len(strands):
-        return f"several are on strand {strands[0]}; what runs side by side is on strands of its own"
+    if both := strands[True] & strands[False]:
+        return f"both directions are on strand {min(both)}; each is on strands of its own"
     if not trains and any(not one.forward for one in passes):
         return "the schedule has no backward passes"
     kinds = _movers(passes)

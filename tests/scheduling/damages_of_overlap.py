@@ -57,7 +57,7 @@ def drop_a_pair(at: Place) -> None:
     del at.list[at.find(Block, where=paired)]
 
 
-@damage("is on strand (alpha|beta) elsewhere|several are on strand", PAIRED)
+@damage("is on strand (alpha|beta) elsewhere|both directions are on strand", PAIRED)
 def pair_two_passes_of_one_strand(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     moved = [(other_strand(forward), backward), (forward, other_strand(backward))]

@@ -116,10 +116,10 @@ def test_twins_that_are_none(at: str) -> None:
     assert "is on strand" in with_twins(first, second._replace(strand=other))
 
 
-def test_twins_on_one_strand_are_refused() -> None:
+def test_a_forward_and_a_backward_pass_on_one_strand_are_refused() -> None:
     schedule = schedule_of(6)
     for beta in (frozenset[int](), frozenset(range(6))):
-        assert "on strands of its own" in refused(on_strands(schedule, beta))
+        assert "each is on strands of its own" in refused(on_strands(schedule, beta))
 
 
 @pytest.mark.parametrize("kind", [F, B])

@@ -185,7 +185,7 @@ def test_the_number_of_micro_batches_must_be_right() -> None:
 def test_what_runs_side_by_side_is_on_different_strands(name: str) -> None:
     stages, m = (1, 6) if name == "braid_twins" else (2, 6)
     schedule = on_strands(named_schedule(name, stages, m, 2), frozenset(range(6)))
-    assert "several are on strand beta" in message_of(schedule, layout_for(name, stages, 2))
+    assert "both directions are on strand beta" in message_of(schedule, layout_for(name, stages, 2))
 
 
 @pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)", "GATHER(0 dp)"])
