@@ -29,7 +29,7 @@ from braid.scheduling.schedule import (
     Step,
     passes_in,
 )
-from braid.scheduling.schedule_text import parse_sides
+from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
@@ -236,30 +236,25 @@ def _programs(
             side = Side(kind, name)
             chunked = setting.kind.splits_collectives and name == "layer"
             programs[side,] = own_program(side, parts, trains=True, chunked=chunked)
-    together = {
-        frozenset(one.kind for one in passes_in(i)) for stage in stages for i in stage if _is_several(i)
-    }
+    blocks = (passes_in(i) for stage in stages for i in stage)
+    together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
-    if setting.kind.pairs is PairMethod.TURNS and not orders:
-        orders["F:layer|B:layer"] = ()
+    if setting.kind.pairs is PairMethod.TURNS:
+        for movers in together:
+            orders.setdefault(write_sides([Side(kind, "layer") for kind in movers]), ())
     decided = set()
     for text, order in orders.items():
         sides = parse_sides(text)
-        movers = frozenset(side.kind for side in sides if side.kind is not PassKind.END)
-        alone = sum(side.kind is not PassKind.END for side in sides) == 1
-        if alone or movers in together:
+        movers = tuple(side.kind for side in sides if side.kind is not PassKind.END)
+        if len(movers) == 1 or movers in together:
             programs[sides] = program_of(sides, parts, order)
             decided.add(movers)
-    if frozenset((PassKind.FORWARD, PassKind.BACKWARD)) in together - decided:
+    if any(len(set(movers)) > 1 and movers not in decided for movers in together):
         raise ValueError(
             f"overlap.schedule={setting.schedule} needs a pairing: measure the run with `braid profile`, or "
             f"make a plan with `braid plan --output plan.yaml` and set overlap.plan"
         )
     return programs
-
-
-def _is_several(instruction: Instruction) -> bool:
-    return len(passes_in(instruction)) > 1
 
 
 def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedule:

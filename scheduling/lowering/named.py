@@ -15,6 +15,7 @@ from braid.scheduling.lowering.pipelines import (
     one_forward_one_backward,
     paired_w,
     twin_ended,
+    two_beside_one,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -71,6 +72,7 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
     "bidirectional": _pipeline(bidirectional, Placement.BIDIRECTIONAL),
     "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR),
     "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR),
+    "two_beside_one": _pipeline(two_beside_one, Placement.FOLDED, Placement.LINEAR),
     "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
     "v": _pipeline(dual_pipe_v, Placement.FOLDED),
     "zero_bubble_v": _pipeline(zero_bubble_v, Placement.FOLDED),
@@ -114,6 +116,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "interleaved": _kind("interleaved"),
     "intra_batch": _kind("1f1b", splits_collectives=True),
     "wavelet": _kind("w", pairs=PairMethod.TURNS),
+    "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
     "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
     "braid": _kind("w", "twins", "eager_w", "v", pairs=PairMethod.ORDER, searched=True),

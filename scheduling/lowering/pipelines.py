@@ -145,6 +145,26 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
 
 
+def two_beside_one(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """Two forward passes beside a backward pass, then a backward pass by itself, and so on, on one stage.
+
+    A forward pass computes half as much as a backward pass and communicates as much: two of them have as much
+    to hide as the one beside them can hide. At most three micro-batches' activations are held. What is left
+    at the end is a forward beside a backward pass where the micro-batches are even. With several stages it is
+    `paired_w`.
+    """
+    if layout.chunks > 1:
+        return paired_w(layout, micro_batches)
+    order = alone(forward_pass(0, 0))
+    for first in range(0, micro_batches - 1, 2):
+        beside = [forward_pass(m, 0) for m in (first + 1, first + 2) if m < micro_batches]
+        order += [Block((*beside, backward_pass(first, 0))), *alone(backward_pass(first + 1, 0))]
+    if micro_batches % 2:
+        order += alone(backward_pass(micro_batches - 1, 0))
+    # Alpha, beta, beta, alpha, and so on: both forward passes are on the other strand.
+    return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
+
+
 def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> BlockOrder:
     """`paired_w` where a hop to another stage takes ``hop`` slots instead of one.
 

@@ -33,7 +33,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt, one table": {"family": "gpt", "kv_heads": 4, "tied_head": True},
 }
 TWO_STRANDS = [
-    name for name in EXECUTABLE if name not in ("megatron", "folded", "intra_batch", "braid_twins")
+    name
+    for name in EXECUTABLE
+    if name not in ("megatron", "folded", "intra_batch", "braid_twins", "two_beside_one")
 ]
 CASES = [
     *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid", "braid_w")),
@@ -46,6 +48,9 @@ CASES = [
     ("llama", "braid_twins", {"tp": 2}, "fp64"),
     ("llama", "braid_twins", {"dp": 2, "tp": 2}, "fp64"),
     ("gpt", "braid_twins", {"tp": 2}, "fp64"),
+    ("llama", "two_beside_one", {"tp": 2}, "fp64"),
+    ("gpt", "two_beside_one", {"dp": 2, "tp": 2}, "fp64"),
+    ("llama", "two_beside_one", {"tp": 2}, "fp32"),
     ("llama", "braid_twins", {"tp": 2}, "fp32"),
     ("gpt", "fused twins", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),

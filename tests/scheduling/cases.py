@@ -86,13 +86,16 @@ def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none")
     return built_in_parts(part_sizes(shape, ParallelLayout(tp=tp), MICRO_BATCH), recompute)
 
 
+ON_ONE_STAGE = ("braid_twins", "two_beside_one")
+
+
 def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1) -> ParallelLayout:
     """The layout that a named schedule runs on.
 
-    One stage is folded too, but for twins, which are only where nothing folds.
+    One stage is folded too, but for those that differ from others only where nothing folds.
     """
     own = PIPELINES[SCHEDULES[name].pipelines[0]]
-    placement = own.placement_on(stages) if name == "braid_twins" else own.placement
+    placement = own.placement_on(stages) if name in ON_ONE_STAGE else own.placement
     return ParallelLayout(pp=stages, tp=tp, dp=dp, placement=placement)
 
 
@@ -130,7 +133,7 @@ def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str,
     forward, backward = list(layer.forward.operators), list(layer.backward.operators)
     pair, name = f"F:{layer.name}|B:{layer.name}", layer.name
     if method is PairMethod.TURNS:
-        return {pair: ()}
+        return {}  # lowering lets them take turns
     if method is PairMethod.BARRIERS:
         width = max(len(forward), len(backward))
         padded = [[op.name for op in ops] + [""] * (width - len(ops)) for ops in (forward, backward)]

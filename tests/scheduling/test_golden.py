@@ -19,6 +19,7 @@ GOLDEN: dict[str, Schedule] = {
     "folded-p2-m4": named_schedule("folded", 2, 4),
     "folded-p4-m8-tp2": named_schedule("folded", 4, 8, 2),
     "braid-p2-m6-tp2-ends": named_schedule("braid", 2, 6, 2, dp=2, ends=True),
+    "two_beside_one-p1-m6-tp2": named_schedule("two_beside_one", 1, 6, 2),
     "braid_twins-p1-m4-tp2": named_schedule("braid_twins", 1, 4, 2),
     "dualpipev-p2-m6": named_schedule("dualpipev", 2, 6),
     "zbv-p2-m4-tp2": named_schedule("zbv", 2, 4, 2),

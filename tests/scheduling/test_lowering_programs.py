@@ -324,8 +324,7 @@ def test_strands_in_turns(tp: int) -> None:
     """Wavelet's round robin: one operator of each until one has no more; the backward strand begins."""
     layer = model_parts(tp=tp)["layer"]
     graphs = {0: layer.forward, 1: layer.backward}
-    ((sides, order),) = in_turn(layer, PairMethod.TURNS).items()
-    program = program_of(parse_sides(sides), {"layer": layer}, order)
+    program = program_of(parse_sides(PAIR), {"layer": layer}, ())
     replay(program, graphs, {turn: given_values(layer, graph) for turn, graph in graphs.items()})
     turns = [a.turn for a in program if isinstance(a, Compute | Start)]
     shared = 2 * min(len(layer.forward.operators), len(layer.backward.operators))

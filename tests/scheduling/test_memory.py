@@ -182,6 +182,7 @@ CASES = (
     Case("braid_w", 1, 2, fused=2),
     Case("braid_w", 2, 1),
     Case("braid_twins", 1, 2),
+    Case("two_beside_one", 1, 2),
     Case("braid_eager", 2, 2),
     Case("braid_v", 2, 2),
 )

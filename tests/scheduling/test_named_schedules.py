@@ -13,6 +13,7 @@ from braid.scheduling.lowering.pipelines import (
     one_forward_one_backward,
     paired_w,
     twin_ended,
+    two_beside_one,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -83,6 +84,7 @@ def test_generators_want_their_layout() -> None:
         paired_w: Placement.FOLDED,
         eager_paired_w: Placement.FOLDED,
         twin_ended: Placement.FOLDED,
+        two_beside_one: Placement.FOLDED,
         dual_pipe_v: Placement.FOLDED,
         zero_bubble_v: Placement.FOLDED,
         interleaved: Placement.INTERLEAVED,
