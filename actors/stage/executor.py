@@ -141,6 +141,11 @@ class Executor:
         assert not left, f"registers were left over of micro-batch and chunk {', '.join(map(str, left))}"
         return sum(float(loss) for loss in self._losses)
 
+    @property
+    def losses(self) -> int:
+        """Micro-batches whose loss this rank saw in its last run."""
+        return len(self._losses)
+
     def _fill(self, batches: Sequence[MicroBatch | None], loss_scale: float | None) -> None:
         """Give frames what their operators read of the batch, or take it away again."""
         for micro_batch, frame, constants in self._constants:

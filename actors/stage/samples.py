@@ -46,7 +46,7 @@ class ReplicaSamples:
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
         validates = config.data.validation_fraction > 0
         self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
-        self._sees_tokens = 0 in chunks or layout.chunks - 1 in chunks
+        self._sees_tokens = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
         self._ahead = ReadingAhead(self._read)
         self._newest = np.zeros(0, np.int64)
 

@@ -232,8 +232,9 @@ class Worker(Logged):
         assert self._samples is not None
         batches = self._samples.of_validation()
         loss_sum = self._evaluator.run(batches, 0.0, None)
-        counts = self._layout.chunks - 1 in self._model.chunks and self._mesh.position["tp"] == 0
-        return (loss_sum, len(batches) * self._model.context.sizes.tokens) if counts else (0.0, 0)
+        if self._mesh.position["tp"]:
+            return 0.0, 0  # the first rank of the line says the same
+        return loss_sum, self._evaluator.losses * self._model.context.sizes.tokens
 
     def data_facts(self) -> dict[str, float | int | str]:
         """Size and identity of the data, for reports and checkpoints."""
