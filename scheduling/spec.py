@@ -202,7 +202,7 @@ class ParallelLayout:
 
     @cached_property
     def _chunks_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        chunks = range(self.chunks)
+        chunks = sorted(range(self.chunks), key=lambda chunk: chunk % self.chunks_per_copy)
         return tuple(tuple(c for c in chunks if self.stage_of(c) == stage) for stage in range(self.pp))
 
     def neighbour(self, chunk: int, distance: int) -> int | None:
@@ -305,6 +305,13 @@ def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
                 f"parallel.{axis}={layout.degree(axis)} is not available in this version; "
                 f"set parallel.{axis} to 1 (it can be planned and simulated)"
             )
+    if layout.copies > 1 and (layout.pp % 2 or shape.tied_head):
+        odd = f"parallel.pp={layout.pp}", "an even number"
+        (key, wanted) = odd if layout.pp % 2 else ("model.tied_head=true", "false")
+        raise ValueError(
+            f"{key} does not go with overlap.schedule=bidirectional, which has two copies of every part of "
+            f"the model on two stages; set it to {wanted}, or use another schedule (dhelix)"
+        )
     if shape.layers % layout.chunks_per_copy:
         folded = layout.chunks_per_copy > layout.pp
         chunks = f"2 x parallel.pp={2 * layout.pp}" if folded else f"parallel.pp={layout.pp}"

@@ -168,7 +168,12 @@ class _GlobalNorm:
     def __init__(self, parameters: list[StageParameter], mesh: Mesh) -> None:
         device = parameters[0].tensor.device
         first_tp, first_stage = mesh.position["tp"] == 0, mesh.position["pp"] == 0
-        counted = [p for p in parameters if (first_tp or not p.replicated) and (first_stage or not p.shared)]
+        first_copy = mesh.layout.chunks_per_copy
+        counted = [
+            p
+            for p in parameters
+            if (first_tp or not p.replicated) and (first_stage or not p.shared) and p.chunk < first_copy
+        ]
         pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
         self._views = [piece.of_local(p.tensor.main_grad) for _, p, piece in pieces]  # type: ignore[attr-defined]

@@ -31,11 +31,12 @@ class Mesh:
     lines: dict[tuple[str, Strand], Line]
     channels: dict[Channel, dist.ProcessGroup]
     ends: dist.ProcessGroup | None
-    """First and last pipeline stage, for a head tied to the embedding across an unfolded pipeline."""
+    """This stage and the one as far from the other end, where both hold some parameters: the first and the
+    last one a table that embedding and head share, or all of them two copies of the model."""
 
     def shared(self, axis: str) -> dist.ProcessGroup:
         """The group of the ranks that share parameters along an axis (`gradient_axes`)."""
-        if axis == "ends":
+        if axis in ("ends", "copies"):
             assert self.ends is not None
             return self.ends
         return self.group(axis)
@@ -82,8 +83,9 @@ def build_mesh(
         for direction, way in product(Direction, ("down", "up")):
             channels[direction, way] = _line_group(layout, "pp", rank, timeout)
     ends = None
-    if tied_ends and layout.pp > 1:
-        pairs = [[line[0], line[-1]] for line in _lines(layout, "pp")]
+    if layout.pp > 1 and (tied_ends or layout.copies > 1):
+        stages = range(layout.pp // 2 if layout.copies > 1 else 1)
+        pairs = [[line[n], line[-1 - n]] for line in _lines(layout, "pp") for n in stages]
         ends = _my_group(pairs, rank, timeout)
     return Mesh(layout=layout, rank=rank, position=position, lines=lines, channels=channels, ends=ends)
 

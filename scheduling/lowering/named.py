@@ -129,7 +129,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
 }
 """Training schedules by the names that users know; those that begin with ``braid_`` are points of braid."""
 
-EXECUTABLE: Final = tuple(name for name in SCHEDULES if name != "bidirectional")
+EXECUTABLE: Final = tuple(SCHEDULES)
 """What the runtime of this version executes."""
 
 POINTS: Final = tuple(name for name in SCHEDULES if name.startswith("braid_"))

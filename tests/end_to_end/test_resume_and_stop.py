@@ -21,6 +21,7 @@ LAYOUTS = {
     "tp 2": ("parallel.tp=2",),
     "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
     "dp 2": ("parallel.dp=2",),
+    "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 
 FORMATS = {"fp64": ("train.dtype=fp64",), "bf16": ("train.dtype=bf16",)}
@@ -51,7 +52,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("one rank", "tp 2"), ("tp 2", "pp 2 folded"), ("pp 2 folded", "dp 2"), ("dp 2", "one rank")],
+    [
+        ("one rank", "tp 2"),
+        ("tp 2", "pp 2 folded"),
+        ("pp 2 folded", "dp 2"),
+        ("dp 2", "two copies"),
+        ("two copies", "one rank"),
+    ],
 )
 def test_resume_in_another_layout(folder: Path, first: str, second: str) -> None:
     """And without the corpus, whose tokens the run has."""

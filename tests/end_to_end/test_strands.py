@@ -35,7 +35,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 TWO_STRANDS = [
     name
     for name in EXECUTABLE
-    if name not in ("megatron", "folded", "intra_batch", "braid_twins", "two_beside_one")
+    if name not in ("megatron", "folded", "intra_batch", "braid_twins", "two_beside_one", "bidirectional")
 ]
 CASES = [
     *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid", "braid_w")),
@@ -176,6 +176,23 @@ def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
     assert late.gradient_norms == one.gradient_norms
     ours, theirs = late.parameters(), one.parameters()
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+@pytest.mark.parametrize("parallel", [{"pp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)])
+def test_two_copies_of_the_model_train_as_one(runs: Runs, model: str, parallel: dict[str, int]) -> None:
+    """Their gradients are added up, in an order of its own: equal, but not to the bit."""
+    run = runs.of(model, "bidirectional", parallel, "fp64")
+    one = runs.of(model, "megatron", parallel, "fp64")
+    assert run.losses == pytest.approx(one.losses, rel=1e-9, abs=0)
+    assert run.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-9, abs=0)
+    said, wanted = (one.report["validation"]["bits_per_byte"] for one in (run, one))
+    assert said == pytest.approx(wanted, rel=1e-9)
+    ours, theirs = run.parameters(), one.parameters()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-7, atol=1e-9)
+    assert run.losses == pytest.approx(run_plain(run.config, runs.data).losses, rel=1e-9, abs=0)
 
 
 @pytest.mark.slow

@@ -102,8 +102,8 @@ CASES = [
     ),
     Case(
         "schedule that is not executed",
-        ("overlap.schedule='bidirectional'", "planned and simulated", "intra_batch"),
-        {"overlap": {"schedule": "bidirectional"}, "parallel": {"pp": 2}},
+        ("parallel.pp=1 ", "overlap.schedule=bidirectional", "an even number"),
+        {"overlap": {"schedule": "bidirectional"}, "parallel": {"tp": 2}},
     ),
     Case("layers and pp", ("model.layers=4", "parallel.pp=3"), {"parallel": {"pp": 3}}),
     Case(

@@ -3,7 +3,7 @@
 import pytest
 
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import EXECUTABLE, PIPELINES, POINTS, SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES, PairMethod
 from braid.scheduling.lowering.pipelines import (
     bidirectional,
     eager_one_forward_one_backward,
@@ -96,10 +96,6 @@ def test_generators_want_their_layout() -> None:
             if placement is not wanted:
                 with pytest.raises(AssertionError):
                     generator(ParallelLayout(pp=2, placement=placement), 4)
-
-
-def test_what_the_runtime_does_not_execute_is_named() -> None:
-    assert set(SCHEDULES) - set(EXECUTABLE) == {"bidirectional"}
 
 
 def test_braid_searches_the_pipelines_of_all_its_points() -> None:
