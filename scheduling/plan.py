@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import EXECUTABLE, PairMethod
+from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
@@ -120,8 +120,6 @@ class Plan:
             found.append(f"ZeRO {setting.zero}")
         if setting.model.family not in RUNNABLE_FAMILIES:
             found.append(f"models of the family {setting.model.family}")
-        if setting.schedule not in EXECUTABLE:
-            found.append(f"the schedule {setting.schedule}")
         if setting.layout.head_layers:
             found.append("fewer layers on the stage with the head")
         return tuple(found)

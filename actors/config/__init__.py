@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
-from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
     AXES,
@@ -239,11 +239,6 @@ class Config(Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.model.shape(vocabulary)
-            if self.overlap.schedule not in (*EXECUTABLE, AUTO):
-                raise ConfigError(
-                    f"overlap.schedule={self.overlap.schedule!r} can be planned and simulated, but not "
-                    f"executed in this version; use one of {', '.join(EXECUTABLE)} or {AUTO}"
-                )
             check_runnable(shape, self.layout())
             if self.parallel.zero:
                 raise ConfigError(

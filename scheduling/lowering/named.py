@@ -129,8 +129,5 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
 }
 """Training schedules by the names that users know; those that begin with ``braid_`` are points of braid."""
 
-EXECUTABLE: Final = tuple(SCHEDULES)
-"""What the runtime of this version executes."""
-
 POINTS: Final = tuple(name for name in SCHEDULES if name.startswith("braid_"))
 """Single pipelines of ``braid``, which searches them all."""

@@ -17,7 +17,7 @@ import torch
 
 from braid.jobs.planning import Request, fixed_setting
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.lowering.named import EXECUTABLE, SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate, modelled, replay
@@ -34,7 +34,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 TWO_STRANDS = [
     name
-    for name in EXECUTABLE
+    for name in SCHEDULES
     if name not in ("megatron", "folded", "intra_batch", "braid_twins", "two_beside_one", "bidirectional")
 ]
 CASES = [
