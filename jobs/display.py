@@ -15,9 +15,10 @@ from rich.text import Text
 from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
+from braid.jobs.layouts import MeasuredLayout
 from braid.jobs.prepare import Prepared
 from braid.jobs.prepare import Progress as Preparation
-from braid.jobs.train import Chosen, PageOpened, Profiling
+from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
 
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
@@ -62,7 +63,8 @@ class Display:
             yield self
 
     def show(
-        self, event: Event | Prepared | Preparation | Profiling | Profiled | Chosen | PageOpened
+        self,
+        event: Event | Prepared | Preparation | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened,
     ) -> None:
         """Take note of an event."""
         match event:
@@ -80,10 +82,13 @@ class Display:
                 if self._screen:
                     self._screen.update(Text("starting ranks"))
             case Profiling():
-                self._say("profile measuring operators alone and beside communication (once, under a minute)")
+                what = event.layout or "operators alone and beside communication"
+                self._say(f"profile measuring {what} (once, under a minute)")
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
                 self._say(f"profile {event.path} ({how}; {event.profile.source})")
+            case LayoutsMeasured():
+                self._console.print(layouts_table(event.layouts))
             case Chosen():
                 self._console.print(candidates_table(event.candidates))
             case Started():
@@ -224,14 +229,31 @@ def overlap_line(overlap: dict[str, Any]) -> str:
     return ", ".join(facts)
 
 
+def layouts_table(layouts: Sequence[MeasuredLayout]) -> Table:
+    """What ``parallel: auto`` decided by: each layout with its best schedule, the fastest first."""
+    table = Table(title="layouts, simulated as measured; the first runs", title_justify="left")
+    for name in ("layout", "schedule"):
+        table.add_column(name, min_width=14)
+    for name in ("s/step", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    first = layouts[0].seconds
+    assert first is not None
+    for one in layouts:
+        if one.seconds is None:
+            table.add_row(one.layout, one.trouble, "-", "-")
+        else:
+            table.add_row(one.layout, one.schedule, f"{one.seconds:.4f}", f"{one.seconds / first:.3f}")
+    return table
+
+
 def candidates_table(candidates: Sequence[Candidate]) -> Table:
     """What ``overlap.schedule: auto`` decided by: simulated with the measured profile, the fastest first."""
     table = Table(
-        title="schedules, simulated with the measured profile; the first one runs", title_justify="left"
+        title="schedules, simulated with the measured profile; the first runs", title_justify="left"
     )
-    table.add_column("schedule")
-    for name in ("s/step", "to the first", "hidden", "bubble", "memory GiB", "layers fused"):
-        table.add_column(name, justify="right")
+    table.add_column("schedule", no_wrap=True)
+    for name in ("s/step", "ratio", "hidden", "bubble", "GiB", "fused"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in candidates:
         table.add_row(
             one.schedule,

@@ -210,7 +210,8 @@ def prepared_config(config: Config) -> Config:
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
     config = anchored(config, Path.cwd())  # what stands beside the file is absolute already
-    config.layout()
+    if not config.parallel.auto:
+        config.layout()
     if config.data.tokenizer == BYTES or Path(config.data.tokenizer).exists():
         config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
@@ -262,7 +263,7 @@ def _metadata(config: Config, stop_seconds: int) -> dict[str, str]:
     return {
         _RUN: config.name,
         _VERSION: __version__,
-        _LAYOUT: config.layout().describe(),
+        _LAYOUT: "auto" if config.parallel.auto else config.layout().describe(),
         _DIRECTORY: str(config.run_directory),
         _BY: f"{_user()}@{socket.gethostname()}",
         _AT: datetime.now(UTC).isoformat(timespec="seconds"),

@@ -27,6 +27,7 @@ from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
 from braid.jobs.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.executors import local_map
+from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
 from braid.jobs.prepare import Prepared, Progress
 from braid.jobs.session import check_lasting, ray_nodes, ray_session
@@ -37,7 +38,9 @@ from braid.scheduling.spec import ModelShape
 
 @dataclass(frozen=True)
 class Profiling:
-    """The run is about to be profiled."""
+    """The run is about to be profiled, or a ``layout`` that it may take."""
+
+    layout: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +57,17 @@ class Chosen:
     candidates: tuple[Candidate, ...]
 
 
-Show = Callable[[Event | Prepared | Progress | Profiling | Profiled | Chosen | PageOpened], None]
-MakePlan = Callable[[Prepared, Launcher, Sequence[str]], RunPlan]
+@dataclass(frozen=True, kw_only=True)
+class LayoutsMeasured:
+    """What ``parallel: auto`` compared, the fastest first; the run takes that one."""
+
+    layouts: tuple[MeasuredLayout, ...]
+
+
+Show = Callable[
+    [Event | Prepared | Progress | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened], None
+]
+MakePlan = Callable[[Config, Prepared, Launcher, Sequence[str]], RunPlan]
 
 
 def train(
@@ -80,10 +92,10 @@ def train(
         check_url(config.checkpoint.mirror)
     if not options.resume or options.again:
         check_initial(config.model.initial, shape)
-    if not config.overlap.needs_profile:
+    if not config.overlap.needs_profile and not config.parallel.auto:
         build_schedule(config, shape)  # what is wrong with it shows before anything starts
 
-    def plan(prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
+    def plan(config: Config, prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
         made = plan_run(config, shape, str(prepared.output), launcher, nodes, show)
         return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
@@ -174,13 +186,27 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     return replace(made, faults=before.faults)
 
 
+def _laid_out(config: Config, launcher: Launcher, nodes: Sequence[str], show: Show) -> Config:
+    """The configuration with a layout, searched for where it is to be."""
+    if not config.parallel.auto:
+        return config
+    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    found, layouts = with_layout(
+        config, shape, launcher, nodes, lambda layout: show(Profiling(layout=layout))
+    )
+    show(LayoutsMeasured(layouts=tuple(layouts)))
+    return found
+
+
 def _in_processes(
     places: Sequence[Place] | None, config: Config, options: RunOptions, plan: MakePlan, show: Show
 ) -> Iterator[Event]:
     launcher = ProcessLauncher(config, places)
-    launcher.check(config.layout().ranks)
+    if not config.parallel.auto:
+        launcher.check(config.layout().ranks)
     prepared = prepare_data(config, local_map, show, resume=options.resume)
-    controller = Controller(plan(prepared, launcher, ()), launcher, options)
+    config = _laid_out(config, launcher, (), show)
+    controller = Controller(plan(config, prepared, launcher, ()), launcher, options)
     with _stopping(controller.stop):
         yield from controller.run()
 
@@ -196,10 +222,11 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         from braid.jobs.ray_metrics import ray_metrics  # a run of processes starts without a web server
 
         launcher = RayLauncher(config)
-        if config.elastic.max_ranks is None:  # else it begins with what room there is
+        if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
             launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show, resume=options.resume)
-        made = plan(prepared, launcher, ray_nodes())
+        config = _laid_out(config, launcher, ray_nodes(), show)
+        made = plan(config, prepared, launcher, ray_nodes())
         controllers = [start_controller(made, options, partial(replan, made))]
         budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
         with (

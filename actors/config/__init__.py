@@ -89,7 +89,8 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
 
-    ``parallel: auto`` lets `braid plan` search them; ``{auto: true, tp: 8}`` fixes those that are given.
+    ``parallel: auto``: `braid plan` searches them, and a run measures what the machine makes of each;
+    ``{auto: true, tp: 8}`` fixes those that are given.
     ``zero`` is not searched: such plans have 1 wherever several ranks share parameters. ``cp``, ``ep`` and
     ``zero`` are planned and simulated only: a run wants 1, 1 and 0.
     """
@@ -221,7 +222,7 @@ class Config(Section):
         """The mesh, with the model's chunks where the schedule wants them."""
         if self.parallel.auto:
             raise ConfigError(
-                "parallel: auto is decided by `braid plan`; run it and set the degrees that it finds"
+                "parallel: auto is decided when a run starts, or by `braid plan`; set the degrees here"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
@@ -239,6 +240,8 @@ class Config(Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.model.shape(vocabulary)
+            if self.parallel.auto:  # layouts are checked as they are tried
+                return shape
             check_runnable(shape, self.layout())
             if self.parallel.zero:
                 raise ConfigError(

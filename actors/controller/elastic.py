@@ -48,14 +48,15 @@ def best_degrees(
     now = degrees_of(config)
     limit = min(capacity, elastic.max_ranks or capacity)
     fitting = [
-        one for one in _layouts(limit) if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
+        one for one in degrees_up_to(limit) if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
     ]
     return max(
         fitting, key=lambda one: (one.ranks, one.tp == now.tp, one.pp == now.pp, one.dp, one.tp), default=None
     )
 
 
-def _layouts(limit: int) -> Iterator[Degrees]:
+def degrees_up_to(limit: int) -> Iterator[Degrees]:
+    """Every way to lay out so many ranks, and every smaller number."""
     for ranks in range(1, limit + 1):
         for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
             for pp in (n for n in range(1, ranks // tp + 1) if ranks // tp % n == 0):

@@ -138,6 +138,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # braid has searched them; another placement of the parameters
         if layout.pp == 1 and (kind.placement_on(1) is not Placement.LINEAR or name == "eager"):
             continue  # pipelines of one stage are all the same
+        if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
+            continue  # wavelet
         if layout.tp == 1 and kind.splits_collectives:
             continue  # nothing to split
         try:

@@ -1,0 +1,136 @@
+"""``parallel: auto`` of a run: layouts of the ranks there is room for are measured, and the fastest is taken.
+
+What `braid plan` does with a model of a cluster, here with the machine that is there: every layout is
+profiled as a run in it would be (profiles are kept), decided and simulated; the run does what was decided.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from braid.actors.config import Config, ConfigError, ParallelConfig
+from braid.actors.controller.decisions import find_or_decide
+from braid.actors.controller.elastic import Degrees, degrees_up_to
+from braid.actors.controller.group import Launcher, WorkerError
+from braid.actors.controller.profiling import find_or_measure
+from braid.scheduling.planner.cluster import Search, candidates
+from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.spec import ModelShape
+
+MEASURED = 6
+"""Layouts that are measured at most: a profile takes seconds to a minute."""
+_SETTLED_SECONDS = 2.0
+LIKE = "h100"
+"""The preset whose model says which, where there are more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLayout:
+    """A layout that ``parallel: auto`` has looked at."""
+
+    layout: str
+    schedule: str = ""
+    seconds: float | None = None
+    """The simulated step, with measured costs; None where measuring failed."""
+    trouble: str = ""
+
+
+Tell = Callable[[str], None]
+"""Told of the layout that is measured next."""
+
+
+def with_layout(
+    config: Config, shape: ModelShape, launcher: Launcher, nodes: Sequence[str], tell: Tell
+) -> tuple[Config, list[MeasuredLayout]]:
+    """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
+
+    `ConfigError` where no layout suits model and batch; `WorkerError` where none could be measured.
+    """
+    room = _room(launcher)
+    known: dict[str, Config] = {}
+    found: list[MeasuredLayout] = []
+    failure: WorkerError | None = None
+    fitting = fitting_layouts(config, shape, room)
+    for number, one in enumerate(fitting, 1):
+        layout = one.layout().describe()
+        tell(f"layout {layout} ({number} of {len(fitting)})")
+        try:
+            profile = find_or_measure(one, shape, launcher, nodes).profile
+        except WorkerError as error:  # such as a model that does not fit
+            failure = error
+            found.append(MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0]))
+            continue
+        made = find_or_decide(one, shape, profile)
+        seconds = json.loads(made.files["predicted.json"])["step_seconds"]
+        known[layout] = one
+        found.append(MeasuredLayout(layout=layout, schedule=made.name, seconds=seconds))
+    found.sort(key=lambda one: float("inf") if one.seconds is None else one.seconds)
+    if not known:
+        assert failure is not None
+        raise failure
+    return known[found[0].layout], found
+
+
+def _room(launcher: Launcher) -> int:
+    """Ranks there is room for; what preparing the data has held is given back within a moment."""
+    room, deadline = 1, time.monotonic() + _SETTLED_SECONDS
+    while time.monotonic() < deadline:
+        room = max(room, launcher.capacity(None)[0])
+        time.sleep(_SETTLED_SECONDS / 10)
+    return room
+
+
+def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config]:
+    """The configuration in every layout of as many ranks as possible that suits model, batch and schedule.
+
+    Degrees that are given are kept. `ConfigError` where none does. The most promising ones, if they are many.
+    """
+    fixed, refused = config.parallel.fixed, ConfigError("there is no room for a rank")
+    by_ranks: dict[int, list[Config]] = {}
+    for degrees in degrees_up_to(room):
+        if any(fixed.get(axis, degree) != degree for axis, degree in vars(degrees).items()):
+            continue
+        one = _in_layout(config, degrees)
+        try:
+            one.check(shape.vocabulary)
+        except ConfigError as error:
+            refused = error
+            continue
+        by_ranks.setdefault(degrees.ranks, []).append(one)
+    if not by_ranks:
+        raise ConfigError(f"parallel: auto finds no layout of up to {room} ranks: {refused}")
+    ranks = max(by_ranks)
+    fitting = by_ranks[ranks]
+    return fitting if len(fitting) <= MEASURED else _promising(config, shape, ranks, fitting)
+
+
+def _in_layout(config: Config, degrees: Degrees) -> Config:
+    given = config.parallel.model_dump(exclude={"auto", "dp", "tp", "pp"}, exclude_unset=True)
+    parallel = ParallelConfig.model_validate({**given, **vars(degrees)})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[Config]) -> list[Config]:
+    """Those that are fastest on a cluster that is known; only their order is of interest."""
+    spec = cluster_preset(LIKE)
+    each = spec.gpus_per_node if ranks % spec.gpus_per_node == 0 else ranks
+    spec = replace(spec, nodes=ranks // each, gpus_per_node=each)
+    train = config.train
+    search = Search(
+        model=shape,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        recompute=train.recompute,
+        fixed={"cp": 1, "ep": 1},
+    )
+    steps: dict[tuple[int, int, int], float] = {}
+    for candidate in candidates(search, spec):
+        layout = candidate.setting.layout
+        steps[layout.dp, layout.tp, layout.pp] = candidate.step_ns
+
+    def step(one: Config) -> float:
+        parallel = one.parallel
+        return steps.get((parallel.dp, parallel.tp, parallel.pp), float("inf"))
+
+    return sorted(fitting, key=step)[:MEASURED]

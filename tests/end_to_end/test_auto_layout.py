@@ -1,0 +1,84 @@
+"""``parallel: auto``: a run measures the layouts there is room for and takes the fastest."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.jobs.layouts import MEASURED, fitting_layouts
+from braid.scheduling.plan import read_plan
+from tests.end_to_end.command import braid, write_config, write_corpus
+
+
+def config_of(**sections: object) -> Config:
+    return parse_config(
+        {
+            "model": {"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 4, "sequence": 32, "vocabulary": 64},
+            "train": {"global_batch": 8, "micro_batch": 1},
+            "parallel": "auto",
+            **sections,
+        },
+        [],
+        source="test",
+    )
+
+
+def layouts(config: Config, room: int) -> set[str]:
+    return {one.layout().describe() for one in fitting_layouts(config, config.model.shape(64), room)}
+
+
+def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
+    assert layouts(config_of(), 2) == {"dp 2", "tp 2", "pp 2"}
+    assert layouts(config_of(), 1) == {"1 rank"}
+    assert layouts(config_of(parallel={"auto": True, "tp": 2}), 4) == {"dp 2 x tp 2", "tp 2 x pp 2"}
+    assert layouts(config_of(overlap={"schedule": "braid_v"}), 2) == {
+        "dp 2 (folded)",
+        "tp 2 (folded)",
+        "pp 2 (folded)",
+    }
+
+
+def test_fewer_ranks_where_more_do_not_suit_the_model() -> None:
+    odd = config_of(
+        model={"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 4, "sequence": 32, "vocabulary": 64},
+        train={"global_batch": 4, "micro_batch": 1},
+    )
+    assert layouts(odd, 7) == layouts(odd, 6) == layouts(odd, 5) == layouts(odd, 4)
+    with pytest.raises(ConfigError, match=r"no layout of up to 2 ranks: .*parallel\.tp=2"):
+        layouts(
+            config_of(
+                model={"hidden": 60, "heads": 3, "kv_heads": 3, "vocabulary": 64},
+                parallel={"auto": True, "tp": 2},
+            ),
+            2,
+        )
+
+
+def test_of_many_layouts_the_most_promising() -> None:
+    found = fitting_layouts(config_of(), config_of().model.shape(64), 16)
+    assert len(found) == MEASURED
+    assert {one.layout().ranks for one in found} == {16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_a_run_takes_the_fastest_and_its_plan_repeats_it(tmp_path: Path, launcher: str) -> None:
+    write_corpus(tmp_path)
+    write_config(tmp_path, train={"steps": 4}, parallel="auto", overlap={"schedule": "auto"})
+    common = ("train", "run.yaml", "--launcher", launcher, "--set", "cluster.cpus_per_rank=1")
+    first = braid(tmp_path, *common)
+    assert first.code == 0, first.errors
+    run = tmp_path / "runs" / "run"
+    plan = read_plan(run / "plan.yaml")
+    measured = [line for line in first.output.splitlines() if "measuring layout" in line]
+    assert len(measured) > 1
+    text = (run / "schedule.txt").read_text()
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert f"({plan.setting.layout.describe()})" in first.output
+    again = braid(tmp_path, *common, "--plan", str(run / "plan.yaml"), "--set", "name=again")
+    assert again.code == 0, again.errors
+    assert "measuring layout" not in again.output
+    run = tmp_path / "runs" / "again"
+    assert (run / "schedule.txt").read_text() == text
+    assert [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] == losses
