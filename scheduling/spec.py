@@ -186,6 +186,11 @@ class ParallelLayout:
         """Number of chunks the layers are cut into."""
         return self.chunks // self.copies
 
+    @property
+    def ends_apart(self) -> bool:
+        """Whether the first and the last chunk of the model are on different stages."""
+        return self.stage_of(0) != self.stage_of(self.chunks_per_copy - 1)
+
     def degree(self, axis: str) -> int:
         """Number of ranks along a mesh axis."""
         return int(getattr(self, axis))

@@ -24,6 +24,17 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
     Stages, positions in their lists (their length: the end) and causes.
     """
+    summed = [
+        [i.chunk for i in own if isinstance(i, Reduce) and i.axis == "copies"] for own in schedule.stages
+    ]
+    for stage, chunks in enumerate(summed):
+        other = len(summed) - 1 - stage
+        places = [
+            [c % layout.chunks_per_copy for c in own if c is not None] for own in (chunks, summed[other])
+        ]
+        if places[0] != places[1]:
+            end = len(schedule.stages[stage])
+            yield stage, end, f"copies are not summed in the order of stage {other}, which holds the others"
     everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, everywhere):
@@ -159,7 +170,7 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
     at_end = layout.is_first(chunk) or layout.is_last(chunk)
     wanted = {
         "tp": layout.tp > 1,
-        "ends": "ends" in summed and at_end and layout.chunks == layout.pp > 1,
+        "ends": "ends" in summed and at_end and layout.ends_apart,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "edp": "edp" in summed and layout.dp > 1,

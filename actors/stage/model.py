@@ -98,7 +98,7 @@ class StageModel:
                         chunk=chunk,
                         replicated=all(piece.length == piece.source.shape[piece.dim] for piece in slices)
                         and self.context.sizes.tp > 1,
-                        shared=tied and self.layout.pp > 1 and not self.layout.folded,
+                        shared=tied and self.layout.ends_apart,
                     )
                 )
         return PartInstance(

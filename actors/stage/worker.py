@@ -103,7 +103,7 @@ class Worker(Logged):
             layout,
             self.rank,
             strands=schedule.strands,
-            tied_ends=plan.shape.tied_head and not layout.folded,
+            tied_ends=plan.shape.tied_head and layout.ends_apart,
             timeout=timeout,
         )
         self._build(plan, schedule)

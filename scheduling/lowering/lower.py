@@ -109,11 +109,10 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
     bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``edp``: those of the
     same experts.
     """
-    linear = layout.chunks == layout.pp > 1
-    ends = model.tied_head and linear and (layout.is_first(chunk) or layout.is_last(chunk))
+    at_end = layout.is_first(chunk) or layout.is_last(chunk)
     found = {
         "tp": layout.tp > 1,
-        "ends": ends,
+        "ends": model.tied_head and layout.ends_apart and at_end,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "edp": model.experts > 0 and layout.dp > layout.ep,

@@ -196,7 +196,7 @@ def test_two_copies_of_the_model_train_as_one(runs: Runs, model: str, parallel: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["megatron", "folded", "braid_w", "zbv"])
+@pytest.mark.parametrize("schedule", ["megatron", "folded", "interleaved", "braid_w", "zbv"])
 def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
     """Embedding and head add their gradients to one table, in an order that depends on the schedule."""
     run = runs.of("gpt, one table", schedule, {"pp": 2}, "fp64")

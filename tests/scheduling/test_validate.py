@@ -266,3 +266,14 @@ def test_the_message_shows_a_fault_at_the_end() -> None:
         "schedule megatron, stage 0, at the end: the STEP is missing",
         "* stage 0 | NORM  REDUCE(norm tp)  WAIT(REDUCE norm tp)  >>end<<",
     ]
+
+
+def test_two_stages_sum_their_copies_in_one_order() -> None:
+    schedule, layout = named_schedule("bidirectional", 2, 4), layout_for("bidirectional", 2)
+    stage = list(schedule.stages[0])
+    places = [n for n, i in enumerate(stage) if isinstance(i, Reduce) and i.axis == "copies"]
+    assert len(places) == 2
+    first, second = places
+    stage[first], stage[second] = stage[second], stage[first]
+    text = message_of(replace(schedule, stages=(tuple(stage), schedule.stages[1])), layout)
+    assert "stage 0, at the end: copies are not summed in the order of stage 1" in text
