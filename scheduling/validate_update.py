@@ -24,21 +24,18 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
     Stages, positions in their lists (their length: the end) and causes.
     """
-    summed = [
-        [i.chunk for i in own if isinstance(i, Reduce) and i.axis == "copies"] for own in schedule.stages
-    ]
-    for stage, chunks in enumerate(summed):
-        other = len(summed) - 1 - stage
-        places = [
-            [c % layout.chunks_per_copy for c in own if c is not None] for own in (chunks, summed[other])
-        ]
-        if places[0] != places[1]:
-            end = len(schedule.stages[stage])
-            yield stage, end, f"copies are not summed in the order of stage {other}, which holds the others"
     everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, everywhere):
             yield stage, position, cause
+    places = [
+        [(i.chunk or 0) % layout.chunks_per_copy for i in own if isinstance(i, Reduce) and i.axis == "copies"]
+        for own in schedule.stages
+    ]
+    for stage, (here, there) in enumerate(zip(places, places[::-1], strict=True)):
+        if here != there:
+            cause = f"copies are not summed in the order of stage {len(places) - 1 - stage}"
+            yield stage, len(schedule.stages[stage]), f"{cause}, which has the others"
 
 
 def _of_stage(

@@ -123,8 +123,10 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
-    ``early``: begin after the last block of a chunk, beside what still runs on others.
+    ``early``: begin after the last block of a chunk, beside what still runs on others; not where there are
+    copies, whose two stages sum in one order.
     """
+    early = early and layout.copies == 1
     updated = []
     for number, stage in enumerate(stages):
         sums = _Sums({c: list(gradient_axes(model, layout, c)) for c in layout.chunks_of(number)})
