@@ -123,45 +123,33 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
-    ``early``: begin after the last block of a chunk, beside what still runs on others; not where there are
-    copies, whose two stages sum in one order.
+    ``early``: begin after the last block of a chunk; sums over replicas stay under way beside what still runs
+    on others. Not where there are copies, whose two stages sum in one order.
     """
     early = early and layout.copies == 1
     updated = []
     for number, stage in enumerate(stages):
-        sums = _Sums({c: list(gradient_axes(model, layout, c)) for c in layout.chunks_of(number)})
+        axes = {chunk: gradient_axes(model, layout, chunk) for chunk in layout.chunks_of(number)}
         last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
         instructions: list[Instruction] = []
+        under_way: list[Instruction] = []
         for position, instruction in enumerate(stage):
             instructions.append(instruction)
-            if early and isinstance(instruction, Block):
-                instructions += sums.go_on([c for c, end in last.items() if end <= position and sums.left[c]])
-        while sums.under_way or any(sums.left.values()):
-            instructions += sums.go_on(list(sums.left))
+            for chunk in [c for c, end in last.items() if end == position] if early else ():
+                for axis in axes.pop(chunk):
+                    instructions.append(Reduce(chunk, axis))
+                    waits = under_way if axis in ("dp", "edp") else instructions
+                    waits.append(Await(Reduce(chunk, axis)))
+        instructions += under_way
+        for place in range(max(map(len, axes.values()), default=0)):  # one axis of all chunks after the other
+            sums = [Reduce(chunk, own[place]) for chunk, own in axes.items() if place < len(own)]
+            instructions += [*sums, *map(Await, sums)]
         instructions.append(Norm())
         for axis in ("tp", "pp"):
             if layout.degree(axis) > 1:
                 instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
         updated.append((*instructions, Step()))
     return tuple(updated)
-
-
-@dataclass
-class _Sums:
-    """Sums of a stage's gradients: axes that are left by chunk, and what is under way."""
-
-    left: dict[int, list[str]]
-    under_way: list[Reduce] = field(default_factory=list)
-
-    def go_on(self, chunks: list[int]) -> Iterator[Instruction]:
-        """Wait for what is under way of some chunks, then begin their next sums."""
-        for one in [one for one in self.under_way if one.chunk in chunks]:
-            self.under_way.remove(one)
-            yield Await(one)
-        for chunk in chunks:
-            if self.left[chunk]:
-                self.under_way.append(Reduce(chunk, self.left[chunk].pop(0)))
-                yield self.under_way[-1]
 
 
 def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:

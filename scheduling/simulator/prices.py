@@ -10,9 +10,9 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.spec import ModelShape
 
-LANES = ("intra", "inter", "data", "send")
-"""Queues of transfers: of layers, one per stream; of gradients and parameters; of messages."""
-
+LANES = ("intra", "inter", "tp sums", "data", "send")
+"""Queues of transfers, as ranks have them: of layers, one per stream; of gradients over tp; of gradients and
+parameters over other axes; of messages."""
 
 NORM_BYTES = 8 << 10
 """Of the squares that are summed for the norm: a number for every parameter, latency in other words."""
@@ -77,13 +77,13 @@ class Prices:
                 return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
             case Start(what=Message(sent=True)):
                 payload = message_bytes(self._parts, DTYPE_BYTES[self._dtype])
-                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload, "send")
+                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
             case Start(what=Reduce(int(chunk), axis)):
                 cut = self._zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
                 return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]))
             case Start(what=Reduce(None, axis)):
-                return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES, "data")
+                return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
             case Start(what=Gather(chunk, axis)):
                 return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype])
         return Price(-1, 0.0, Stream.COMPUTE)
@@ -117,10 +117,11 @@ class Prices:
             case _:
                 count, ranks = held.dense, layout.dp * layout.cp
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
-        return self._transfer(axis, kind, count * width, round(count * width * share), "data")
+        return self._transfer(axis, kind, count * width, round(count * width * share))
 
-    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int, lane: str) -> Price:
+    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
         along = "pp" if axis in ("ends", "copies") else axis  # between stages
+        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if axis == "tp" else "data"
         fit = self._profile.transfer(along, kind)
         task = self._task(f"{along}/{kind.value}", fit.stream)
         return Price(task, float(fit.ns(payload)), fit.stream, LANES.index(lane), 0.0, sent)

@@ -46,6 +46,9 @@ class Rank:
     def __init__(self, stage: int, layout: ParallelLayout, schedule: Schedule, network: "Network") -> None:
         self.stage, self.layout, self.network = stage, layout, network
         self.instructions = schedule.stages[stage]
+        self.together = {
+            tuple(side.kind for side in sides if side.kind is not PassKind.END) for sides in schedule.programs
+        }
         self.cursor = 0
         self.inputs: set[Pass] = set()
         self.slots: set[Pass] = set()
@@ -123,9 +126,12 @@ class Rank:
         kinds = [one.kind for one in movers]
         demand(bool(movers), "an end alone")
         demand(len({one.whole for one in passes}) == len(passes), "a pass twice")
-        demand(len({one.strand for one in movers}) == len(movers), "two on one strand")
-        demand(len(set(kinds)) == 1 or kinds == [PassKind.FORWARD, PassKind.BACKWARD], "no such program")
-        leaving = [one for one in movers if len(set(kinds)) == 2 and self.leaves(*movers)]
+        strands = [{one.strand for one in movers if one.forward is forward} for forward in (True, False)]
+        demand(not strands[0] & strands[1], "both directions on one strand")
+        demand(len(set(kinds)) == 1 or tuple(kinds) in self.together, "no such program")
+        leaving = [
+            one for one in movers if kinds == [PassKind.FORWARD, PassKind.BACKWARD] and self.leaves(*movers)
+        ]
         for one in passes:
             if one.kind is PassKind.END:
                 demand(one.whole in self.ends, "no such end")
