@@ -106,6 +106,9 @@ class Node:
     """Of the run in the chunk, in the order of the forward pass."""
     part: int
     """Of the chunk, in the order of the forward pass."""
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    """Registers; of a chunk of tokens also the one of the whole value that has its rows."""
     bit: int
     needs: int
     """Bits of what has to be done before it begins."""

@@ -1,10 +1,15 @@
-"""Registers of a chunk: which value of which run is where, and what has to be done before an operator."""
+"""Registers of a chunk: which value of which run is where, what has to be done before an operator, and what
+each operation is the last to touch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from braid.scheduling.code import Frame, Node
-from braid.scheduling.operators import Graph, Operator, Part, Value
+from braid.scheduling import schedule as text
+from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
+from braid.scheduling.operators import Graph, Part, Value
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Action, Pass, PassKind, Side
 
 
 @dataclass(frozen=True)
@@ -13,16 +18,8 @@ class ChunkLayout:
 
     runs: tuple[str, ...]
     frame: Frame
-    registers: Mapping[tuple[int, str], int]
-    """By place of the run and name of the value."""
     nodes: Mapping[tuple[int, bool, str], Node]
     """By place of the run, whether of the forward pass, and name."""
-
-    def written(self, op: Operator, place: int) -> tuple[str, ...]:
-        """Values that an operator writes; of a chunk of tokens also the whole one that has its rows."""
-        values = self.frame.values
-        wholes = (values[self.registers[place, name]].chunk_of for name in op.writes)
-        return tuple(dict.fromkeys((*op.writes, *(name for name in wholes if name is not None))))
 
 
 def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
@@ -94,7 +91,7 @@ def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
         ),
     )
     nodes = _nodes(parts, graphs, frame, registers, made)
-    return ChunkLayout(tuple(part.name for part in parts), frame, registers, nodes)
+    return ChunkLayout(tuple(part.name for part in parts), frame, nodes)
 
 
 def _root(owners: Sequence[int], register: int) -> int:
@@ -142,8 +139,10 @@ def _nodes(
     for place, forward, graph in graphs:
         for op in graph.operators:
             needs = 0
-            for name in op.reads:
-                register = registers[place, name]
+            reads = tuple(registers[place, name] for name in op.reads)
+            wholes = (parts[place].values[name].chunk_of for name in op.writes)
+            written = dict.fromkeys((*op.writes, *(name for name in wholes if name is not None)))
+            for register in reads:
                 own = made[forward].get(register)
                 needs |= own or (0 if forward else made[True].get(register)) or arrivals.get(register, 0)
             others = 0
@@ -157,8 +156,82 @@ def _nodes(
                 run=parts[place].name,
                 place=place,
                 part=offsets[place] + op.place,
+                reads=reads,
+                writes=tuple(registers[place, name] for name in written),
                 bit=1 << frame.bits[place, forward, op.name],
                 needs=needs,
                 others=others,
             )
     return nodes
+
+
+# -- operations ----------------------------------------------------------------------------------------------
+
+Placed = tuple[Action, int, int]
+"""An action of a program, the turn and the place that it is for."""
+
+
+def operations_of(
+    steps: list[Placed], passes: Sequence[Pass], chunks: Sequence[ChunkLayout]
+) -> list[Operation]:
+    """The operations of steps, one behind the other. `ValueError` for what the graphs do not have."""
+    operations: list[Operation] = []
+    for (action, turn, place), following in zip_longest(steps, steps[1:]):
+        if isinstance(action, text.Barrier):
+            operations.append(Barrier())
+            continue
+        chunk = chunks[turn]
+        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, action.operator))
+        side = Side(passes[turn].kind, chunk.runs[place])
+        if node is None:
+            raise ValueError(f"program {side}: the graph has no operator {action.operator!r}")
+        op = node.operator
+        if op.kind.communicates == isinstance(action, text.Compute):
+            article = "a" if op.kind.communicates else "not a"
+            raise ValueError(f"program {side}: {op.name} is {article} collective")
+        reads, writes = node.reads, node.writes
+        match action:
+            case text.Compute():
+                operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
+            case text.Start(_, stream):
+                if stream is not op.stream:
+                    raise ValueError(f"program {side}: {op.name} runs on {op.stream}")
+                lone = following == (text.Wait(op.name, action.turn), turn, place)
+                operations.append(Start(what=node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
+            case text.Wait():
+                last = operations[-1] if operations else None
+                lone = isinstance(last, Start) and last.what is node and last.turn == turn
+                operations.append(Wait(what=node, turn=turn, reads=reads, writes=writes, lone=lone))
+    return operations
+
+
+def kept_after(
+    one: Pass, chunk: ChunkLayout, ends: Collection[str], place: int, *, passes_on: bool
+) -> set[int]:
+    """Registers that what comes after a pass still reads; ``ends``: operators of a run that it leaves."""
+    later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
+    if one.kind is PassKind.INPUT:
+        later = [node for node in later if node.operator.phase is Phase.WEIGHT_GRADIENT]
+    elif not one.forward:
+        later = [chunk.nodes[place, False, name] for name in ends]
+    kept = {register for node in later for register in node.reads}
+    kept -= {register for node in later for register in node.writes}
+    if passes_on and (out := chunk.frame.exit(one.forward)) is not None:
+        kept.add(out)
+    if one.forward and chunk.frame.input_gradient is not None:
+        kept.add(chunk.frame.input_gradient)  # that of a head which runs its backward pass at once
+    return kept
+
+
+def freeing(operations: Sequence[Operation], keeps: Sequence[set[int]]) -> list[Operation]:
+    """The operations with what each of them is the last to touch; a transfer's input lives until its wait."""
+    seen = [set(kept) for kept in keeps]
+    result: list[Operation] = []
+    for operation in reversed(operations):
+        if isinstance(operation, Compute | Wait):
+            touched = dict.fromkeys((*operation.reads, *operation.writes))
+            frees = tuple(register for register in touched if register not in seen[operation.turn])
+            seen[operation.turn].update(frees)
+            operation = replace(operation, frees=frees)
+        result.append(operation)
+    return result[::-1]

@@ -8,11 +8,9 @@ block or in the one that names it (``L2.1``); where there is none, it runs by it
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 from braid.scheduling import schedule as text
 from braid.scheduling.code import (
-    Barrier,
     Body,
     Code,
     Compute,
@@ -25,10 +23,9 @@ from braid.scheduling.code import (
     Stretch,
     Wait,
 )
-from braid.scheduling.frames import ChunkLayout, laid_out
+from braid.scheduling.frames import ChunkLayout, Placed, freeing, kept_after, laid_out, operations_of
 from braid.scheduling.fusion import chunk_runs
 from braid.scheduling.operators import Part
-from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.rounds import combinations, in_rounds
 from braid.scheduling.schedule import (
     Action,
@@ -76,10 +73,6 @@ class _Left:
     program: Program
     """The program that left it, and the number of the side that takes it up."""
     side: int
-
-
-_Step = tuple[Action, int, int]
-"""An action of a program, the turn and the place that it is for."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +186,14 @@ class _Linker:
     ) -> _Unrolled:
         chunks = [role.chunk for role in roles]
         steps, left = self._steps(passes, chunks, leaves, before)
-        operations = _operations(steps, passes, chunks)
-        keeps = [
-            _kept(one, role.chunk, left.get(turn), role.passes_on)
-            for turn, (one, role) in enumerate(zip(passes, roles, strict=True))
-        ]
-        operations = _freeing(operations, keeps)
+        operations = operations_of(steps, passes, chunks)
+        keeps = []
+        for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
+            end = left.get(turn)
+            ends = {action.operator for action in on_side(end.program, end.side)} if end else ()
+            place = end.place if end else 0
+            keeps.append(kept_after(one, role.chunk, ends, place, passes_on=role.passes_on))
+        operations = freeing(operations, keeps)
         frames = [chunk.frame for chunk in chunks]
         for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
             frame, forward = role.chunk.frame, one.forward
@@ -219,13 +214,13 @@ class _Linker:
         chunks: Sequence[ChunkLayout],
         leaves: Sequence[bool],
         before: Mapping[int, _Left],
-    ) -> tuple[list[_Step], dict[int, _Left]]:
+    ) -> tuple[list[Placed], dict[int, _Left]]:
         """Programs one after the other, and the ends that are left at last."""
         movers = [turn for turn, one in enumerate(passes) if one.kind is not PassKind.END]
         runs = [chunks[t].runs if passes[t].forward else chunks[t].runs[::-1] for t in movers]
         kinds = [passes[turn].kind for turn in movers]
         left = [replace(one, turn=turn) for turn, one in before.items()]
-        steps: list[_Step] = []
+        steps: list[Placed] = []
         for places in in_rounds(runs, kinds, self._combinations.get(tuple(kinds), set())):
             together = [(n, at) for n, at in enumerate(places) if at is not None]
             sides = self._program(tuple(Side(kinds[n], runs[n][at]) for n, at in together), left)
@@ -334,7 +329,7 @@ class _Linker:
         return self._chunks[chunk]
 
 
-def _actions(program: Iterable[Action], slots: Sequence[tuple[int, int] | None]) -> Iterator[_Step]:
+def _actions(program: Iterable[Action], slots: Sequence[tuple[int, int] | None]) -> Iterator[Placed]:
     """A program's actions with the turns and places of its sides; sides without one are left out."""
     for action in program:
         if isinstance(action, text.Barrier):
@@ -343,81 +338,5 @@ def _actions(program: Iterable[Action], slots: Sequence[tuple[int, int] | None])
             yield action, *slot
 
 
-def _finish(left: _Left) -> Iterator[_Step]:
+def _finish(left: _Left) -> Iterator[Placed]:
     return ((action, left.turn, left.place) for action in on_side(left.program, left.side))
-
-
-# -- operations ----------------------------------------------------------------------------------------------
-
-
-def _operations(steps: list[_Step], passes: Sequence[Pass], chunks: Sequence[ChunkLayout]) -> list[Operation]:
-    operations: list[Operation] = []
-    for (action, turn, place), following in zip_longest(steps, steps[1:]):
-        if isinstance(action, text.Barrier):
-            operations.append(Barrier())
-            continue
-        chunk = chunks[turn]
-        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, action.operator))
-        side = Side(passes[turn].kind, chunk.runs[place])
-        if node is None:
-            raise ValueError(f"program {side}: the graph has no operator {action.operator!r}")
-        op, registers = node.operator, chunk.registers
-        if op.kind.communicates == isinstance(action, text.Compute):
-            article = "a" if op.kind.communicates else "not a"
-            raise ValueError(f"program {side}: {op.name} is {article} collective")
-        reads = tuple(registers[place, name] for name in op.reads)
-        writes = tuple(registers[place, name] for name in chunk.written(op, place))
-        match action:
-            case text.Compute():
-                operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
-            case text.Start(_, stream):
-                if stream is not op.stream:
-                    raise ValueError(f"program {side}: {op.name} runs on {op.stream}")
-                lone = following == (text.Wait(op.name, action.turn), turn, place)
-                allocated = tuple(registers[place, name] for name in op.writes[:1])
-                operations.append(Start(what=node, turn=turn, reads=reads, writes=allocated, lone=lone))
-            case text.Wait():
-                last = operations[-1] if operations else None
-                lone = isinstance(last, Start) and last.what is node and last.turn == turn
-                operations.append(Wait(what=node, turn=turn, reads=reads, writes=writes, lone=lone))
-    return operations
-
-
-def _kept(one: Pass, chunk: ChunkLayout, left: _Left | None, passes_on: bool) -> set[int]:
-    """Registers that what comes after a pass still reads."""
-    registers, forward = chunk.registers, one.kind is PassKind.FORWARD
-    match one.kind:
-        case PassKind.FORWARD:
-            later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
-        case PassKind.INPUT:
-            later = [
-                n
-                for (_, ahead, _), n in chunk.nodes.items()
-                if not ahead and n.operator.phase is Phase.WEIGHT_GRADIENT
-            ]
-        case PassKind.BACKWARD if left is not None:
-            names = {action.operator for action in on_side(left.program, left.side)}
-            later = [chunk.nodes[left.place, False, name] for name in names]
-        case _:
-            later = []
-    made = {registers[node.place, name] for node in later for name in node.operator.writes}
-    kept = {registers[node.place, name] for node in later for name in node.operator.reads} - made
-    if passes_on and (out := chunk.frame.exit(forward)) is not None:
-        kept.add(out)
-    if forward and chunk.frame.input_gradient is not None:
-        kept.add(chunk.frame.input_gradient)  # that of a head which runs its backward pass at once
-    return kept
-
-
-def _freeing(operations: Sequence[Operation], keeps: Sequence[set[int]]) -> list[Operation]:
-    """The operations with what each of them is the last to touch; a transfer's input lives until its wait."""
-    seen = [set(kept) for kept in keeps]
-    result: list[Operation] = []
-    for operation in reversed(operations):
-        if isinstance(operation, Compute | Wait):
-            touched = dict.fromkeys((*operation.reads, *operation.writes))
-            frees = tuple(register for register in touched if register not in seen[operation.turn])
-            seen[operation.turn].update(frees)
-            operation = replace(operation, frees=frees)
-        result.append(operation)
-    return result[::-1]
