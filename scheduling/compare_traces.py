@@ -15,7 +15,8 @@ from braid.scheduling.trace import Span, length_ns, merge, overlap_ns
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorDifference:
-    """An operator in both traces; medians over ranks, micro-batches and layers."""
+    """An operator in both traces; medians over ranks, micro-batches and layers. Counts are per rank that runs
+    it."""
 
     operator: str
     stream: str
@@ -24,7 +25,7 @@ class OperatorDifference:
     first_ns: float
     second_ns: float
     difference_ns: float
-    """Of all executions on one rank together: what the operator adds to the difference of the steps."""
+    """Of all executions, by all ranks of the trace: what the operator adds to the difference of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +58,20 @@ def compare_traces(first: Iterable[Span], second: Iterable[Span]) -> TraceCompar
     for which, found in zip(("first", "second"), spans, strict=True):
         if not found:
             raise ValueError(f"the {which} trace holds no spans")
-    by_name = [_durations(found) for found in spans]
+    by_name = [_by_name(found) for found in spans]
     ranks = [len({span.rank for span in found}) for found in spans]
     rows = []
     for operator, stream in sorted(set(by_name[0]) | set(by_name[1])):
-        times = [durations.get((operator, stream), []) for durations in by_name]
+        alike = [own.get((operator, stream), []) for own in by_name]
+        times = [[span.end_ns - span.start_ns for span in own] for own in alike]
+        counts = [len(own) // max(1, len({span.rank for span in own})) for own in alike]
         totals = [sum(own) / count for own, count in zip(times, ranks, strict=True)]
         rows.append(
             OperatorDifference(
                 operator=operator,
                 stream=stream,
-                first_count=len(times[0]) // ranks[0],
-                second_count=len(times[1]) // ranks[1],
+                first_count=counts[0],
+                second_count=counts[1],
                 first_ns=median(times[0]) if times[0] else 0.0,
                 second_ns=median(times[1]) if times[1] else 0.0,
                 difference_ns=totals[1] - totals[0],
@@ -78,10 +81,10 @@ def compare_traces(first: Iterable[Span], second: Iterable[Span]) -> TraceCompar
     return TraceComparison(first=_totals(spans[0]), second=_totals(spans[1]), operators=tuple(rows))
 
 
-def _durations(spans: Iterable[Span]) -> Mapping[tuple[str, str], list[int]]:
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+def _by_name(spans: Iterable[Span]) -> Mapping[tuple[str, str], list[Span]]:
+    found: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
-        found[span.operator, span.stream.value].append(span.end_ns - span.start_ns)
+        found[span.operator, span.stream.value].append(span)
     return found
 
 
