@@ -1,5 +1,6 @@
 """Plans, simulations and presets for the terminal and as JSON."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -141,22 +142,34 @@ def _samples(plan: Plan) -> str:
 
 
 def _show_runners_up(console: Console, plan: Plan) -> None:
+    """Numbered; why each was not taken stands below, where there is room for it."""
     if not plan.runners_up:
         return
-    table = Table(title="runners-up (simulated)", title_justify="left")
-    for name in ("layout", "schedule", "micro-batch", "recompute", "s/step", "GiB", "why not"):
-        table.add_column(name, justify="right" if name in ("micro-batch", "s/step", "GiB") else "left")
-    for other in plan.runners_up:
-        table.add_row(
-            other.layout,
-            other.schedule,
-            str(other.micro_batch),
-            other.recompute,
-            f"{other.step_seconds:.3f}",
-            f"{other.peak_bytes / GIB:.1f}",
-            other.reason,
-        )
+    table = _narrow("runners-up (simulated)", ("", "layout", "schedule"), ("s/step", "GiB"))
+    for number, other in enumerate(plan.runners_up, 1):
+        memory = f"{other.peak_bytes / GIB:.1f}"
+        table.add_row(str(number), other.layout, other.schedule, f"{other.step_seconds:.3f}", memory)
     console.print(table)
+    settings = (f"micro-batch {one.micro_batch}, recompute {one.recompute}" for one in plan.runners_up)
+    _show_notes(console, [f"{o.reason} ({s})" for o, s in zip(plan.runners_up, settings, strict=True)])
+
+
+def _show_notes(console: Console, notes: Sequence[str]) -> None:
+    """What is to be said of the numbered rows of a table."""
+    grid = Table.grid(padding=(0, 2))
+    for number, note in enumerate(notes, 1):
+        grid.add_row(f"  {number}", note)
+    console.print(grid)
+
+
+def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table whose cells are never broken; with few and short ones it fits in 80 columns."""
+    table = Table(title=title, title_justify="left")
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
 
 
 def show_degrees(console: Console, found: "DegreePlan", cluster: ClusterSpec) -> None:
@@ -202,8 +215,10 @@ def _add_rows(table: Table, columns: list[Numbers]) -> None:
 def show_simulation(console: Console, outcome: Outcome) -> None:
     """The numbers, the start of the pipeline and a paired block."""
     setting = outcome.bench.setting
-    title = f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
-    table = Table(show_header=False, title=title, title_justify="left")
+    console.print(
+        f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
+    )
+    table = Table(show_header=False)
     _add_rows(table, [outcome.numbers])
     console.print(table)
     if outcome.missing_bytes:
@@ -305,31 +320,26 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
             f"would cost {gain:.1%} more; one after the other {note.serial_ns / note.ns - 1:.1%} more"
         )
     if plan.collectives:
-        title = "not executed yet: partition of collectives in blocks that run alone (Centauri)"
-        table = Table(title=title, title_justify="left")
-        for name in ("collective", "best would be", "ms", "would gain", "whole, ms", "runner-up", "ms"):
-            table.add_column(name)
-        for c in plan.collectives:
-            table.add_row(
-                c.collective,
-                c.scheme,
-                f"{c.ns / 1e6:.3f}",
-                f"{1 - c.ns / c.unpartitioned_ns:.1%}",
-                f"{c.unpartitioned_ns / 1e6:.3f}",
-                c.runner_up,
-                f"{c.runner_up_ns / 1e6:.3f}",
-            )
+        title = "not executed yet: collectives in parts (Centauri)"
+        table = _narrow(title, ("", "collective"), ("whole ms", "best ms", "would gain"))
+        for number, c in enumerate(plan.collectives, 1):
+            times = f"{c.unpartitioned_ns / 1e6:.3f}", f"{c.ns / 1e6:.3f}"
+            table.add_row(str(number), c.collective, *times, f"{1 - c.ns / c.unpartitioned_ns:.1%}")
         console.print(table)
+        notes = [
+            f"best would be {c.scheme}; then {c.runner_up}: {c.runner_up_ns / 1e6:.3f} ms"
+            for c in plan.collectives
+        ]
+        _show_notes(console, notes)
     for tier in plan.tiers:
         console.print(f"not executed yet: {_tier(tier)}")
     if plan.not_executed:
         console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
-    table = Table(title="what would help most", title_justify="left")
-    for name in ("change", "s/step", "tokens/s", "layout"):
-        table.add_column(name)
-    for answer in explanation.what_if:
-        table.add_row(answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}", answer.layout)
+    table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))
+    for number, answer in enumerate(explanation.what_if, 1):
+        table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
     console.print(table)
+    _show_notes(console, [answer.layout for answer in explanation.what_if])
 
 
 def show_presets(console: Console) -> None:
@@ -380,18 +390,13 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     hidden = compared.first.hidden_fraction, compared.second.hidden_fraction
     totals.add_row("hidden", *(f"{share:.1%}" for share in hidden), "")
     console.print(totals)
-    title = "operators, by what they add to the difference of a rank's step"
-    table = Table(title=title, title_justify="left")
-    for name in ("operator", "stream"):
-        table.add_column(name)
-    for name in ("times A", "times B", "A ms", "B ms", "B / A", "difference ms"):
-        table.add_column(name, justify="right")
+    title = "operators, by what they add to the difference of a rank's step (all ms)"
+    table = _narrow(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
     for row in compared.operators:
+        counts = dict.fromkeys((row.first_count, row.second_count))
         table.add_row(
             row.operator,
-            row.stream,
-            str(row.first_count),
-            str(row.second_count),
+            " / ".join(map(str, counts)),
             f"{row.first_ns / 1e6:.3f}",
             f"{row.second_ns / 1e6:.3f}",
             f"{row.second_ns / row.first_ns:.2f}" if row.first_ns else "-",

@@ -31,9 +31,9 @@ contention: nvlink
 """
 
 
-def braid(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def braid(*arguments: str, cwd: Path, columns: int = 120) -> subprocess.CompletedProcess[str]:
     """Run the command line in a folder."""
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": str(columns)}
     command = [sys.executable, "-m", "braid.jobs.cli", *arguments]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -55,6 +55,30 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "mine.yaml").write_text(CLUSTER)
     return tmp_path
+
+
+@pytest.mark.parametrize("parallel", ["auto", "{tp: 2, pp: 2, dp: 2}"])
+def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
+    """Numbers and names are neither cut off nor broken over lines; what is long stands below, numbered."""
+    common = "--cluster", "mine.yaml", "--set", f"parallel={parallel}", "--set", "overlap.schedule=auto"
+    shown = [
+        braid("plan", "small.yaml", *common, "--output", "plan.yaml", cwd=folder, columns=80),
+        braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder, columns=80),
+        braid("simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", cwd=folder, columns=80),
+        braid("compare", "t.json", "t.json", cwd=folder, columns=80),
+    ]
+    rows = 0
+    for command in shown:
+        assert command.returncode == 0, command.stderr
+        assert "\u2026" not in command.stdout, "something is cut off"
+        assert max(map(len, command.stdout.splitlines())) <= 80
+        heads = command.stdout.split("\u2521")[1:]  # the line under a table's head begins with it
+        for table in heads:
+            body = table.partition("\u2514")[0].splitlines()[1:]
+            cells = [[cell.strip() for cell in line.strip("\u2502").split("\u2502")] for line in body]
+            assert all(row[0] for row in cells), "a cell goes on in the next line"
+            rows += len(cells)
+    assert rows > 10
 
 
 def test_plan_simulate_explain_compare(folder: Path) -> None:
