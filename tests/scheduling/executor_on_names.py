@@ -150,8 +150,8 @@ class Rank:
             started = {r for r in self.left_to_sum if r.chunk == one.chunk} - self.unsummed
             demand(not started, "its gradients are on their way")
             demand(Gather(one.chunk, "dp") not in self.absent, "no parameters")
-        for one in movers:
-            self.one_pass(one)
+        made = [one for mover in movers for one in self.one_pass(mover)]
+        self.inputs |= set(made)
         self.ends |= {one for one in leaving if not one.forward and one in self.named}
 
     def leaves(self, forward: Pass, backward: Pass) -> bool:
@@ -161,12 +161,12 @@ class Rank:
         ends = self.layout.is_last(forward.chunk) or self.layout.is_first(backward.chunk)
         return len(held) == 1 and not ends
 
-    def one_pass(self, one: Pass) -> None:
-        """Run a pass and hand on what it makes."""
+    def one_pass(self, one: Pass) -> list[Pass]:
+        """Run a pass; the passes that can go on with what it made, once the block is through."""
         if one.kind is PassKind.WEIGHT:
             demand(one.whole in self.owed, "no such input gradients")
             self.owed.remove(one.whole)
-            return
+            return []
         slot = one._replace(kind=PassKind.FORWARD)
         demand(one.forward != (slot in self.slots), "slot")
         self.slots ^= {slot}
@@ -177,9 +177,8 @@ class Rank:
         if place > 0:
             demand(one.whole in self.inputs, "no input")
             self.inputs.remove(one.whole)
-        if place < size - 1:
-            self.inputs.add(one.whole._replace(chunk=one.chunk + step))
         self.ran.append(one.whole)
+        return [one.whole._replace(chunk=one.chunk + step)] if place < size - 1 else []
 
     def finish(self) -> None:
         """Check that everything ran and nothing is left."""
