@@ -23,8 +23,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(CONSTRAINTS)
 
 setup: $(VENV)/.ready  ## make the environment
 
-demo: setup  ## train a small Llama on real text on this machine, two ranks, about three minutes
-	$(BIN)/braid train jobs/recipes/demo.yaml --overwrite
+demo: setup  ## see what hiding communication is worth: two ranks over an emulated slow link, three minutes
+	$(BIN)/braid demo
 
 test: setup  ## run all tests, two files at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15

@@ -4,7 +4,8 @@ Needs matplotlib (``pip install 'braid[report]'``), which nothing else here does
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from braid.dashboards.trace_folder import RankTrace, TraceFolder
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS
-from braid.scheduling.trace_arrays import IntArray, intervals, union
+from braid.scheduling.trace_arrays import IntArray, intervals, length, union
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 _LANE_NAMES: Final = {
@@ -34,43 +35,82 @@ MOST_RANKS: Final = 16
 
 def timeline_png(traces: TraceFolder, step: int, ranks: Sequence[int] | None = None) -> bytes:
     """A step (from 0) as PNG; by default of the first ranks. `ValueError` without matplotlib or spans."""
+    return _png([_Panel.of("", traces, step, ranks)])
+
+
+def comparison_png(steps: Mapping[str, tuple[TraceFolder, int]], ranks: Sequence[int] | None = None) -> bytes:
+    """Steps of several runs below each other on one axis, by what they are called; as `timeline_png`."""
+    return _png([_Panel.of(name, traces, step, ranks) for name, (traces, step) in steps.items()])
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A step that is drawn: its ranks, and the lanes that some of them use."""
+
+    name: str
+    traces: TraceFolder
+    step: int
+    ranks: tuple[int, ...]
+    lanes: tuple[Stream, ...]
+    begin: int
+
+    @classmethod
+    def of(cls, name: str, traces: TraceFolder, step: int, ranks: Sequence[int] | None) -> "_Panel":
+        known = [r for r in (ranks or sorted(traces.ranks)) if len(traces.ranks[r].records(step))]
+        chosen = tuple(known[:MOST_RANKS])
+        if not chosen:
+            raise ValueError(f"there are no spans of step {step + 1}")
+        lanes = tuple(ln for ln in LANES if any(_uses(traces.ranks[rank], step, ln) for rank in chosen))
+        begin = min(int(traces.ranks[rank].records(step)["start_ns"].min()) for rank in chosen)
+        return cls(name, traces, step, chosen, lanes, begin)
+
+    @property
+    def rows(self) -> int:
+        """Lanes, with a free one after those of every rank."""
+        return len(self.ranks) * (len(self.lanes) + 1)
+
+    def draw(self, axes: Any) -> None:
+        """Draw the lanes, with the share that is hidden as title."""
+        ticks, names = [], []
+        hidden = total = 0
+        for place, rank in enumerate(self.ranks):
+            trace = self.traces.ranks[rank]
+            records = trace.records(self.step)
+            exposed, moving = exposed_spans(trace, records)
+            total += (lasts := length(moving))
+            hidden += lasts - length(exposed)
+            for number, lane in enumerate(self.lanes):
+                y = place * (len(self.lanes) + 1) + number
+                ticks.append(y)
+                names.append(f"rank {rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane])
+                own = records[records_on(trace, records, lane)]
+                _draw(axes, own, y, self.begin)
+                if lane is not Stream.COMPUTE:
+                    spans = _common(exposed, union(times_of(own)))
+                    axes.broken_barh(_bars(spans, self.begin), (y + 0.28, 0.12), color=EXPOSED)
+        axes.set_yticks(ticks, names)
+        axes.set_ylim(self.rows - 0.6, -0.6)
+        share = (
+            f"{hidden / total:.0%} of communication is hidden behind compute" if total else "no communication"
+        )
+        axes.set_title(f"{self.name or f'step {self.step + 1}'}: {share}", loc="left")
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+
+
+def _png(panels: Sequence[_Panel]) -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
-    chosen = [r for r in (ranks or sorted(traces.ranks)) if len(traces.ranks[r].records(step))][:MOST_RANKS]
-    if not chosen:
-        raise ValueError(f"there are no spans of step {step + 1}")
-    begin = min(int(traces.ranks[rank].records(step)["start_ns"].min()) for rank in chosen)
-    lanes = [lane for lane in LANES if any(_uses(traces.ranks[rank], step, lane) for rank in chosen)]
-    rows = len(chosen) * (len(lanes) + 1)
-    figure = Figure(figsize=(12, 1.1 + 0.24 * rows), layout="constrained")
-    axes = figure.add_subplot()
-    ticks, names = [], []
-    hidden = total = 0
-    for place, rank in enumerate(chosen):
-        records = traces.ranks[rank].records(step)
-        exposed, moving = _exposed(traces.ranks[rank], records)
-        total += moving
-        hidden += moving - int((exposed[:, 1] - exposed[:, 0]).sum())
-        for number, lane in enumerate(lanes):
-            y = place * (len(lanes) + 1) + number
-            ticks.append(y)
-            names.append(f"rank {rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane])
-            own = records[_on(traces.ranks[rank], records, lane)]
-            _draw(axes, own, y, begin)
-            if lane is not Stream.COMPUTE:
-                spans = _common(exposed, union(_times(own)))
-                axes.broken_barh(_bars(spans, begin), (y + 0.28, 0.12), color=EXPOSED)
-    axes.set_yticks(ticks, names)
-    axes.set_ylim(rows - 0.6, -0.6)
-    axes.set_xlabel("milliseconds")
-    share = f"{hidden / total:.0%} of communication is hidden behind compute" if total else "no communication"
-    axes.set_title(f"step {step + 1}: {share}", loc="left")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    _legend(axes, figure)
+    rows = [panel.rows for panel in panels]
+    figure = Figure(figsize=(12, 0.6 + 0.5 * len(panels) + 0.24 * sum(rows)), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for panel, axes in zip(panels, all_axes, strict=True):
+        panel.draw(axes)
+    all_axes[-1].set_xlabel("milliseconds")
+    _legend(all_axes[-1], figure)
     output = io.BytesIO()
     figure.savefig(output, format="png", dpi=110)
     return output.getvalue()
@@ -78,29 +118,30 @@ def timeline_png(traces: TraceFolder, step: int, ranks: Sequence[int] | None = N
 
 def _uses(trace: RankTrace, step: int, lane: Stream) -> bool:
     records = trace.records(step)
-    return bool(_on(trace, records, lane).any())
+    return bool(records_on(trace, records, lane).any())
 
 
-def _on(trace: RankTrace, records: Records, lane: Stream) -> Any:
+def records_on(trace: RankTrace, records: Records, lane: Stream) -> Any:
     """Which records are operators of a stream."""
     mine = [number for number, label in trace.labels.items() if label.stream is lane]
     return np.isin(records["label"], mine) & (records["kind"] == KINDS.index("operator"))
 
 
-def _times(records: Records) -> IntArray:
+def times_of(records: Records) -> IntArray:
+    """Begins and ends, (n, 2)."""
     return np.stack([records["start_ns"], records["end_ns"]], axis=1)
 
 
-def _exposed(trace: RankTrace, records: Records) -> tuple[IntArray, int]:
-    """When communication is in flight and nothing computes; and for how long anything is in flight."""
-    busy = union(_times(records[_on(trace, records, Stream.COMPUTE)]))
-    links = _on(trace, records, Stream.INTRA) | _on(trace, records, Stream.INTER)
-    moving = union(_times(records[links]))
+def exposed_spans(trace: RankTrace, records: Records) -> tuple[IntArray, IntArray]:
+    """When communication is in flight and nothing computes; and when anything is in flight."""
+    busy = union(times_of(records[records_on(trace, records, Stream.COMPUTE)]))
+    links = records_on(trace, records, Stream.INTRA) | records_on(trace, records, Stream.INTER)
+    moving = union(times_of(records[links]))
     if not len(moving):
-        return intervals([]), 0
+        return intervals([]), moving
     ends = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
     idle = np.stack([np.append(ends[:1], busy[:, 1]), np.append(busy[:, 0], ends[1:])], axis=1)
-    return _common(moving, idle), int((moving[:, 1] - moving[:, 0]).sum())
+    return _common(moving, idle), moving
 
 
 def _common(first: IntArray, second: IntArray) -> IntArray:
@@ -130,7 +171,11 @@ def _draw(axes: Any, records: Records, y: int, begin: int) -> None:
                 colour = COLOURS.get((STRANDS[strand], DIRECTIONS[direction]), OTHER)
                 # A bar of its own for every operator, with a seam: a strip says nothing of their number.
                 axes.broken_barh(
-                    _bars(_times(own), begin), (y - 0.36, 0.6), color=colour, edgecolor="white", linewidth=0.2
+                    _bars(times_of(own), begin),
+                    (y - 0.36, 0.6),
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.2,
                 )
 
 

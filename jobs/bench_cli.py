@@ -1,17 +1,14 @@
 """``braid bench``: measurements, as ratios within one run."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from braid.actors.config import ConfigError, load_config
+from braid.actors.config import ConfigError
 
-bench = typer.Typer(
-    help="Measure, as ratios within one run; or compare with papers and exact searches.", no_args_is_help=True
-)
+bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
 
 @bench.command("training")
@@ -109,75 +106,6 @@ def bench_overlap(
         typer.echo(json.dumps(result.as_json()))
     else:
         overlap_rows.show(Console(width=max(Console().width, 140)), result)
-
-
-@bench.command("agreement")
-def bench_agreement(
-    files: Annotated[list[Path], typer.Argument(help="Results of bench overlap --json.", metavar="FILE...")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """The simulator against measured steps: ranks within a case, errors, whether it picks the fastest."""
-    from braid.jobs.benchmarks.agreement import agreement, show
-
-    result = agreement(files)
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        show(Console(width=max(Console().width, 120)), result)
-
-
-@bench.command("telemetry")
-def bench_telemetry(
-    config: Annotated[Path | None, typer.Argument(help="A run's YAML file (default: the demo's).")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each side.", min=5)] = 60,
-    seconds: Annotated[float, typer.Option(help="For how long spans are pushed.", min=0.5)] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """What telemetry costs a run, and how many spans a second its stream carries."""
-    from braid.jobs.benchmarks import telemetry
-
-    console = Console(stderr=True)
-    result = telemetry.run(
-        load_config(config or Path(__file__).parent / "recipes" / "demo.yaml"),
-        steps=steps,
-        seconds=seconds,
-        progress=lambda text: console.print(text, highlight=False),
-    )
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        telemetry.show(Console(width=max(Console().width, 110)), result)
-
-
-@bench.command("checkpoint")
-def bench_checkpoint(
-    hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 512,
-    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 4,
-    rounds: Annotated[int, typer.Option(help="Rounds of each kind.", min=1)] = 7,
-    steps: Annotated[int, typer.Option(help="Steps after a save.", min=1)] = 4,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured (default: /tmp).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """For how long training waits for a checkpoint, in the background and not, in turns in one run."""
-    from braid.jobs.benchmarks import checkpoint
-
-    if hidden % 16:
-        raise ConfigError(f"--hidden {hidden} must be a multiple of 16: there are 8 heads")
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--folder {folder} does not exist")
-    console = Console(stderr=True)
-    result = checkpoint.run(
-        hidden=hidden,
-        layers=layers,
-        rounds=rounds,
-        steps=steps,
-        folder=folder,
-        progress=lambda text: console.print(text, highlight=False),
-    )
-    if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    else:
-        checkpoint.show(Console(width=max(Console().width, 110)), result)
 
 
 @bench.callback()

@@ -116,6 +116,23 @@ def _dry_run(console: Console, config: Config) -> None:
 
 
 @app.command()
+def demo(overrides: Overrides = None) -> None:
+    """See what hiding communication is worth: two ranks over an emulated slow link, without and with it."""
+    from braid.jobs.demo import run, show_demo
+    from braid.jobs.display import Display
+
+    console = Console()
+    found = run(
+        lambda text: console.print(text, highlight=False, soft_wrap=True),
+        lambda config: Display(console, live=False).show,
+        overrides or [],
+    )
+    show_demo(console, found)
+    if found.alike != found.compared:
+        raise typer.Exit(_FAILURE_EXIT)
+
+
+@app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
     from braid.jobs.data_sets import prepare_data
@@ -163,7 +180,7 @@ def schedule(
 
 
 app.add_typer(bench, name="bench")
-register(app, bench)
+register(app)
 app.command()(profile)
 app.command()(trace)
 app.command()(report)

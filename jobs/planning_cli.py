@@ -217,56 +217,7 @@ def presets(as_json: AsJson = False) -> None:
         planning_view.show_presets(Console())
 
 
-def bench_papers(
-    profile: Annotated[
-        Path | None, typer.Option(help="The public RTX 3090 profile (CSV) for Oases' rows.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Published results of DHelix, Centauri and Oases beside simulated ones."""
-    from braid.jobs.benchmarks import papers
-
-    _bench(papers.run(profile, _progress()), papers.show, as_json)
-
-
-def bench_pairing(
-    graphs: Annotated[int, typer.Option(help="Random graphs to compare on.", min=1)] = 500,
-    seed: Annotated[int | None, typer.Option(help="Of the random graphs (default: fresh).")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The pairing search against brute force, the list schedule against the optimum, and their times."""
-    from braid.jobs.benchmarks import pairing
-
-    _bench(pairing.run(graphs=graphs, seed=seed, progress=_progress()), pairing.show, as_json)
-
-
-def bench_planner(
-    profile: Annotated[Path | None, typer.Option(help="The public RTX 3090 profile (CSV).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random problems (default: fresh).")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The integer program over tensor-parallel degrees against brute force, and its times."""
-    from braid.jobs.benchmarks import planner
-
-    _bench(planner.run(profile, seed=seed, progress=_progress()), planner.show, as_json)
-
-
-def _progress() -> Any:
-    console = Console(stderr=True)
-    return lambda text: console.print(text, highlight=False)
-
-
-def _bench(report: Any, show: Any, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report.as_json()))
-    else:
-        show(Console(), report)
-
-
-def register(app: typer.Typer, bench: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     for command in (plan, simulate, explain, compare, presets):
         app.command()(command)
-    bench.command("papers")(bench_papers)
-    bench.command("pairing")(bench_pairing)
-    bench.command("planner")(bench_planner)

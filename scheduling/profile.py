@@ -16,7 +16,7 @@ from typing import Final
 from braid.scheduling.operators import Kind, Part, Stream
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 class UnknownCostError(ValueError):
@@ -147,21 +147,24 @@ class Profile:
 def with_chunks(profile: Profile, part: Part) -> Profile:
     """The profile with costs of the chunks of a split part (`braid.scheduling.lowering.split`).
 
-    They follow from those of the whole operators: a GEMM's chunks share its time, a collective's share what
-    exceeds the latency of its kind of transfer, where that was measured. What smaller GEMMs lose, and the
-    copies that bring rows to their places, are not in it.
+    Where the first chunk was measured (``NAME.1of4``), all chunks cost what it did, with the copies that
+    bring its rows to their places. Else they follow from those of the whole operators: a GEMM's chunks share
+    its time, a collective's share what exceeds the latency of its kind of transfer, where that was measured.
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
     for op in (*part.forward.operators, *part.backward.operators):
         own, chunk = op.key, op.chunk
-        if chunk is None or own in solo:
+        if chunk is None:
             continue
         name = own.removesuffix(f".{chunk.number}of{chunk.ways}")
-        whole = profile.solo(name)
-        fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
-        latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
-        solo[own] = round(latency + (whole - latency) / chunk.ways)
+        if (measured := profile.solo_ns.get(f"{name}.1of{chunk.ways}")) is not None:
+            solo[own] = measured
+        else:
+            whole = profile.solo(name)
+            fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
+            latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
+            solo[own] = round(latency + (whole - latency) / chunk.ways)
         if (known := classes.get(name)) is not None:
             classes[own] = known
         if name in issue:

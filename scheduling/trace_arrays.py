@@ -22,14 +22,14 @@ def overlap_numbers(
     """
     busy, in_flight, inside = union(compute), union(transfers), union(blocks)
     running = union(np.concatenate([busy, in_flight]))
-    bubble = int(inside[-1, 1] - inside[0, 0] - _length(inside)) if len(inside) else 0
+    bubble = int(inside[-1, 1] - inside[0, 0] - length(inside)) if len(inside) else 0
     return OverlapNumbers(
-        communication_ns=_length(in_flight),
-        hidden_ns=_length(in_flight) + _length(busy) - _length(running),
+        communication_ns=length(in_flight),
+        hidden_ns=length(in_flight) + length(busy) - length(running),
         slowdown_ns=_slowdown_ns(compute, solo_ns, blocks[paired]),
-        launch_gap_ns=_length(union(np.concatenate([inside, running]))) - _length(running),
+        launch_gap_ns=length(union(np.concatenate([inside, running]))) - length(running),
         bubble_ns=bubble,
-        compute_ns=_length(busy),
+        compute_ns=length(busy),
     )
 
 
@@ -50,7 +50,8 @@ def intervals(pairs: Iterable[Interval]) -> IntArray:
     return np.array(list(pairs), np.int64).reshape(-1, 2)
 
 
-def _length(disjoint: IntArray) -> int:
+def length(disjoint: IntArray) -> int:
+    """Total length of disjoint intervals (n, 2)."""
     return int((disjoint[:, 1] - disjoint[:, 0]).sum())
 
 

@@ -161,6 +161,19 @@ class ClusterConfig(Section):
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
+    # each connection between ranks sends at this rate at most, as if hosts were joined by a slow link: to see
+    # on one machine what hiding communication is worth (Linux, CPU)
+    emulated_link_mbit: Annotated[float, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _paced(self) -> "ClusterConfig":
+        """Only sockets can be paced."""
+        if self.emulated_link_mbit is not None and self.device == "cuda":
+            raise ValueError(
+                f"emulated_link_mbit={self.emulated_link_mbit:g} paces sockets between CPU ranks; set "
+                f"device to cpu, or leave it out"
+            )
+        return self
 
 
 class WandbConfig(Section):

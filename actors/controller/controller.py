@@ -48,6 +48,7 @@ from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import SpikeError, Spikes, StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.rank import Rank
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
@@ -283,7 +284,7 @@ class Controller:
     def _train(self, group: WorkerGroup, places: _Places) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
         self._rendezvous(group)
-        facts = group.call(0, "data_facts")
+        facts = group.call(0, Rank.data_facts)
         plan, layout = self._plan, self._config.layout()
         with timed(self._failure or self._changed, "restore"):
             done, notes = restore(group, places.homes, plan, facts, self._failure, goes_on=self._goes_on)
@@ -291,7 +292,7 @@ class Controller:
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
         yield from self._claim_mirror(places)
-        group.call_all("stream_spans", places.collector.target, self._generation)
+        group.call_all(Rank.stream_spans, places.collector.target, self._generation)
         last = min(self._config.train.steps, self._options.until or self._config.train.steps)
         yield Started(
             first_step=done + 1,
@@ -407,18 +408,18 @@ class Controller:
 
     def _meet(self, group: WorkerGroup) -> None:
         if self._failure is not None:
-            group.call_all("leave")
+            group.call_all(Rank.leave)
         self._generation += 1
         group.expect(self._config.cluster.group_timeout_s)
-        group.call_all("open_log", str(self._config.run_directory), self._generation)
-        port = group.call(0, "open_store", self._config.cluster.group_timeout_s)
+        group.call_all(Rank.open_log, str(self._config.run_directory), self._generation)
+        port = group.call(0, Rank.open_store, self._config.cluster.group_timeout_s)
         meeting = Rendezvous(
             address=group.addresses[0],
             port=port,
             generation=self._generation,
             copies_shift=partner_shift(group.addresses, self._config.layout()),
         )
-        group.call_all("setup", self._plan, meeting)
+        group.call_all(Rank.setup, self._plan, meeting)
         if self._config.overlap.profile is not None:
             check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
 

@@ -2,14 +2,18 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
 from braid.actors.controller.health import Vigil
 from braid.actors.controller.span_files import SpanCounts
+from braid.actors.stage.rank import Rank
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _PULSE_SECONDS = 0.5
 """Between two questions to a rank that is at work."""
@@ -17,7 +21,9 @@ _CAUSE_SECONDS = 0.3
 """For so long a rank's error is not believed to be the first one: another rank may have died."""
 _INTERRUPT_SECONDS = 5.0
 """A rank that has not dropped its work by then is killed."""
-_STEADY = frozenset({"train_step", "validate", "save", "save_finished"})
+_STEADY = frozenset(
+    method.__name__ for method in (Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
+)
 """Calls during which ranks count what they do, or tell that they work by themselves."""
 
 
@@ -46,19 +52,33 @@ def _worker_error(rank: int, message: str, user_error: bool, trace: str, died: b
 
 
 class WorkerGroup(Protocol):
-    """All ranks of a run. Methods are those of `braid.actors.stage.worker.Worker`, by name."""
+    """All ranks of a run. What is called are methods of `Rank`, with positional arguments."""
 
     @property
     def addresses(self) -> Sequence[str]:
         """Address of every rank's node, by rank."""
 
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+    def call(
+        self,
+        rank: int,
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> _R:
         """Call one rank and wait; raises `WorkerError`."""
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(
+        self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
+    ) -> list[_R]:
         """Call all ranks at once and wait for all results, in rank order; raises `WorkerError`."""
 
-    def call_some(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+    def call_some(
+        self,
+        ranks: Sequence[int],
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> list[_R]:
         """Call some ranks at once and wait for all results, in their order; raises `WorkerError`."""
 
     def left(self) -> list[int]:
@@ -103,17 +123,32 @@ class WatchedGroup(ABC):
         self._awake: set[int] = set()
         """Ranks that have answered a question since they were started: the first answer may take long."""
 
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+    def call(
+        self,
+        rank: int,
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> _R:
         """Call one rank and wait."""
-        return self._outcomes([rank], method, arguments)[rank]
+        return self.call_some([rank], method, *arguments, **named)[0]
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(
+        self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
+    ) -> list[_R]:
         """Call all ranks and wait; the first failure ends the waiting."""
-        return self.call_some(range(self._ranks), method, *arguments)
+        return self.call_some(range(self._ranks), method, *arguments, **named)
 
-    def call_some(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
+    def call_some(
+        self,
+        ranks: Sequence[int],
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> list[_R]:
         """Call some ranks and wait; the first failure ends the waiting."""
-        results = self._outcomes(ranks, method, arguments)
+        assert not named, "a rank is told its arguments by their places"
+        results = self._outcomes(ranks, method.__name__, arguments)
         return [results[rank] for rank in ranks]
 
     def left(self) -> list[int]:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from braid.actors.config import Config
 from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
-from braid.actors.stage.actor import BESIDE, start_stage
+from braid.actors.stage.actor import BESIDE, StageActor, start_stage
 
 _EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
@@ -189,7 +189,7 @@ class ActorGroup(WatchedGroup):
                 homeless = [ranks[call] for call in waiting]
                 self._gone.update(homeless)  # they will never answer
                 raise NoRoomError(_no_place(homeless))
-        self._nodes: list[dict[str, Any]] = self.call_all("node")
+        self._nodes: list[dict[str, Any]] = self.call_all(StageActor.node)
         self.addresses = [str(node["address"]) for node in self._nodes]
 
     @property

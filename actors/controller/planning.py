@@ -11,11 +11,11 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
 from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
+from braid.scheduling.lowering.split import WAYS
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
     AUTO,
-    SPLITS,
     Outcome,
     Over,
     Space,
@@ -67,7 +67,7 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if setting.kind.splits_collectives and setting.layout.tp > 1 and config.overlap.schedule_file is None:
-        _check_split(setting, SPLITS[0], f"overlap.schedule={schedule}")
+        _check_split(setting, WAYS[0], f"overlap.schedule={schedule}")
     return setting
 
 
@@ -149,7 +149,7 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
         if config.overlap.plan is not None:
             setting, choices = _planned(config.overlap.plan, setting)
         elif setting.kind.splits_collectives and setting.layout.tp > 1:
-            setting = replace(setting, split=SPLITS[0])
+            setting = replace(setting, split=WAYS[0])
         parts = _parts(config, shape, setting)
         try:
             schedule = training_schedule(setting, parts, choices)

@@ -72,7 +72,18 @@ class ProcessLauncher:
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Start the processes; there is one machine, so nothing can be avoided."""
         self.check(ranks)
-        return ProcessGroup(self._places or [Place()] * ranks, self._config, self._serve)
+        alone = self._config.cluster.emulated_link_mbit is not None  # each is a host of its own
+        places = self._places or (separate_places(ranks) if alone else [Place()] * ranks)
+        return ProcessGroup(places, self._config, self._serve)
+
+
+def separate_places(ranks: int) -> list[Place]:
+    """Each rank on CPUs of its own, as on a host of its own, where there are enough."""
+    cpus = sorted(os.sched_getaffinity(0))
+    share = len(cpus) // ranks
+    if not share:
+        return [Place()] * ranks
+    return [Place(cpus=tuple(cpus[n * share : (n + 1) * share])) for n in range(ranks)]
 
 
 class ProcessGroup(WatchedGroup):

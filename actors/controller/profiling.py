@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.stage.messages import COMPUTE, MESSAGE, Rendezvous, RunPlan, Samples, Together
+from braid.actors.stage.rank import Rank
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile, TransferFit, read_profile
@@ -33,9 +34,9 @@ def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds
     """Start the ranks of a run, let them measure, end them. ``plan`` holds any schedule of the layout."""
     group = launcher.start(plan.config.layout().ranks)
     try:
-        port = group.call(0, "open_store", plan.config.cluster.group_timeout_s)
+        port = group.call(0, Rank.open_store, plan.config.cluster.group_timeout_s)
         meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
-        group.call_all("setup", plan, meeting)
+        group.call_all(Rank.setup, plan, meeting)
         return measured_profile(group, parts, rounds, plan.config.train.seed)
     finally:
         group.shutdown()
@@ -45,11 +46,11 @@ def measured_profile(
     group: WorkerGroup, parts: Mapping[str, Part], rounds: int = ROUNDS, seed: int = 0
 ) -> Profile:
     """What a group of ranks that are set up measure; their parameters are of no use afterwards."""
-    return combine(group.call_all("profile", rounds, seed), parts)
+    return combine(group.call_all(Rank.profile, rounds, seed), parts)
 
 
 def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
-    """One profile of all ranks: medians of their medians, pairs by DHelix's equation 1."""
+    """One profile of all ranks: what operators take on average, pairs by DHelix's equation 1."""
     solo = _medians([rank.solo_ns for rank in samples])
     spares = _medians([rank.spares for rank in samples])
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
@@ -60,12 +61,15 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for graph in (part.forward, part.backward)
         for op in graph.operators
     }
+    moves = {key for key, name in classes.items() if name in ("intra", "inter")}
+    average = _with_delays(solo, [rank.solo_ns for rank in samples], moves)
+    average_spares = _with_delays(spares, [rank.spares for rank in samples], spares.keys())
     return Profile(
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
-        solo_ns={key: round(ns) for key, ns in solo.items()},
+        solo_ns={key: round(ns) for key, ns in average.items()},
         classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=_oef(samples, solo, spares, spare_of, classes),
-        slowdowns=_slowdowns(samples, solo, spares, spare_of, classes),
+        slowdowns=_slowdowns(samples, average, average_spares, spare_of, classes),
         transfers=_transfers(samples),
         issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
         take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
@@ -82,6 +86,26 @@ def _medians(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
         for key, values in one.items():
             found[key].append(median(values))
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _with_delays(
+    typical: Mapping[str, float], series: Sequence[Mapping[str, Sequence[int]]], moves: Collection[str]
+) -> dict[str, float]:
+    """Average times: medians, and the share by which averages exceed them, over all operators at once.
+
+    A step takes the sum of averages. What makes some executions longer than most comes from outside (other
+    work on the machine, a partner that was held up), so compute operators and transfers (``moves``) have one
+    share each: an operator's own average of a few measurements would be the noisier number.
+    """
+    taken: dict[bool, float] = defaultdict(float)
+    usual: dict[bool, float] = defaultdict(float)
+    for one in series:
+        for key, values in one.items():
+            taken[key in moves] += sum(values)
+            usual[key in moves] += median(values) * len(values)
+    return {
+        key: ns * (taken[key in moves] / (usual[key in moves] or 1.0) or 1.0) for key, ns in typical.items()
+    }
 
 
 def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:
@@ -335,13 +359,14 @@ def profile_key(config: Config, shape: ModelShape, hardware: Sequence[str]) -> s
         "device": config.cluster.device,
         "backend": config.cluster.backend,
         "launcher": config.cluster.launcher,
+        "emulated_link_mbit": config.cluster.emulated_link_mbit,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_hardware(group: WorkerGroup, source: str, where: str) -> None:
     """`ConfigError` if a measured profile is from other hardware than a group's."""
-    here = f"measured: {hardware_of(group.call_all('hardware'))}"
+    here = f"measured: {hardware_of(group.call_all(Rank.hardware))}"
     if source.startswith("measured: ") and source != here:
         raise ConfigError(
             f"overlap.profile={where} was measured on {source.removeprefix('measured: ')!r}; these "

@@ -10,6 +10,7 @@ from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import newest_common
 from braid.actors.controller.saving import Saver
 from braid.actors.stage.messages import Held, Rendezvous, Rescue
+from braid.actors.stage.rank import Rank
 
 _NOTHING = Held(own=(), partner=None, partners=())
 
@@ -30,14 +31,14 @@ def rescue(
     """
     layout, left = config.layout(), group.left()
     try:
-        held = dict(zip(left, group.call_some(left, "copies_held"), strict=True))
+        held = dict(zip(left, group.call_some(left, Rank.copies_held), strict=True))
         common = newest_common([held.get(rank, _NOTHING) for rank in range(layout.ranks)], layout, done)
         if common is None or common[0] <= (saver.last_step or 0):
             return
         step, sources = common
-        facts = describe(group.call(left[0], "data_facts"))
-        group.call_some(left, "leave")
-        port = group.call(left[0], "open_store", config.cluster.group_timeout_s)
+        facts = describe(group.call(left[0], Rank.data_facts))
+        group.call_some(left, Rank.leave)
+        port = group.call(left[0], Rank.open_store, config.cluster.group_timeout_s)
         plan = Rescue(
             meeting=Rendezvous(address=group.addresses[left[0]], port=port, generation=generation),
             survivors=tuple(left),
@@ -45,7 +46,7 @@ def rescue(
             sources=tuple(sources),
         )
         yield from saver.rescue(
-            step, generation, facts, lambda folder: group.call_some(left, "rescue", folder, plan)
+            step, generation, facts, lambda folder: group.call_some(left, Rank.rescue, folder, plan)
         )
         kind, text = "rescued", f"{_names(left)} held the states of all ranks after step {step} in memory"
     except (WorkerError, CheckpointError, OSError) as error:

@@ -10,6 +10,7 @@ from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.recovery import Failure, newest_common
 from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.rank import Rank
 
 
 def restore(
@@ -29,11 +30,11 @@ def restore(
     config = plan.config
     copies = config.checkpoint.copies_every
     if failure is not None and copies:
-        common = newest_common(group.call_all("copies_held"), config.layout(), failure.step)
+        common = newest_common(group.call_all(Rank.copies_held), config.layout(), failure.step)
         # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
         saved = max((step for step in homes.steps() if step <= failure.step), default=0)
         if common is not None and common[0] >= saved:
-            group.call_all("restore_copies", *common)
+            group.call_all(Rank.restore_copies, *common)
             failure.source = "copies in memory"
             return common[0], ()
     done = 0
@@ -43,12 +44,12 @@ def restore(
         if failure is not None:
             failure.source = f"checkpoint step-{found.manifest.step}"
         found.check_data(data_cursor(config, facts))
-        group.call_all("load", found.path, found.manifest.step)
+        group.call_all(Rank.load, found.path, found.manifest.step)
         done, notes = found.manifest.step, found.notes
     elif config.model.initial is not None:
-        group.call_all("load_initial", str(config.model.initial))
+        group.call_all(Rank.load_initial, str(config.model.initial))
     if copies:
-        group.call_all("keep_copy", done)
+        group.call_all(Rank.keep_copy, done)
     return done, notes
 
 
@@ -63,6 +64,6 @@ def data_cursor(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _verify(group: WorkerGroup, checkpoint: Path) -> None:
     """Let the ranks read a checkpoint's files, each its share; `CheckpointError` names a damaged one."""
-    found: list[str | None] = group.call_all("damage", str(checkpoint))
+    found: list[str | None] = group.call_all(Rank.damage, str(checkpoint))
     if damaged := sorted({text for text in found if text is not None}):
         raise CheckpointError(f"checkpoint {checkpoint}: {damaged[0]}")

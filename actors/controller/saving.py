@@ -22,6 +22,7 @@ from braid.actors.controller.manifest import CheckpointStore, disk_is_full
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.uploads import Uploads
 from braid.actors.stage.messages import Written
+from braid.actors.stage.rank import Rank
 
 _TRIES = 3
 """Of one save; then training goes on to the next one."""
@@ -119,9 +120,9 @@ class Saver:
             yield from self._failed(group, save, error)
             return
         if self._keeping.asynchronous:
-            group.call_all("begin_save", str(save.folder), save.step, save.tries > 1)
+            group.call_all(Rank.begin_save, str(save.folder), save.step, save.tries > 1)
             return
-        written: list[Written] = group.call_all("save", str(save.folder), save.step)
+        written: list[Written] = group.call_all(Rank.save, str(save.folder), save.step)
         yield from self._written(group, save, written)
         yield from self.finish(group)
 
@@ -131,7 +132,7 @@ class Saver:
         if (save := self._save) is None:
             return
         if save.published is None:
-            found: list[Written | None] = group.call_all("save_finished", wait)
+            found: list[Written | None] = group.call_all(Rank.save_finished, wait)
             if None in found:
                 return
             yield from self._written(group, save, [one for one in found if one is not None])

@@ -12,6 +12,7 @@ from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.records import Incident, StepDone, StepRecord
 from braid.actors.controller.reporting import overlap_fields, rank_fields
 from braid.actors.stage.messages import RunPlan, StepResult
+from braid.actors.stage.rank import Rank
 from braid.scheduling.memory import model_flops
 
 
@@ -81,7 +82,7 @@ class Stepper:
 
         Raises `WorkerError`.
         """
-        results: list[StepResult] = self._group.call_all("train_step", step)
+        results: list[StepResult] = self._group.call_all(Rank.train_step, step)
         train = self._plan.config.train
         tokens = train.global_batch * self._plan.shape.sequence
         loss = sum(result.loss_sum for result in results) / tokens
@@ -145,6 +146,6 @@ class Stepper:
         return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
 
     def _validate(self) -> float:
-        results = self._group.call_all("validate")
+        results = self._group.call_all(Rank.validate)
         loss = sum(result[0] for result in results) / sum(result[1] for result in results)
         return float(loss / math.log(2) / self._facts["validation_bytes_per_token"])

@@ -6,9 +6,12 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+_SO_MAX_PACING_RATE = 47
+"""Linux's `asm-generic/socket.h`; in bytes per second. TCP keeps the rate by itself."""
 
 
 def interface_of(address: str) -> str | None:
@@ -34,7 +37,7 @@ def bind_gloo(address: str) -> None:
 
 
 class Connections:
-    """The sockets that were opened while process groups were made, to be shut when the groups are given up.
+    """The sockets that were opened while process groups were made: paced, and shut when groups are given up.
 
     gloo has no other way to end a collective whose peer is silent: a thread that waits in one comes back when
     its sockets are shut, and not before (measured; design section 10). What other threads happen to open
@@ -54,12 +57,20 @@ class Connections:
 
         Listening sockets are left alone too: gloo ends the process when one of its own is shut.
         """
+        self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+    def pace(self, mbit: float) -> None:
+        """Let each connection send at a rate at most, as if hosts were joined by a slow link."""
+        rate = round(mbit * 1e6 / 8)
+        self._each(lambda connection: connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate))
+
+    def _each(self, do: Callable[[socket.socket], None]) -> None:
         for handle, inode in (self._own or dict(_sockets().items() - self._before.items())).items():
             with contextlib.suppress(OSError):
                 if os.fstat(handle).st_ino == inode:
                     with socket.socket(fileno=os.dup(handle)) as connection:
                         connection.getpeername()  # raises if it is not connected
-                        connection.shutdown(socket.SHUT_RDWR)
+                        do(connection)
 
 
 def _sockets() -> dict[int, int]:

@@ -29,6 +29,7 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import Streams, Transfer
+from braid.kernels.collectives.chunks import place_chunk
 from braid.kernels.collectives.primitives import (
     Launch,
     Line,
@@ -38,6 +39,7 @@ from braid.kernels.collectives.primitives import (
     send,
     swap,
 )
+from braid.scheduling.lowering.split import WAYS, chunked_gemms
 from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
 from braid.scheduling.schedule import Direction, Strand
 
@@ -91,6 +93,14 @@ class Profiler:
                 held[instance.name].append(instance)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
+        layer = self.parts["layer"]
+        self._chunked = {
+            op.key
+            for graph in (layer.forward, layer.backward)
+            for op in graph.operators
+            if tp and op.name in chunked_gemms(layer) and len(op.reads) == len(op.writes) == 1
+        }
+        self._ways = WAYS[0]
         self._group = self.mesh.group("tp") if tp else None
         # A message each way between two neighbouring stages; the last of an odd number has no partner.
         self._message: tuple[Tensor, int] | None = None
@@ -106,6 +116,7 @@ class Profiler:
     ) -> Samples:
         """Measure ``rounds`` times what stands alone, and as often what stands together."""
         for turn in range(-1, rounds):
+            self._ways = WAYS[turn % len(WAYS)]
             for name in ("layer", "embedding", "head"):
                 if name in self._instances:
                     for beside in (False, True):
@@ -184,12 +195,26 @@ class Profiler:
                 results = call(*arguments)
                 if counts and not beside:
                     self._solo[key].append(self._between(begin, self.streams.mark()))
+                    if key in self._chunked:
+                        self._one_chunk(call, *arguments, *results, key=key)
             elif choice == COMPUTE:
                 results = self._beside_compute(call, arguments, key, counts)
             else:
                 results = self._beside_transfer(call, arguments, key, choice, counts)
             if operator.writes:
                 values.update(zip(operator.writes, results, strict=True))
+
+    def _one_chunk(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
+        """Run a GEMM on one chunk of its rows, as `intra_batch` does, in one of the numbers of chunks."""
+        ways, ranks = self._ways, self.mesh.layout.tp
+        rows, left = divmod(x.shape[0], ways)
+        if left or rows % ranks:
+            return
+        into = torch.empty_like(whole)
+        begin = self.streams.mark()
+        (part,) = call(x[:rows])
+        place_chunk(into, part, 1, ways, ranks)
+        self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
         (source,), (target,) = operator.reads, operator.writes

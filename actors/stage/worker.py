@@ -1,8 +1,4 @@
-"""One rank: mesh, model, executor, optimizer, data, checkpoints. Runs in a Ray actor or a plain process.
-
-The controller calls, in this order: `open_log` on all, `open_store` on rank 0, `setup` on all, then
-`train_step`, `validate`, `save`, `load` as it sees fit, and `close`.
-"""
+"""One rank: mesh, model, executor, optimizer, data, checkpoints. Runs in a Ray actor or a plain process."""
 
 import gc
 import math
@@ -36,6 +32,7 @@ from braid.actors.stage.network import Connections, bind_gloo
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler, hardware
+from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
@@ -52,8 +49,8 @@ from braid.scheduling.validate import linked
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-class Worker(Logged):
-    """A rank of a run."""
+class Worker(Logged, Rank):
+    """A rank of a run (what its methods are for: `Rank`)."""
 
     def __init__(self, rank: int, address: str) -> None:
         keep_freed_memory()
@@ -109,6 +106,8 @@ class Worker(Logged):
         self._build(plan, schedule)
         self._join_others(config, rendezvous, timeout)
         self._connections.made()
+        if cluster.emulated_link_mbit is not None:
+            self._connections.pace(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         if plan.data:
             self._samples = ReplicaSamples(

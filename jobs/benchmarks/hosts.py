@@ -14,11 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from braid.actors.controller.processes import enter_namespace
+from braid.actors.controller.processes import Place, enter_namespace
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -86,6 +87,9 @@ def check_hosts() -> None:
 class Hosts:
     """Two namespaces and the link between them."""
 
+    cluster: Mapping[str, float] = MappingProxyType({})
+    """What configurations of ranks there need: nothing, as the link itself is shaped."""
+
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
         self.hosts = hosts
         self._devices = devices
@@ -115,9 +119,10 @@ class Hosts:
         finally:
             _run(*end, "up")
 
-    def places(self, ranks: int) -> list[Host]:
-        """The host of every rank; tensor-parallel neighbours stand on different hosts."""
-        return [self.hosts[rank % 2] for rank in range(ranks)]
+    def places(self, ranks: int) -> list[Place]:
+        """Where every rank runs; tensor-parallel neighbours stand on different hosts."""
+        hosts = (self.hosts[rank % 2] for rank in range(ranks))
+        return [Place(host.address, host.namespace, host.cpus) for host in hosts]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Rendezvous, RunPlan
 from braid.jobs.benchmarks.cases import Case, Spread
 from braid.jobs.session import ray_session
@@ -78,13 +79,13 @@ def compare_launchers(
 
 def _take_round(group: WorkerGroup, steps: range, target: _Rounds) -> None:
     begin = time.perf_counter()
-    pids = group.call_all("process_id")
+    pids = group.call_all(Rank.process_id)
     target.call.append(time.perf_counter() - begin)
     cpu_before = sum(map(_cpu_seconds, pids))
     inside = 0.0
     begin = time.perf_counter()
     for step in steps:
-        inside += max(result.seconds for result in group.call_all("train_step", step))
+        inside += max(result.seconds for result in group.call_all(Rank.train_step, step))
     target.wall.append((time.perf_counter() - begin) / len(steps))
     target.step.append(inside / len(steps))
     target.cpu.append((sum(map(_cpu_seconds, pids)) - cpu_before) / len(steps))
@@ -110,7 +111,7 @@ def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
         for name, launcher in ((RAY, RayLauncher(config)), (PROCESSES, ProcessLauncher(config))):
             group = groups[name] = launcher.start(config.layout().ranks)
             stack.callback(group.shutdown)
-            port = group.call(0, "open_store", config.cluster.group_timeout_s)
+            port = group.call(0, Rank.open_store, config.cluster.group_timeout_s)
             meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
-            group.call_all("setup", plan, meeting)
+            group.call_all(Rank.setup, plan, meeting)
         yield groups

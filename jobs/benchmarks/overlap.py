@@ -1,8 +1,8 @@
 """Schedules and peers on two emulated hosts, alternating in one run: what overlap is worth on a real link.
 
 Everything is real but the hosts: processes, sockets, gloo, TCP over a veth pair whose rate ``tbf`` limits
-(`braid.jobs.benchmarks.hosts`). A row is the median of the rounds; a step is a whole training step with all
-micro-batches and the optimizer.
+(`braid.jobs.benchmarks.hosts`); without root, over this host's loopback with paced connections. A row is the
+median of the rounds; a step is a whole training step with all micro-batches and the optimizer.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ from braid.actors.controller.planning import (
     plan_run,
     setting_of,
 )
-from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
+from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace, separate_places
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
+from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.hosts import Hosts, check_hosts, ray_cluster, two_hosts
+from braid.jobs.benchmarks.hosts import Host, Hosts, HostsError, check_hosts, ray_cluster, two_hosts
 from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
-from braid.jobs.benchmarks.peer_rank import PeerPlan, peer_rank
+from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.planner.decide import BenchOf, anything, measured, outcome_of, outcome_of_schedule
@@ -60,6 +61,11 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
+PACED = (
+    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
+    "one link do not slow each other down, and both ends' copies are this host's"
+)
+"""What is measured without root, and how it differs from two hosts."""
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
 
@@ -135,12 +141,16 @@ def run(
     modelled: bool = False,
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
-    """Measure a case. `HostsError` where this machine cannot make hosts.
+    """Measure a case, on paced connections where this machine cannot make hosts.
 
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
     ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     """
-    check_hosts()
+    link_made, why_paced = _link()
+    if why_paced:
+        progress(f"{why_paced}; {PACED}")
+        if ray:
+            raise HostsError(why_paced)
     names = list(schedules or SCHEDULES[case.layout])
     if "megatron" not in names:
         names.insert(0, "megatron")
@@ -148,7 +158,7 @@ def run(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-")))
         data = str(prepare_text(folder))
-        link = stack.enter_context(two_hosts())
+        link = stack.enter_context(link_made)
         bench = _Bench(case, link, data, progress)
         mbit = bench.set_rate()
         profile = bench.profile()
@@ -162,16 +172,15 @@ def run(
             sides.append(bare)
         if modelled:
             config = case.config(names[-1])
-            parts = model_graphs(config, bench.shape)
-            believed = modelled_profile(config.layout(), parts, profile, mbit)
+            believed = modelled_profile(config.layout(), model_graphs(config, bench.shape), profile, mbit)
             sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
         if peers and not ray:
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
-        _alternate(sides, rounds, case, progress)
+        _alternate(sides, rounds, case, progress, lambda: _predict_again(sides, bench.profile()))
         if memory:
             for side in sides:
                 if side.name in names:
-                    side.activation_bytes = max(side.group.call_all("activation_bytes", rounds + 1))
+                    side.activation_bytes = max(side.group.call_all(Rank.activation_bytes, rounds + 1))
     serial = next(side for side in sides if side.name == "megatron")
     tokens = case.tokens * case.micro_batches
     return OverlapResult(
@@ -179,6 +188,7 @@ def run(
         link_mbit=mbit,
         rounds=rounds,
         ray=ray,
+        paced=bool(why_paced),
         rows=tuple(row_of(side, serial, tokens) for side in sides),
         seed=case.seed,
         load_before=load,
@@ -187,16 +197,44 @@ def run(
     )
 
 
+class _Paced:
+    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
+
+    hosts: tuple[Host, ...] = ()
+
+    def __init__(self) -> None:
+        self.cluster: dict[str, float] = {}
+
+    def shape(self, mbit: float, message_bytes: float) -> None:
+        """From now on, connections are made for this rate."""
+        self.cluster = {"emulated_link_mbit": mbit}
+
+    def places(self, ranks: int) -> list[Place]:
+        """As on two hosts: each with half of the CPUs, neighbours on different ones."""
+        return [separate_places(2)[rank % 2] for rank in range(ranks)]
+
+
+def _link() -> tuple[contextlib.AbstractContextManager[Hosts | _Paced], str]:
+    """Two hosts, or else the paced loopback and why."""
+    try:
+        check_hosts()
+    except HostsError as error:
+        return contextlib.nullcontext(_Paced()), str(error)
+    return two_hosts(), ""
+
+
 class _Bench:
     """Starts what a case compares."""
 
-    def __init__(self, case: OverlapCase, link: Hosts, data: str, progress: Progress) -> None:
+    def __init__(self, case: OverlapCase, link: Hosts | _Paced, data: str, progress: Progress) -> None:
         self._case, self._link, self._data, self._progress = case, link, data, progress
-        config = case.config("megatron")
+        config = self._config("megatron")
         self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-        hosts = link.places(config.layout().ranks)
-        self._places = [Place(host.address, host.namespace, host.cpus) for host in hosts]
+        self._places = link.places(config.layout().ranks)
         self._known: Profile | None = None
+
+    def _config(self, schedule: str, **cluster: Any) -> Config:
+        return self._case.config(schedule, **self._link.cluster, **cluster)
 
     def set_rate(self) -> float:
         """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
@@ -208,7 +246,7 @@ class _Bench:
         for turn in range(3):
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
             self._known = self._measure()
-            numbers = plan_run(case.config("megatron"), self.shape, self._known).taken.numbers
+            numbers = plan_run(self._config("megatron"), self.shape, self._known).taken.numbers
             communication = numbers.communication_seconds
             alpha = communication / numbers.step_seconds
             if abs(alpha - case.alpha) < 0.01 or turn == 2:
@@ -225,7 +263,7 @@ class _Bench:
         return self._measure(rounds=15)
 
     def _measure(self, rounds: int = 5) -> Profile:
-        config = self._case.config("megatron")
+        config = self._config("megatron")
         schedule = write(build_schedule(config, self.shape))
         plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data="")
         return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
@@ -235,7 +273,7 @@ class _Bench:
 
     def exact_seconds(self, profile: Profile) -> float | None:
         """The simulated step of `braid_w` with the best order of a layer's two passes that exists."""
-        config = self._case.config("braid_w")
+        config = self._config("braid_w")
         bench = self._costed(config, profile)(setting_of(config, self.shape))
         ((choices, _),) = decisions(bench)
         try:
@@ -265,7 +303,7 @@ class _Bench:
             try:
                 from braid.jobs.session import ray_session
 
-                config = self._case.config("megatron", address=address, allow_unauthenticated=True)
+                config = self._config("megatron", address=address, allow_unauthenticated=True)
                 with ray_session(config):
                     from braid.actors.controller.placement import RayLauncher
 
@@ -292,7 +330,7 @@ class _Bench:
         """
         shown = f"{name}, modelled costs" if believed is not None else name
         self._progress(f"starting {shown}")
-        config = self._case.config(name)
+        config = self._config(name)
         decided = plan_run(config, self.shape, believed or profile).taken
         schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
         plan = RunPlan(
@@ -308,15 +346,19 @@ class _Bench:
         group = launcher.start(config.layout().ranks)
         stack.callback(group.shutdown)
         _meet(group, plan)
-        group.call_all("stream_spans", collector.target, 1)  # as in a run
-        predicted = outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
-        return Side(shown, group, predicted=predicted)
+        group.call_all(Rank.stream_spans, collector.target, 1)  # as in a run
+
+        def predict(profile: Profile) -> float:
+            bench = self._costed(config, profile)(decided.setting)
+            return outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
+
+        return Side(shown, group, predict=predict, predicted=predict(profile))
 
     def start_peer(self, kind: str, messages: bool, stack: contextlib.ExitStack) -> Side:
         """The ranks of a peer, ready to train."""
         name = f"{kind}, Braid's exchange" if messages else kind
         self._progress(f"starting {name}")
-        config = self._case.config("megatron")
+        config = self._config("megatron")
         group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
         stack.callback(group.shutdown)
         plan = PeerPlan(kind=kind, messages=messages, config=config, shape=self.shape, data=self._data)
@@ -332,20 +374,37 @@ def _import_paths() -> list[str]:
 
 
 def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
-    port = group.call(0, "open_store", plan.config.cluster.group_timeout_s)
-    group.call_all("setup", plan, Rendezvous(address=group.addresses[0], port=port, generation=1))
+    port = group.call(0, Rank.open_store, plan.config.cluster.group_timeout_s)
+    meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
+    if isinstance(plan, PeerPlan):
+        group.call_all(PeerRank.setup, plan, meeting)
+    else:
+        group.call_all(Rank.setup, plan, meeting)
 
 
-def _alternate(sides: Sequence[Side], rounds: int, case: OverlapCase, progress: Progress) -> None:
-    """A step of every side in each round, in an order that is drawn anew; the first round is not counted."""
+def _predict_again(sides: Sequence[Side], profile: Profile) -> None:
+    for side in sides:
+        if side.predict is not None:
+            side.beside = side.predict(profile)
+
+
+def _alternate(
+    sides: Sequence[Side], rounds: int, case: OverlapCase, progress: Progress, midway: Callable[[], None]
+) -> None:
+    """A step of every side in each round, in an order that is drawn anew; the first round is not counted.
+
+    ``midway`` is called between two rounds in the middle.
+    """
     order = random.Random(case.seed)
     tokens = case.tokens * case.micro_batches
     for turn in range(rounds + 1):
+        if turn == 1 + rounds // 2:
+            midway()
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
         for side in order.sample(list(sides), len(sides)):
             if side.records is not None:
-                side.group.call_all("record_spans", side.records)
-            results = side.group.call_all("train_step", turn)
+                side.group.call_all(Rank.record_spans, side.records)
+            results: list[Any] = side.group.call_all(Rank.train_step, turn)  # of peers: tuples
             if isinstance(results[0], StepResult):
                 seconds = max(result.seconds for result in results)
                 side.loss = sum(result.loss_sum for result in results) / tokens

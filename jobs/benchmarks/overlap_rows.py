@@ -1,5 +1,6 @@
 """What `braid bench overlap` measured, as rows and as a table."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, median
 from typing import Any
@@ -10,6 +11,7 @@ from rich.table import Table
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.jobs.benchmarks.cases import Spread
+from braid.scheduling.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,10 @@ class OverlapRow:
     activation_bytes: int | None = None
     """Most that slots and messages held at once."""
     predicted_seconds: float | None = None
-    """Simulated with the measured profile before anything ran."""
+    """Simulated with the profile that was measured before anything ran."""
+    beside_seconds: float | None = None
+    """Simulated with a profile that was measured between the rounds: what then is left of the difference is
+    the simulator's error and not the machine's, whose speed drifts."""
     loss: float = 0.0
     """Of the last step: the same for all."""
 
@@ -51,6 +56,8 @@ class OverlapResult:
     rows: tuple[OverlapRow, ...]
     seed: int
     load_before: tuple[float, float, float]
+    paced: bool = False
+    """Whether hosts were emulated by pacing the connections of ranks on one host, for want of root."""
     exact_seconds: float | None = None
     """Simulated step of `braid_w` with layers paired in the best order there is for the measured profile, by
     branch and bound; None where that takes too long. Runs of several layers may be faster."""
@@ -76,7 +83,10 @@ class Side:
     results: list[list[StepResult]] = field(default_factory=list)
     peak_bytes: int = 0
     loss: float = 0.0
+    predict: Callable[[Profile], float] | None = None
+    """Seconds of its step by a profile."""
     predicted: float | None = None
+    beside: float | None = None
     activation_bytes: int | None = None
     records: bool | None = None
     """Whether its steps record spans, where another side of the same ranks does otherwise."""
@@ -122,14 +132,16 @@ def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
         bubble_fraction=share("bubble_ns"),
         activation_bytes=side.activation_bytes,
         predicted_seconds=side.predicted,
+        beside_seconds=side.beside,
     )
 
 
 def show(console: Console, result: OverlapResult) -> None:
     """Print the table."""
     how = "Ray actors" if result.ray else "processes"
+    hosts = "one host, paced connections," if result.paced else "two emulated hosts (network namespaces),"
     console.print(
-        f"{result.model}; two emulated hosts (network namespaces), link {result.link_mbit:g} Mbit/s, "
+        f"{result.model}; {hosts} link {result.link_mbit:g} Mbit/s, "
         f"{how}; medians of {result.rounds} alternating rounds, ± half the distance of the quartiles; "
         f"load {result.load_before[0]:.1f}",
         soft_wrap=True,
@@ -139,7 +151,7 @@ def show(console: Console, result: OverlapResult) -> None:
     table.add_column("schedule")
     for name in (
         "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", "slowdown", "gap", "bubble",
-        "peak MiB", "slots MiB", "simulated s",
+        "peak MiB", "slots MiB", "simulated s", "again s",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in result.rows:
@@ -161,7 +173,7 @@ def show(console: Console, result: OverlapResult) -> None:
             ),
             f"{row.peak_bytes / 2**20:.0f}",
             "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
-            "-" if row.predicted_seconds is None else f"{row.predicted_seconds:.3f}",
+            *("-" if s is None else f"{s:.3f}" for s in (row.predicted_seconds, row.beside_seconds)),
         )
     console.print(table)
     serial = result.row("megatron")

@@ -13,7 +13,7 @@ from braid.actors.config import Config
 from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.messages import Rendezvous
-from braid.actors.stage.network import bind_gloo
+from braid.actors.stage.network import Connections, bind_gloo
 from braid.jobs.benchmarks.peers import Peer, PeerSettings, PeerSizes
 from braid.scheduling.spec import ModelShape
 
@@ -53,6 +53,7 @@ class PeerRank:
         if self._store is None:
             self._store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
         world = config.layout().ranks
+        connections = Connections()
         dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=world, timeout=timeout)
         settings = PeerSettings(
             kind=plan.kind,
@@ -68,6 +69,9 @@ class PeerRank:
             seed=train.seed,
         )
         self._peer = Peer(settings, self.rank, world)
+        connections.made()
+        if config.cluster.emulated_link_mbit is not None:
+            connections.pace(config.cluster.emulated_link_mbit)
         self._data = TokenShards.open(Path(plan.data), "train", plan.shape.sequence)
         self._train = train
 

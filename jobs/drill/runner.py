@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +16,6 @@ import torch
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.manifest import MANIFEST, CheckpointStore
-from braid.actors.controller.processes import Place
 from braid.actors.controller.records import StepRecord, read_lines, read_metrics
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.faults import FOLDER, call, fire, fired_at
@@ -193,8 +192,8 @@ class Drill:
         config = self._config(name)
         places = None
         if self._hosts is not None:
-            hosts = self._hosts.places(config.layout().ranks)
-            places = [Place(host.address, host.namespace) for host in hosts]
+            own = self._hosts.places(config.layout().ranks)
+            places = [replace(place, cpus=None) for place in own]
         spec = Spec(
             config=config.model_dump(mode="json"),
             faults=list(faults),

@@ -9,6 +9,9 @@ from dataclasses import replace
 
 from braid.scheduling.operators import Chunk, Graph, Kind, Operator, Part, Pass, Value
 
+WAYS = (2, 4, 8)
+"""Numbers of chunks that are tried, and measured."""
+
 
 def split_collectives(part: Part, ways: int, only: Collection[str] | None = None) -> Part:
     """The part with every all-gather before, and reduce-scatter behind, a GEMM in ``ways`` chunks.
@@ -37,6 +40,12 @@ def gathers_of(part: Part) -> frozenset[str]:
     """The all-gathers of both passes: what MegaScale splits, as DHelix describes it (section 2.3)."""
     operators = (*part.forward.operators, *part.backward.operators)
     return frozenset(op.name for op in operators if op.kind is Kind.ALL_GATHER)
+
+
+def chunked_gemms(part: Part) -> frozenset[str]:
+    """The GEMMs, by name, that such a layer runs in chunks."""
+    graphs, only = (part.forward, part.backward), gathers_of(part)
+    return frozenset(gemm for graph in graphs for _, gemm in _pairs(graph, only))
 
 
 def _split(graph: Graph, ways: int, only: Collection[str] | None, values: dict[str, Value]) -> Graph:

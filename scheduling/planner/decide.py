@@ -18,7 +18,7 @@ from braid.scheduling.layers import built_in_parts, part_sizes
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
-from braid.scheduling.lowering.split import with_split_layers
+from braid.scheduling.lowering.split import WAYS, with_split_layers
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import PairingNote
@@ -29,9 +29,6 @@ from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import check, linked
-
-SPLITS = (2, 4, 8)
-"""Chunk counts that ``intra_batch`` tries."""
 
 ALIKE = 0.02
 """Steps that differ by less the simulator cannot tell apart (docs/log.md)."""
@@ -161,7 +158,7 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     kind, layout = setting.kind, setting.layout
     splits = [setting.split]
     if kind.splits_collectives and setting.split == 1 and layout.tp > 1:
-        splits = [split for split in SPLITS if setting.local_tokens % split == 0] or splits
+        splits = [split for split in WAYS if setting.local_tokens % split == 0] or splits
     lengths = (setting.fused,) if setting.fused or not kind.searched else space.fused
     pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
     if not space.every_pipeline:

@@ -3,10 +3,10 @@
 import hashlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,9 +16,12 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.host_state import take
 from braid.actors.stage.messages import Held, Rendezvous, RunPlan
+from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Worker
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
+
+_R = TypeVar("_R")
 
 
 class Probed(Worker):
@@ -55,20 +58,20 @@ class Ranks:
     def meet(self, shift: int) -> None:
         """A new generation, with initial weights."""
         if self._generation:
-            self.all("leave")
+            self.all(Rank.leave)
         self._generation += 1
-        port = self.group.call(0, "open_store", 60.0)
+        port = self.group.call(0, Rank.open_store, 60.0)
         meeting = Rendezvous(
             address=self.group.addresses[0], port=port, generation=self._generation, copies_shift=shift
         )
-        self.all("setup", self.plan, meeting)
+        self.all(Rank.setup, self.plan, meeting)
 
     def begin(self, shift: int) -> None:
         """Meet, and train from the beginning."""
         self.meet(shift)
-        self.all("keep_copy", 0)
+        self.all(Rank.keep_copy, 0)
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def all(self, method: Callable[..., _R], *arguments: Any) -> list[_R]:
         """Call all ranks."""
         return self.group.call_all(method, *arguments)
 
@@ -76,18 +79,18 @@ class Ranks:
         """Run steps; every rank's state after each."""
         found = []
         for step in steps:
-            self.all("train_step", step)
-            found.append(self.all("digest"))
+            self.all(Rank.train_step, step)
+            found.append(self.all(Probed.digest))
         return found
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks; the others drop what they are at."""
-        processes = self.all("process_id")
+        processes = self.all(Rank.process_id)
         for rank in ranks:
             os.kill(processes[rank], signal.SIGKILL)
         for rank in ranks:
             with pytest.raises(WorkerError, match="its process"):
-                self.group.call(rank, "copies_held")
+                self.group.call(rank, Rank.copies_held)
         assert self.group.interrupt() == sorted(ranks)
 
     def lose(self, ranks: Sequence[int], shift: int) -> list[Held]:
@@ -95,7 +98,7 @@ class Ranks:
         self.kill(ranks)
         self.group.replace(ranks)
         self.meet(shift)
-        return self.all("copies_held")
+        return self.all(Rank.copies_held)
 
 
 @contextmanager

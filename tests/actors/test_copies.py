@@ -8,7 +8,8 @@ import pytest
 
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import newest_common
-from tests.actors.ranks import started
+from braid.actors.stage.rank import Rank
+from tests.actors.ranks import Probed, started
 from tests.end_to_end.runs import prepare_text
 
 
@@ -38,7 +39,7 @@ def test_a_lost_rank_gets_its_state_back(
         for every in zip(*states, strict=True):
             assert len(set(every)) == 5, "every step changes every rank's state"
         ranks.begin(shift)
-        assert {one.own for one in ranks.all("copies_held")} == {(0,)}, "no later ones"
+        assert {one.own for one in ranks.all(Rank.copies_held)} == {(0,)}, "no later ones"
         assert ranks.train(range(3)) == states[:3]
         lost = random.Random().randrange(ranks.layout.ranks)
         held = ranks.lose([lost], shift)
@@ -48,17 +49,17 @@ def test_a_lost_rank_gets_its_state_back(
         step, sources = common
         assert step == 3 if wait else step in (2, 3)
         assert sources[lost] != lost
-        ranks.all("restore_copies", step, sources)
-        assert ranks.all("digest") == states[step - 1]
+        ranks.all(Rank.restore_copies, step, sources)
+        assert ranks.all(Probed.digest) == states[step - 1]
         assert ranks.train(range(step, 5)) == states[step:]
         # Copies are kept on: the same again, another rank.
         lost = (lost + 1) % ranks.layout.ranks
         held = ranks.lose([lost], shift)
         again = newest_common(held, ranks.layout, 5)
         assert again is not None
-        ranks.all("restore_copies", *again)
+        ranks.all(Rank.restore_copies, *again)
         assert again[0] == 5 if wait else again[0] in (4, 5)
-        assert ranks.all("digest") == states[again[0] - 1]
+        assert ranks.all(Probed.digest) == states[again[0] - 1]
 
 
 def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> None:
@@ -70,8 +71,8 @@ def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> Non
         held = ranks.lose([0, 1, 2], 1)
         common = newest_common(held, ranks.layout, 5)
         assert common == (3, [3, 3, 3, 3])
-        ranks.all("restore_copies", *common)
-        assert ranks.all("digest") == states[2]
+        ranks.all(Rank.restore_copies, *common)
+        assert ranks.all(Probed.digest) == states[2]
         assert ranks.train([3])[0] not in states
 
 
@@ -81,12 +82,12 @@ def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
     with started(tmp_path, data, checkpoint={"copies_every": 2, "copies_wait": True}, **sections) as ranks:
         ranks.begin(1)
         states = ranks.train(range(5))
-        assert {one.own for one in ranks.all("copies_held")} == {(2, 4)}
-        ranks.all("spoil")
-        assert not set(ranks.all("digest")) & set(states[3])
-        ranks.all("restore_copies", 2, [0, 1])
-        assert ranks.all("digest") == states[1]
-        for one in ranks.all("copies_held"):
+        assert {one.own for one in ranks.all(Rank.copies_held)} == {(2, 4)}
+        ranks.all(Probed.spoil)
+        assert not set(ranks.all(Probed.digest)) & set(states[3])
+        ranks.all(Rank.restore_copies, 2, [0, 1])
+        assert ranks.all(Probed.digest) == states[1]
+        for one in ranks.all(Rank.copies_held):
             assert (one.own, one.partners) == ((2,), (2,))
         assert ranks.train(range(2, 5)) == states[2:]
 

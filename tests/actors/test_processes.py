@@ -77,17 +77,17 @@ def test_an_answer_that_nobody_waits_for_is_no_others(tmp_path: Path) -> None:
     group = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
     gate = tmp_path / "gate"
     try:
-        assert group.call_all("echo", "first") == ["first 0", "first 1"]
+        assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
         with pytest.raises(WorkerError, match="rank 0: RuntimeError: out of luck"):
-            group.call_all("one_fails", str(gate))
+            group.call_all(Rank.one_fails, str(gate))
         gate.touch()
-        assert group.call_all("echo", "second") == ["second 0", "second 1"]
+        assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
         gate.unlink()
         for _ in range(2):
             with pytest.raises(WorkerError):
-                group.call_all("one_fails", str(gate))
+                group.call_all(Rank.one_fails, str(gate))
         gate.touch()
-        assert group.call(1, "echo", "third") == "third 1"
+        assert group.call(1, Rank.echo, "third") == "third 1"
         assert group.interrupt() == [], "nobody is busy"
     finally:
         group.shutdown()
@@ -107,14 +107,14 @@ def test_answers_that_come_together_all_count(
         return poll(waiting, timeout_s)
 
     try:
-        assert group.call_all("echo", "first") == ["first 0", "first 1"]
+        assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
         monkeypatch.setattr(group, "_poll", late)
         with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
-            group.call_all("both_fail", first)
+            group.call_all(Rank.both_fail, first)
         assert caught.value.died
         assert group.interrupt() == [first]
         group.replace([first])
-        assert group.call_all("echo", "second") == ["second 0", "second 1"]
+        assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
     finally:
         group.shutdown()
 
@@ -122,13 +122,13 @@ def test_answers_that_come_together_all_count(
 def test_an_end_that_takes_long_is_told_before_it_is_over(tmp_path: Path) -> None:
     group = ProcessLauncher(small_config(tmp_path), serve=serve).start(1)
     try:
-        assert group.call(0, "echo", "first") == "first 0"
+        assert group.call(0, Rank.echo, "first") == "first 0"
         with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
-            group.call(0, "closes")
+            group.call(0, Rank.closes)
         assert caught.value.died
         assert group.interrupt() == [0]
         group.replace([0])
-        assert group.call(0, "echo", "second") == "second 0"
+        assert group.call(0, Rank.echo, "second") == "second 0"
     finally:
         group.shutdown()
 
@@ -137,10 +137,10 @@ def test_a_large_answer_that_is_read_makes_no_rank_silent(tmp_path: Path) -> Non
     config = small_config(tmp_path, failure={"silence_s": 1.5})
     group = ProcessLauncher(config, serve=serve).start(2)
     try:
-        group.call_all("echo", "awake")
+        group.call_all(Rank.echo, "awake")
         while group._awake != {0, 1}:  # type: ignore[attr-defined]
-            group.call_all("takes_long_to_read", 0.1)
-        assert [one.seconds for one in group.call_all("takes_long_to_read", 4.0)] == [4.0, 0.0]
+            group.call_all(Rank.takes_long_to_read, 0.1)
+        assert [one.seconds for one in group.call_all(Rank.takes_long_to_read, 4.0)] == [4.0, 0.0]
     finally:
         group.shutdown()
 
@@ -151,15 +151,15 @@ def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(tmp_path: Path) -> None:
     group = ProcessLauncher(config, serve=serve).start(2)
     try:
         large = bytes(32 << 20)
-        assert group.call_all("size", large) == [32 << 20] * 2
+        assert group.call_all(Rank.size, large) == [32 << 20] * 2
         while group._awake != {0, 1}:  # type: ignore[attr-defined]
-            group.call_all("takes_long_to_read", 0.1)
+            group.call_all(Rank.takes_long_to_read, 0.1)
         child = group._children[1].process  # type: ignore[attr-defined]
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match="rank 1: has not answered"):
-            group.call_all("size", large)
+            group.call_all(Rank.size, large)
         assert group.interrupt() == [1]
         group.replace([1])
-        assert group.call_all("size", large) == [32 << 20] * 2
+        assert group.call_all(Rank.size, large) == [32 << 20] * 2
     finally:
         group.shutdown()

@@ -19,6 +19,7 @@ from braid.actors.controller.profiling import (
     profile_key,
 )
 from braid.actors.stage.messages import COMPUTE, Samples, Together
+from braid.actors.stage.rank import Rank
 from braid.scheduling.operators import Stream
 from braid.scheduling.profile import parse_profile
 
@@ -194,8 +195,8 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
 class OtherHardware:
     """A group of ranks on something else."""
 
-    def call_all(self, method: str) -> list[str]:
-        assert method == "hardware"
+    def call_all(self, method: Any) -> list[str]:
+        assert method is Rank.hardware
         return ["GPU that is not there"] * 2
 
 

@@ -14,6 +14,7 @@ from braid.actors.controller.records import Incident, RunDirectory, Saved, read_
 from braid.actors.controller.rescue import rescue
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.checkpoint import read_tensors
+from braid.actors.stage.rank import Rank
 from tests.actors.ranks import Ranks, started
 from tests.end_to_end.runs import prepare_text
 
@@ -77,7 +78,7 @@ def test_survivors_write_what_all_ranks_had(
             ranks.train(range(3))
             everything = tmp_path / "everything"
             everything.mkdir()
-            ranks.all("save", str(everything), 3)  # by all ranks, in the ordinary way
+            ranks.all(Rank.save, str(everything), 3)  # by all ranks, in the ordinary way
             ranks.kill(lost)
             saved, told = run.rescue(3)
             found = run.homes.newest_of(ranks.plan.shape)

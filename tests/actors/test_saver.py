@@ -20,6 +20,7 @@ from braid.actors.controller.recovery import cost_of_a_failure
 from braid.actors.controller.saving import Saver
 from braid.actors.stage import digests as stage_digests
 from braid.actors.stage.messages import Written
+from braid.actors.stage.rank import Rank
 from tests.actors.saved import digests
 from tests.end_to_end.runs import small_config
 
@@ -36,13 +37,13 @@ class Ranks:
         self.failures: list[str] = []
         self._folder = Path()
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        if method in ("begin_save", "save"):
+    def call_all(self, method: Any, *arguments: Any) -> list[Any]:
+        if method in (Rank.begin_save, Rank.save):
             self._folder = Path(arguments[0])
             (self._folder / ".metadata").write_bytes(b"table")
             (self._folder / "__0_0.distcp").write_bytes(b"state" * 100)
-            return [self._written()] if method == "save" else [None]
-        assert method == "save_finished"
+            return [self._written()] if method is Rank.save else [None]
+        assert method is Rank.save_finished
         return [self._written() if self.may_write else None]
 
     def _written(self) -> Written:

@@ -29,6 +29,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
 from braid.actors.stage.data import sample_ids
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import DTYPES, RunPlan
 from braid.jobs.benchmarks.plain_torch import (
     PlainModel,
@@ -176,7 +177,7 @@ class _Lent:
     def shutdown(self) -> None:
         """Leave the run's process groups and wait for the next run."""
         try:
-            self._group.call_all("leave")
+            self._group.call_all(Rank.leave)
         except WorkerError:
             self._group.shutdown()
         else:

@@ -15,6 +15,7 @@ import pytest
 from braid.actors.config import load_config
 from braid.actors.controller.group import NoRoomError, WorkerError
 from braid.actors.controller.records import read_lines
+from braid.actors.stage.rank import Rank
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
 
 STEPS = 100_000
@@ -163,7 +164,9 @@ def test_a_place_that_is_lost_while_its_rank_starts(
         rank = group.node_ids.index(lost.node_id)
         nodes.remove_node(lost, allow_graceful=False)
         with pytest.raises(WorkerError, match="its actor died"):
-            [group.call(rank, "process_id") for _ in range(100_000)]  # it lives a little longer than its node
+            [
+                group.call(rank, Rank.process_id) for _ in range(100_000)
+            ]  # it lives a little longer than its node
         assert group.interrupt() == [rank]
         while any(node["Alive"] and node["NodeID"] == lost.node_id for node in ray.nodes()):
             time.sleep(0.1)

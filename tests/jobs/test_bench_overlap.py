@@ -17,6 +17,7 @@ import pytest
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
 from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.hosts import HostsError, check_hosts, two_hosts
 from braid.jobs.benchmarks.overlap import OverlapCase
@@ -156,10 +157,9 @@ def test_hosts_do_not_share_cpus() -> None:
         pytest.skip("there is one CPU")
     with two_hosts(100) as link:
         config = OverlapCase(hidden=64, layers=1, tokens=32).config("megatron")
-        places = [Place(host.address, host.namespace, host.cpus) for host in link.places(2)]
-        group = ProcessLauncher(config, places).start(2)
+        group = ProcessLauncher(config, link.places(2)).start(2)
         try:
-            group.call_all("pulse")  # they are up
+            group.call_all(Rank.pulse)  # they are up
             own = [os.sched_getaffinity(process) for process in group.describe()["processes"]]
         finally:
             group.shutdown()
@@ -216,13 +216,15 @@ def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> 
             places = [Place(host.address, host.namespace) for host in link.places(2)]
             group = ProcessLauncher(config, places).start(2)
             try:
-                port = group.call(0, "open_store", 60.0)
-                group.call_all("setup", plan, Rendezvous(address=group.addresses[0], port=port, generation=1))
+                port = group.call(0, Rank.open_store, 60.0)
+                group.call_all(
+                    Rank.setup, plan, Rendezvous(address=group.addresses[0], port=port, generation=1)
+                )
                 steps = []
                 for step in range(4):
                     if slows and step == 2:
                         link.shape(10)
-                    results = group.call_all("train_step", step)
+                    results = group.call_all(Rank.train_step, step)
                     steps.append(sum(result.loss_sum for result in results))
                 losses.append(steps)
             finally:

@@ -6,9 +6,9 @@ from statistics import median
 
 import pytest
 
-from braid.jobs.benchmarks.pairing_cases import made_up_problem
 from braid.scheduling.planner.beam import beam_order
 from braid.scheduling.planner.list_schedule import exact_order, improved, issue_ns
+from tests.scheduling.pairing_cases import made_up_problem
 
 SEEDS = [int(os.environ["BRAID_TEST_SEED"]) + number for number in range(40)]
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.jobs.benchmarks.centauri import report, rows
 from braid.scheduling.cluster import ClusterSpec, Group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
@@ -25,6 +24,7 @@ from braid.scheduling.planner.model import Choice, Method, Step, Unit, choices, 
 from braid.scheduling.planner.operation import chain_ns, makespan_ns, run_in_order
 from braid.scheduling.planner.partition import Dim, matmul
 from braid.scheduling.records import from_mapping, to_mapping
+from tests.papers.centauri import report, rows
 from tests.scheduling.test_partition import centauri_cluster
 
 CLUSTER = centauri_cluster()

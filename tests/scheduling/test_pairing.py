@@ -8,7 +8,6 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from braid.jobs.benchmarks.pairing_cases import brute_force, made_up_problem, orders, segmentations
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.planner.decide import modelled
@@ -43,6 +42,7 @@ from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Placement, Workload
+from tests.scheduling.pairing_cases import brute_force, made_up_problem, orders, segmentations
 from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
 GRAPHS = 500

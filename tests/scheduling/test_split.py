@@ -11,9 +11,9 @@ from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import PartSizes, built_in_parts, transformer_layer
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.lowering.split import split_collectives
+from braid.scheduling.lowering.split import WAYS, split_collectives
 from braid.scheduling.operators import Chunk, Graph, Kind, Operator, Part, Stream
-from braid.scheduling.planner.decide import SPLITS, Outcome, evaluate, modelled
+from braid.scheduling.planner.decide import Outcome, evaluate, modelled
 from braid.scheduling.profile import Profile, TransferFit, with_chunks
 from braid.scheduling.schedule import Barrier, PassKind, Schedule, Side, Start
 from braid.scheduling.schedule_text import parse, write
@@ -43,7 +43,7 @@ MOE = ModelShape(
     experts=8,
     top_k=2,
 )
-WAYS = pytest.mark.parametrize("ways", [1, 2, 4, 3])
+IN_WAYS = pytest.mark.parametrize("ways", [1, 2, 4, 3])
 
 
 def layers() -> dict[str, Part]:
@@ -79,7 +79,7 @@ def pieces(graph: Graph) -> dict[str, list[Operator]]:
 
 
 @LAYERS
-@WAYS
+@IN_WAYS
 def test_the_same_work_in_chunks(layer: Part, ways: int) -> None:
     split = split_collectives(layer, ways)
     for before, after in ((layer.forward, split.forward), (layer.backward, split.backward)):
@@ -98,7 +98,7 @@ def test_the_same_work_in_chunks(layer: Part, ways: int) -> None:
 
 
 @LAYERS
-@WAYS
+@IN_WAYS
 def test_the_same_values_reach_everybody(layer: Part, ways: int) -> None:
     split = split_collectives(layer, ways)
     assert split.saved() == layer.saved()
@@ -255,7 +255,7 @@ def run_alone(schedule: str, split: int, profile: Profile | None = None) -> Outc
     return lowered(bench, Choices())
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", WAYS)
 def test_a_schedule_says_into_how_many_chunks(split: int) -> None:
     schedule = run_alone("intra_batch", split).code.schedule
     assert f"\nsplit {split}\n" in write(schedule)
@@ -322,5 +322,5 @@ def test_costs_of_chunks_follow_from_those_of_the_whole() -> None:
 def test_a_measured_profile_prices_every_number_of_chunks() -> None:
     whole = modelled(cluster(gpus=2))(setting("megatron", tp=2))
     serial = run_alone("megatron", 1, whole.profile).step_ns
-    for split in SPLITS:
+    for split in WAYS:
         assert run_alone("intra_batch", split, whole.profile).step_ns < serial

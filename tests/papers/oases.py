@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
-from braid.scheduling.planner.sub_batch import (
-    SubBatching,
-    layer_times,
-    simulate_step,
-    sub_batch_schedule,
-)
 from braid.scheduling.planner.tensor_degrees import (
     DegreeProblem,
     plan_degrees,
     problem_from_profile,
     strategy_cost,
     strategy_memory_bytes,
+)
+from tests.papers.sub_batch import (
+    SubBatching,
+    layer_times,
+    simulate_step,
+    sub_batch_schedule,
 )
 
 DEVICES: Final = 32

@@ -1,8 +1,10 @@
-"""What the three papers published beside what the models here say (``braid bench papers``).
+"""What the three papers published beside what the models here say.
 
 Every row is computed when it is asked for. What does not fit is shown with the reason, as far as it is known.
 """
 
+import argparse
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,14 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from braid.jobs.benchmarks import centauri
-from braid.jobs.benchmarks.papers_dhelix import dhelix_rows
-from braid.jobs.benchmarks.papers_dhelix_parts import part_rows
-from braid.jobs.benchmarks.papers_row import RATE_TOLERANCE, Figure, Row, claim, number
-from braid.jobs.benchmarks.planner_published import METHODS, Comparison, compare
 from braid.scheduling.block_profile import read_block_profile
 from braid.scheduling.planner.tensor_degrees import describe_degrees
 from braid.scheduling.presets.library import cluster_preset
+from tests.papers import centauri
+from tests.papers.dhelix import dhelix_rows
+from tests.papers.dhelix_parts import part_rows
+from tests.papers.oases import METHODS, Comparison, compare
+from tests.papers.rows import RATE_TOLERANCE, Figure, Row, claim, number
 
 WITHOUT_PROFILE: Final = (
     "Oases: its rows need a profile of measured block costs (the authors publish one of an RTX 3090 as CSV); "
@@ -76,7 +78,7 @@ def run(profile_path: Path | None, progress: Callable[[str], None] = lambda text
 
 
 def centauri_rows() -> Iterator[Row]:
-    """Centauri's rows as `braid.jobs.benchmarks.centauri` computes and judges them."""
+    """Centauri's rows as `tests.papers.centauri` computes and judges them."""
     for row in centauri.rows({name: cluster_preset(name) for name in ("centauri_a", "centauri_b")}):
         low, high = row.published if isinstance(row.published, tuple) else (row.published, row.published)
         nearest = min(max(row.simulated, low), high)
@@ -205,3 +207,21 @@ def _off(row: Row) -> str:
     if row.distance == 0:
         return "0"
     return f"{row.distance:.1f} points" if row.unit == "%" else f"{row.distance:+.1%}"
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", type=Path, help="the public RTX 3090 profile (CSV), for Oases' rows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    chosen = parser.parse_args()
+    says = Console(stderr=True)
+    result = run(chosen.profile, says.print)
+    if chosen.json:
+        print(json.dumps(result.as_json()))
+    else:
+        show(Console(), result)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from braid.jobs.benchmarks.pairing import LAYERS, NEAR, run, show
+from tests.papers.pairing import LAYERS, NEAR, run, show
 
 
 def test_benchmark_finds_pairing_exact_and_reports_every_comparison() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
 from braid.scheduling.operators import Stream
-from braid.scheduling.planner.sub_batch import (
+from braid.scheduling.planner.tensor_degrees import PassCosts
+from tests.papers.sub_batch import (
     BlockTimes,
     Operation,
     Phase,
@@ -20,7 +21,6 @@ from braid.scheduling.planner.sub_batch import (
     simulate_step,
     sub_batch_schedule,
 )
-from braid.scheduling.planner.tensor_degrees import PassCosts
 
 TIME = st.integers(0, 40)
 HALVES = st.tuples(TIME, TIME)

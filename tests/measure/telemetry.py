@@ -5,7 +5,9 @@ step is what the controller needs from one to the next. The stream: processes th
 socket into files, as ranks do, as fast as they can and at a given rate.
 """
 
+import argparse
 import contextlib
+import json
 import multiprocessing
 import random
 import resource
@@ -20,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from braid.actors.config import Config, parse_config
+from braid.actors.config import Config, load_config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.planning import build_schedule
@@ -28,6 +30,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import StepDone
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.rank import Rank
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
@@ -35,6 +38,9 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import RECORD
 from braid.scheduling.trace import Label
+from tests.end_to_end.command import ROOT
+
+DEMO = ROOT / "jobs" / "recipes" / "demo.yaml"
 
 ON, OFF = "with telemetry", "without"
 TURN = 5
@@ -120,7 +126,7 @@ def measure_price(config: Config, folder: Path, steps: int) -> Price:
         draw = random.Random(config.train.seed)
         for turn in range(turns + 1):
             for name in draw.sample([ON, OFF], 2):
-                launcher.group.call_all("record_spans", name == ON)
+                launcher.group.call_all(Rank.record_spans, name == ON)
                 for _ in range(TURN):
                     begin = time.perf_counter()
                     event = next(events)
@@ -255,3 +261,23 @@ def show(console: Console, result: TelemetryBenchmark) -> None:
             f"{one.grown_bytes / 2**20:.1f}",
         )
     console.print(table)
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path, nargs="?", default=DEMO, help="a run's YAML file")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each side")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for how long spans are pushed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    chosen = parser.parse_args()
+    says = Console(stderr=True)
+    result = run(load_config(chosen.config), steps=chosen.steps, seconds=chosen.seconds, progress=says.print)
+    if chosen.json:
+        print(json.dumps(result.as_json()))
+    else:
+        show(Console(width=max(Console().width, 110)), result)
+
+
+if __name__ == "__main__":
+    main()

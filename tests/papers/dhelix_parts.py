@@ -11,16 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from braid.jobs.benchmarks.papers_dhelix import BATCH_TOKENS, PAPER
-from braid.jobs.benchmarks.papers_row import (
-    FORMULA_TOLERANCE,
-    RATE_TOLERANCE,
-    Row,
-    claim,
-    number,
-    percentages,
-)
-from braid.jobs.benchmarks.papers_steps import chosen_setting
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import sent_bytes
 from braid.scheduling.layers import built_in_parts, part_sizes
@@ -34,6 +24,16 @@ from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from tests.papers.dhelix import BATCH_TOKENS, PAPER
+from tests.papers.rows import (
+    FORMULA_TOLERANCE,
+    RATE_TOLERANCE,
+    Row,
+    claim,
+    number,
+    percentages,
+)
+from tests.papers.steps import chosen_setting
 
 STEP_TOKENS: Final = 16 * 2**20
 """Tokens of a step of Llama-3.1-405B (table 1)."""

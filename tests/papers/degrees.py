@@ -3,6 +3,8 @@
 Without a profile of measured block costs only made-up problems are solved; the report says what is left out.
 """
 
+import argparse
+import json
 import os
 import platform
 import random
@@ -17,7 +19,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from braid.jobs.benchmarks.planner_published import DEVICES, Comparison, compare
 from braid.scheduling.block_profile import BlockProfile, read_block_profile
 from braid.scheduling.planner.tensor_degrees import (
     DegreeCosts,
@@ -29,6 +30,7 @@ from braid.scheduling.planner.tensor_degrees import (
     problem_from_profile,
     strategy_memory_bytes,
 )
+from tests.papers.oases import DEVICES, Comparison, compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,3 +290,22 @@ def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
     for number in numbers:
         table.add_column(number, justify="right")
     return table
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", type=Path, help="the public RTX 3090 profile (CSV)")
+    parser.add_argument("--seed", type=int, help="of the random problems (default: fresh)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    chosen = parser.parse_args()
+    says = Console(stderr=True)
+    result = run(chosen.profile, seed=chosen.seed, progress=says.print)
+    if chosen.json:
+        print(json.dumps(result.as_json()))
+    else:
+        show(Console(), result)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from braid.jobs import cli
+from tests.measure import telemetry
 
 
 @pytest.mark.slow
-def test_it_reports_price_and_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "telemetry", "--steps", "5", "--seconds", "0.5", "--json"])
-    assert not ended.value.code
+def test_it_reports_price_and_throughput(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["telemetry", "--steps", "5", "--seconds", "0.5", "--json"])
+    telemetry.main()
     result = json.loads(capsys.readouterr().out)
     (price,) = result["prices"]
     assert price["case"] == "demo"

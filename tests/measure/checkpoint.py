@@ -6,6 +6,8 @@ background. The stall is what the run itself tells of a save; the cost is how mu
 alone, and counts what a save in the background takes from the steps beside it.
 """
 
+import argparse
+import json
 import random
 import tempfile
 import time
@@ -27,6 +29,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
@@ -160,7 +163,7 @@ class _Legs:
         if saver is not None:
             told += saver.begin(self._group, self._step, _GENERATION, self._facts)
         for _ in range(steps):
-            self._group.call_all("train_step", self._step)
+            self._group.call_all(Rank.train_step, self._step)
             self._step += 1
             if saver is not None:
                 told += saver.look(self._group)
@@ -186,9 +189,9 @@ def _ranks(config: Config) -> Iterator[_Legs]:
         stack.callback(directory.close)
         group = ProcessLauncher(config).start(config.layout().ranks)
         stack.callback(group.shutdown)
-        port = group.call(0, "open_store", config.cluster.group_timeout_s)
+        port = group.call(0, Rank.open_store, config.cluster.group_timeout_s)
         meeting = Rendezvous(address=group.addresses[0], port=port, generation=_GENERATION)
-        group.call_all("setup", plan, meeting)
+        group.call_all(Rank.setup, plan, meeting)
         legs = _Legs(group, directory, manifest_facts(config.layout(), {}, shape))
         stack.callback(legs.close)
         yield legs
@@ -217,3 +220,32 @@ def show(console: Console, result: CheckpointBenchmark) -> None:
 
 def _shown(spread: Spread) -> str:
     return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model, a multiple of 16")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7, help="of each kind")
+    parser.add_argument("--steps", type=int, default=4, help="after a save")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: /tmp)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    chosen = parser.parse_args()
+    says = Console(stderr=True)
+    result = run(
+        hidden=chosen.hidden,
+        layers=chosen.layers,
+        rounds=chosen.rounds,
+        steps=chosen.steps,
+        folder=chosen.folder,
+        progress=says.print,
+    )
+    if chosen.json:
+        print(json.dumps(result.as_json()))
+    else:
+        show(Console(width=max(Console().width, 110)), result)
+
+
+if __name__ == "__main__":
+    main()

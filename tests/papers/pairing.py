@@ -3,6 +3,8 @@
 Random pairs are drawn anew in each run; layers are those of presets on a modelled cluster.
 """
 
+import argparse
+import json
 import os
 import platform
 import random
@@ -16,7 +18,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from braid.jobs.benchmarks.pairing_cases import brute_force, made_up_problem
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import exact_order, list_schedule, pairing_order
 from braid.scheduling.planner.orders import layer_pair
@@ -25,6 +26,7 @@ from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload
+from tests.scheduling.pairing_cases import brute_force, made_up_problem
 
 NEAR: Final = 0.02
 """A list schedule within this share of the best order counts as near."""
@@ -269,3 +271,22 @@ def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
     for number in numbers:
         table.add_column(number, justify="right")
     return table
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", type=int, default=500, help="random graphs to compare on")
+    parser.add_argument("--seed", type=int, help="of the random graphs (default: fresh)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    chosen = parser.parse_args()
+    says = Console(stderr=True)
+    result = run(graphs=chosen.graphs, seed=chosen.seed, progress=says.print)
+    if chosen.json:
+        print(json.dumps(result.as_json()))
+    else:
+        show(Console(), result)
+
+
+if __name__ == "__main__":
+    main()

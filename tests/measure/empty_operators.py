@@ -4,7 +4,7 @@ Each operator computes once and from then on returns what it returned first; wha
 registers, marks and labels. Run it in two checkouts, alternating, and compare (processor time of a step, the
 median of seven):
 
-    PYTHONPATH=$PWD python -m tests.recorded.empty_operators
+    PYTHONPATH=$PWD python -m tests.measure.empty_operators
 """
 
 import statistics

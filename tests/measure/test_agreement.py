@@ -1,4 +1,4 @@
-"""`braid bench agreement`: ranks within one model and link, whatever cases of another size add."""
+"""Simulator against reality: ranks within one model and link, whatever cases of another size add."""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from braid.actors.config import ConfigError
-from braid.jobs.bench_cli import bench
-from braid.jobs.benchmarks.agreement import agreement, show
+from tests.measure.agreement import agreement, show
 
 
 def write(path: Path, model: str, steps: Mapping[str, tuple[float, float]], alpha: float = 0.4) -> Path:
@@ -53,16 +50,38 @@ def test_orders_count_but_are_not_picked(tmp_path: Path) -> None:
     path = write(tmp_path / "one.json", "a model", steps)
     case = agreement([path]).cases[0]
     assert (case.steps, case.spearman, case.picked, case.loss) == (3, pytest.approx(1), "braid", 0)
-    outcome = CliRunner().invoke(bench, ["agreement", str(path), "--json"])
-    assert outcome.exit_code == 0, outcome.output
-    assert json.loads(outcome.output)["cases"][0]["in_order"] == 3
+    assert case.in_order == 3
+
+
+def test_steps_within_their_spread_have_no_wrong_order(tmp_path: Path) -> None:
+    """The two fastest are simulated the wrong way round, which counts only if they can be told apart."""
+    steps = {"megatron": (2.0, 2.1), "dhelix": (1.5, 1.49), "braid": (1.45, 1.51), "wavelet": (1.9, 1.8)}
+    path = write(tmp_path / "one.json", "a model", steps)
+    assert agreement([path]).cases[0].spearman == pytest.approx(0.8)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["spread_seconds"] = 0.03
+    path.write_text(json.dumps(content), encoding="utf-8")
+    case = agreement([path]).cases[0]
+    assert (case.spearman, case.in_order) == (pytest.approx(1), 6)
+
+
+def test_a_profile_from_between_the_rounds_tells_error_from_drift(tmp_path: Path) -> None:
+    """The machine became a fifth slower after the first profile."""
+    path = write(tmp_path / "one.json", "a model", {name: (n, n * 1.2) for n, name in enumerate("abc", 1)})
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["beside_seconds"] = row["seconds_per_step"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    found = agreement([path])
+    assert (found.median_error, found.error_before) == (0, pytest.approx(1 / 6))
 
 
 def test_what_is_no_result_is_named(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"other.json is no result of `braid bench overlap --json`"):
+    with pytest.raises(ValueError, match=r"other.json is no result of `braid bench overlap --json`"):
         agreement([path])
     few = write(tmp_path / "few.json", "a model", {"megatron": (1.0, 1.0)})
-    with pytest.raises(ConfigError, match="1 measured steps are too few"):
+    with pytest.raises(ValueError, match="1 measured steps are too few"):
         agreement([few])

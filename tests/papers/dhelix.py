@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from braid.jobs.benchmarks.papers_row import (
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.spec import ParallelLayout
+from tests.papers.rows import (
     RATE_TOLERANCE,
     Figure,
     Row,
@@ -16,7 +19,7 @@ from braid.jobs.benchmarks.papers_row import (
     number,
     percentages,
 )
-from braid.jobs.benchmarks.papers_steps import (
+from tests.papers.steps import (
     BASELINES,
     OURS,
     Steps,
@@ -25,9 +28,6 @@ from braid.jobs.benchmarks.papers_steps import (
     setting_of,
     steps,
 )
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.spec import ParallelLayout
 
 PAPER: Final = "DHelix"
 BATCH_TOKENS: Final = 8 * 2**20

@@ -11,20 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from braid.jobs.benchmarks import centauri, papers_dhelix, papers_dhelix_parts
-from braid.jobs.benchmarks.papers import (
-    PapersReport,
-    centauri_rows,
-    figure_text,
-    oases_rows,
-    run,
-    show,
-)
-from braid.jobs.benchmarks.papers_dhelix import BATCH_TOKENS, our_rows
-from braid.jobs.benchmarks.papers_dhelix_parts import PARTS, restricted, volumes
-from braid.jobs.benchmarks.papers_row import POINTS, Row, claim, number, percentages, span
-from braid.jobs.benchmarks.papers_steps import chosen_setting, steps
-from braid.jobs.benchmarks.planner_published import METHODS, AblationRow, Comparison, StrategyRow
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Operator, Pass
 from braid.scheduling.planner.decide import modelled, with_schedule
@@ -33,6 +19,20 @@ from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.spec import ParallelLayout
+from tests.papers import centauri, dhelix, dhelix_parts
+from tests.papers.dhelix import BATCH_TOKENS, our_rows
+from tests.papers.dhelix_parts import PARTS, restricted, volumes
+from tests.papers.oases import METHODS, AblationRow, Comparison, StrategyRow
+from tests.papers.published import (
+    PapersReport,
+    centauri_rows,
+    figure_text,
+    oases_rows,
+    run,
+    show,
+)
+from tests.papers.rows import POINTS, Row, claim, number, percentages, span
+from tests.papers.steps import chosen_setting, steps
 
 
 def row_of(published: float, simulated: float) -> Row:
@@ -263,9 +263,9 @@ def test_oases_rows_judge_ablation_and_plans(rates: tuple[int, ...], ours_ns: in
 def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an eighth of the paper's batches: pipelines are as deep, steps shorter; Centauri's row made up."""
     monkeypatch.setattr(centauri, "rows", lambda clusters: [centauri_row(1.5, 1.2, False)])
-    for module in (papers_dhelix, papers_dhelix_parts):
+    for module in (dhelix, dhelix_parts):
         monkeypatch.setattr(module, "BATCH_TOKENS", BATCH_TOKENS // 8)
-    monkeypatch.setattr(papers_dhelix, "PHI_BATCH", 320)
+    monkeypatch.setattr(dhelix, "PHI_BATCH", 320)
     said: list[str] = []
     report = run(None, said.append)
 
