@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The examples of README and pages run as they stand, and what those name exists."""
 
 import re
 import shlex
@@ -8,38 +8,61 @@ import pytest
 
 from tests.end_to_end.command import ROOT, braid
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+GUIDES = (
+    README,
+    *(ROOT / "docs" / name for name in ("guide.md", "schedules.md", "dashboards.md", "failures.md")),
+)
+"""Pages whose examples run one after the other, in one folder: those of a page need the runs of others."""
+MOST_LINES = 170
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(page: Path, language: str) -> list[str]:
     """Fenced code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
     """The ``$ braid ...`` lines, without comments and without those that need several machines."""
     lines = [
-        line for block in blocks("console") for line in block.splitlines() if line.startswith("$ braid ")
+        line
+        for page in GUIDES
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+        if line.startswith("$ braid ")
     ]
     split = [shlex.split(line.removeprefix("$ braid "), comments=True) for line in lines]
     return [words for words in split if "--address" not in words]
 
 
+def write_first(folder: Path) -> None:
+    """Write the README's configuration as it says."""
+    (folder / "first.yaml").write_text(blocks(README, "yaml")[0], encoding="utf-8")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # every command of the README, most of them whole runs
+@pytest.mark.timeout(900)  # every command of the README and the pages, most of them whole runs
 def test_examples_run_in_order(tmp_path: Path) -> None:
-    (tmp_path / "first.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    assert len(commands()) >= 4
+    write_first(tmp_path)
     for words in commands():
         outcome = braid(tmp_path, *words, timeout=150)
         assert outcome.code == 0, f"braid {shlex.join(words)}\n{outcome.output}{outcome.errors}"
-    text = [words for words in commands() if "schedule" in words]
-    assert text, "the README shows how to draw a schedule"
+
+
+def test_every_example_stands_once() -> None:
+    """Each costs seconds; and there are examples of every page, of runs and of schedules."""
+    found = [shlex.join(words) for words in commands()]
+    assert len(found) == len(set(found))
+    for page in GUIDES:
+        assert any("$ braid " in block for block in blocks(page, "console")), page
+    assert {"train", "schedule"} <= {words[0] for words in commands()}
 
 
 @pytest.mark.slow
 def test_own_schedule_file(tmp_path: Path) -> None:
-    (tmp_path / "first.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
+    write_first(tmp_path)
     assert braid(tmp_path, "schedule", "first.yaml", "--output", "mine.txt").code == 0
     common = ("train", "first.yaml", "--launcher", "processes", "--set", "train.steps=2")
     outcome = braid(tmp_path, *common, "--set", "overlap.schedule_file=mine.txt")
@@ -54,7 +77,7 @@ def test_own_schedule_file(tmp_path: Path) -> None:
 
 def test_the_map_is_true() -> None:
     """Every file and folder that the README's map names exists."""
-    table = README.split("## Where things are")[1].split("## Developing")[0]
+    table = README.read_text(encoding="utf-8").split("## Where things are")[1].split("## Developing")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) >= 8
     for folder_cell, _, files_cell in rows:
@@ -62,3 +85,27 @@ def test_the_map_is_true() -> None:
         assert folder.exists(), folder
         for name in re.findall(r"`([^`]+)`", files_cell):
             assert (folder / name).exists(), folder / name
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files that exist, and to headings that the page there has."""
+    links = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    missing = []
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (heading and heading not in anchors(target)):
+            missing.append(link)
+    assert not missing, f"{page.name} links to what is not there: {', '.join(missing)}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as links name them: lower case, hyphens for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    """What needs more room has a page under docs/."""
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
