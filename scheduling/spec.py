@@ -8,6 +8,8 @@ from enum import StrEnum
 from functools import cache, cached_property
 from typing import Final
 
+from braid.scheduling.mesh import MeshShape, Position
+
 FAMILIES: Final = ("llama", "gpt", "moe")
 
 RUNNABLE_FAMILIES: Final = ("llama", "gpt")
@@ -236,19 +238,18 @@ class ParallelLayout:
         """Whether a chunk ends the model (and holds the head)."""
         return self.neighbour(chunk, 1) is None
 
+    @cached_property
+    def mesh(self) -> MeshShape:
+        """The mesh: a factor for each axis."""
+        return MeshShape(tuple((axis, self.degree(axis)) for axis in AXES), cut=("pp", "tp"))
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank along every mesh axis."""
-        position = {}
-        for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, self.degree(axis))
-        return position
+        return self.mesh.position(rank)
 
-    def rank_at(self, position: dict[str, int]) -> int:
+    def rank_at(self, position: Position) -> int:
         """The rank at a position; inverse of `coordinate`."""
-        rank = 0
-        for axis in AXES:
-            rank = rank * self.degree(axis) + position[axis]
-        return rank
+        return self.mesh.rank_at(position)
 
     def describe(self) -> str:
         """The layout in one line, such as ``dp 2 x tp 2 (folded)``."""

@@ -417,7 +417,7 @@ class Controller:
             address=group.addresses[0],
             port=port,
             generation=self._generation,
-            copies_shift=partner_shift(group.addresses, self._config.layout()),
+            copies_shift=partner_shift(group.addresses, self._config.layout().mesh),
         )
         group.call_all(Rank.setup, self._plan, meeting)
         if self._config.overlap.profile is not None:

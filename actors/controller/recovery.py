@@ -8,7 +8,7 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.stage.messages import Held
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh import MeshShape
 
 
 @dataclass
@@ -109,13 +109,14 @@ def timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
         cause.parts[part] = time.monotonic() - begin
 
 
-def partner_shift(addresses: Sequence[str], layout: ParallelLayout) -> int:
-    """How much further the rank is that keeps a rank's copies; 0 if replicas on other hosts do so anyway.
+def partner_shift(addresses: Sequence[str], mesh: MeshShape) -> int:
+    """How much further the rank is that keeps a rank's copies; 0 if other hosts hold everything anyway.
 
     The shift with which most ranks have their partner on another host; of those the smallest.
     """
     ranks = len(addresses)
-    if ranks == 1 or all(_has_replica_elsewhere(rank, addresses, layout) for rank in range(ranks)):
+    hosts = [{addresses[other] for other in mesh.holders(rank)} for rank in range(ranks)]
+    if ranks == 1 or all(len(own) > 1 for own in hosts):
         return 0
 
     def elsewhere(shift: int) -> int:
@@ -124,17 +125,7 @@ def partner_shift(addresses: Sequence[str], layout: ParallelLayout) -> int:
     return max(range(1, ranks), key=lambda shift: (elsewhere(shift), -shift))
 
 
-def replicas(rank: int, layout: ParallelLayout) -> list[int]:
-    """Ranks with the same state: those that differ along the data-parallel axis only."""
-    place = layout.coordinate(rank)
-    return [layout.rank_at({**place, "dp": n}) for n in range(layout.dp)]
-
-
-def _has_replica_elsewhere(rank: int, addresses: Sequence[str], layout: ParallelLayout) -> bool:
-    return any(addresses[other] != addresses[rank] for other in replicas(rank, layout))
-
-
-def newest_common(held: Sequence[Held], layout: ParallelLayout, done: int) -> tuple[int, list[int]] | None:
+def newest_common(held: Sequence[Held], mesh: MeshShape, done: int) -> tuple[int, list[int]] | None:
     """The newest step that every rank can go back to, and for every rank the one that has its state.
 
     No later one than the ``done`` steps that are on record: of a step that failed after its update, in its
@@ -142,17 +133,17 @@ def newest_common(held: Sequence[Held], layout: ParallelLayout, done: int) -> tu
     """
     steps = {step for one in held for step in (*one.own, *one.partners) if step <= done}
     for step in sorted(steps, reverse=True):
-        sources = [_source(rank, step, held, layout) for rank in range(len(held))]
+        sources = [_source(rank, step, held, mesh) for rank in range(len(held))]
         if None not in sources:
             return step, [source for source in sources if source is not None]
     return None
 
 
-def _source(rank: int, step: int, held: Sequence[Held], layout: ParallelLayout) -> int | None:
-    """A rank that has the state: itself, the rank's partner, a replica, or a replica's partner."""
+def _source(rank: int, step: int, held: Sequence[Held], mesh: MeshShape) -> int | None:
+    """A rank that has the state: itself, its partner, another holder of its slices, or that one's partner."""
     if step in held[rank].own:
         return rank
-    same = [rank, *replicas(rank, layout)]
+    same = [rank, *mesh.holders(rank)]
     for other in same:
         for partner, one in enumerate(held):
             if one.partner == other and step in one.partners:

@@ -32,7 +32,7 @@ def rescue(
     layout, left = config.layout(), group.left()
     try:
         held = dict(zip(left, group.call_some(left, Rank.copies_held), strict=True))
-        common = newest_common([held.get(rank, _NOTHING) for rank in range(layout.ranks)], layout, done)
+        common = newest_common([held.get(rank, _NOTHING) for rank in range(layout.ranks)], layout.mesh, done)
         if common is None or common[0] <= (saver.last_step or 0):
             return
         step, sources = common

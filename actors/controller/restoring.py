@@ -30,7 +30,7 @@ def restore(
     config = plan.config
     copies = config.checkpoint.copies_every
     if failure is not None and copies:
-        common = newest_common(group.call_all(Rank.copies_held), config.layout(), failure.step)
+        common = newest_common(group.call_all(Rank.copies_held), config.layout().mesh, failure.step)
         # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
         saved = max((step for step in homes.steps() if step <= failure.step), default=0)
         if common is not None and common[0] >= saved:

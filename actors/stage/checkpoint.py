@@ -19,18 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from braid.actors.stage.checked_files import CheckedWriter
+from braid.actors.stage.global_state import GlobalState, LoadPlanner, SavePlanner, global_state
 from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
-from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.messages import Written
 from braid.actors.stage.optimizer import Optimizer
-from braid.actors.stage.parameters import ParameterSlice, StageParameter
-
-State = dict[str, Tensor]
+from braid.actors.stage.parameters import StageParameter
 
 
 class SaveProgress:
@@ -73,7 +69,7 @@ class _Writer(CheckedWriter):
             super().finish(*arguments, **named)
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(SavePlanner):
     """Tells when this rank plans."""
 
     def __init__(self, progress: SaveProgress) -> None:
@@ -91,7 +87,9 @@ class _Planner(dcp.DefaultSavePlanner):
             return super().create_global_plan(*arguments)
 
 
-def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progress: SaveProgress) -> Written:
+def _write(
+    directory: Path, state: GlobalState, group: dist.ProcessGroup | None, progress: SaveProgress
+) -> Written:
     """Write this rank's share and read it back; raises what is not the files' fault, but the ranks'."""
     writer = _Writer(directory, progress)
     try:
@@ -106,7 +104,7 @@ def _write(directory: Path, state: State, group: dist.ProcessGroup | None, progr
 class _BackgroundSave:
     """A save that a thread writes while training goes on; every rank begins one."""
 
-    def __init__(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
+    def __init__(self, directory: Path, shards: GlobalState, group: dist.ProcessGroup) -> None:
         self.progress = SaveProgress()
         self._written: Written | None = None
         self._error: Exception | None = None
@@ -115,7 +113,7 @@ class _BackgroundSave:
         )
         self._thread.start()
 
-    def _run(self, directory: Path, shards: State, group: dist.ProcessGroup) -> None:
+    def _run(self, directory: Path, shards: GlobalState, group: dist.ProcessGroup) -> None:
         try:
             self._written = _write(directory, shards, group, self.progress)
         except Exception as error:
@@ -145,11 +143,10 @@ class Saves:
         self,
         parameters: list[StageParameter],
         optimizer: Optimizer,
-        mesh: Mesh,
         group: dist.ProcessGroup | None,
     ) -> None:
         """``group``: of all ranks, for background saves alone; None if there are none."""
-        self._parameters, self._optimizer, self._mesh, self._group = parameters, optimizer, mesh, group
+        self._parameters, self._optimizer, self._group = parameters, optimizer, group
         self._under_way: _BackgroundSave | None = None
         self._written: Written | None = None
         """What became of the newest background save, once it is over."""
@@ -161,7 +158,7 @@ class Saves:
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
         with self._waiting(SaveProgress()) as progress:
-            shards = _global_state(self._parameters, self._optimizer.named_tensors(), self._mesh)
+            shards = global_state(self._parameters, self._optimizer.named_tensors())
             return _write(directory, shards, None, progress)
 
     def take(self, step: int) -> None:
@@ -179,7 +176,7 @@ class Saves:
         assert self._group is not None
         if self._under_way is not None:
             self._under_way.finished(wait=True)
-        shards = _global_state(self._parameters, self._taken(), self._mesh)
+        shards = global_state(self._parameters, self._taken())
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
@@ -207,7 +204,7 @@ class Saves:
 
 
 def load_checkpoint(
-    directory: Path, parameters: list[StageParameter], optimizer: Optimizer, mesh: Mesh, step: int
+    directory: Path, parameters: list[StageParameter], optimizer: Optimizer, step: int
 ) -> None:
     """Read this rank's slices into parameters and moments, in place; ``step`` steps were done.
 
@@ -216,12 +213,12 @@ def load_checkpoint(
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
     with quietly():
-        shards = _global_state(parameters, optimizer.named_tensors(), mesh)
-        dcp.load(shards, storage_reader=reader)
+        shards = global_state(parameters, optimizer.named_tensors())
+        dcp.load(shards, storage_reader=reader, planner=LoadPlanner())
     optimizer.restored(step)
 
 
-def read_tensors(directory: Path) -> State:
+def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a verified checkpoint, whole, in this process's memory."""
     reader = GuardedReader(directory)
     entries = reader.read_metadata().state_dict_metadata
@@ -244,48 +241,3 @@ def quietly() -> Iterator[None]:
             yield
         except CheckpointException as error:
             raise GuardedReader.plain(error) from None
-
-
-def _global_state(
-    parameters: list[StageParameter], held: list[tuple[str, list[Tensor]]], mesh: Mesh
-) -> State:
-    """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors, by name."""
-    tensor_mesh = _tensor_mesh(mesh, held[0][1][0].device) if parameters else None
-    state: State = {}
-    for kind, tensors in held:
-        for tensor, parameter in zip(tensors, parameters, strict=True):
-            for piece in parameter.slices:
-                state[f"{kind}.{piece.source.name}"] = _as_global(tensor, piece, tensor_mesh)
-    return state
-
-
-def _as_global(local: Tensor, piece: ParameterSlice, tensor_mesh: DeviceMesh | None) -> Tensor:
-    view = piece.of_local(local)
-    if tensor_mesh is None:
-        return view
-    shape = torch.Size(piece.source.shape)
-    whole = piece.length == shape[piece.dim]
-    return DTensor.from_local(
-        view,
-        tensor_mesh,
-        [Replicate() if whole else Shard(piece.dim)],
-        run_check=False,
-        shape=shape,
-        stride=_contiguous_stride(shape),
-    )
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    def strides() -> Iterator[int]:
-        size = 1
-        for extent in reversed(shape):
-            yield size
-            size *= extent
-
-    return tuple(reversed(list(strides())))
-
-
-def _tensor_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh | None:
-    if mesh.layout.tp == 1:
-        return None
-    return DeviceMesh.from_group(mesh.group("tp"), device.type)

@@ -7,7 +7,7 @@ other hosts hold the same state anyway, nothing travels.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 
 import torch
@@ -24,7 +24,7 @@ from braid.actors.stage.host_state import (
 )
 from braid.actors.stage.messages import Held
 from braid.actors.stage.optimizer import Optimizer
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh import MeshShape
 
 _LEAVE_SECONDS = 5.0
 KEPT = 2
@@ -38,30 +38,35 @@ class Copies:
         self._own: dict[int, HostState] = {}
         self._partners: dict[int, HostState] = {}
         self._partner_rank: int | None = None
-        self._layout: ParallelLayout | None = None
+        self._held_as: Hashable = None
+        self._mesh: MeshShape | None = None
         self._exchange: _Exchange | None = None
         self._group: dist.ProcessGroup | None = None
 
     def join(
         self,
         optimizer: Optimizer,
-        layout: ParallelLayout,
+        held_as: Hashable,
+        mesh: MeshShape,
         shift: int,
         limit_bytes: int | None,
         timeout: timedelta,
     ) -> None:
         """Begin a generation; all ranks call this. Copies go to the rank ``shift`` further on; 0: nowhere.
 
+        ``held_as``: what says, with the rank, which part of the model a state is of (the layout). States
+        that were held as something else are forgotten.
+
         `ValueError` if they would take more than ``limit_bytes`` of this rank's memory.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.leave()
         source = (rank - shift) % ranks if shift else None
-        if layout != self._layout:
+        if held_as != self._held_as:
             self._own.clear()
-        if layout != self._layout or source != self._partner_rank:
+        if held_as != self._held_as or source != self._partner_rank:
             self._partners.clear()
-        self._layout, self._partner_rank = layout, source
+        self._held_as, self._mesh, self._partner_rank = held_as, mesh, source
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
         dist.all_gather(sizes, torch.tensor([state_elements(optimizer)]), group=self._group)
@@ -138,15 +143,10 @@ class Copies:
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
-        """A rank's state after ``step`` steps, which this ``rank`` holds: of the target, or of a replica."""
-        replica = step in self._own and self._same_state(rank, target)
-        return (self._own if replica else self._partners)[step]
-
-    def _same_state(self, one: int, other: int) -> bool:
-        """Whether two ranks differ along the data-parallel axis only."""
-        assert self._layout is not None
-        places = [{**self._layout.coordinate(rank), "dp": 0} for rank in (one, other)]
-        return places[0] == places[1]
+        """A rank's state after ``step`` steps, which this ``rank`` holds: its own if they hold the same."""
+        assert self._mesh is not None
+        own = step in self._own and target in self._mesh.holders(rank)
+        return (self._own if own else self._partners)[step]
 
 
 class _Exchange:

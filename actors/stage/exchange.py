@@ -56,8 +56,7 @@ def load_initial(
 
 def _read(part: Any, tensor: StoredTensor, piece: ParameterSlice, row: int) -> Tensor:
     """A slice of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
-    extents = [slice(0, extent) for extent in piece.source.shape]
-    extents[piece.dim] = slice(piece.offset, piece.offset + piece.length)
+    extents = [slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True)]
     extents[0] = slice(row + extents[0].start, row + extents[0].stop)
     if not tensor.transposed:
         found: Tensor = part[tuple(extents)]

@@ -16,7 +16,6 @@ from braid.kernels.collectives.primitives import all_reduce
 from braid.scheduling.code import name_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Reduce
-from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.trace import Label
 
 
@@ -54,7 +53,7 @@ class GradientBuckets:
         self._pending: dict[Reduce, list[Transfer]] = {}
         self.buckets = [
             self._fill(chunk, members, axes)
-            for (chunk, axes), members in _partition(parameters, mesh.layout, bucket_bytes)
+            for (chunk, axes), members in _partition(parameters, mesh, bucket_bytes)
         ]
         self._labels: dict[tuple[Reduce, int], Label] = {}
         self._norm = _GlobalNorm(parameters, mesh)
@@ -126,39 +125,33 @@ def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _axes(parameter: StageParameter, layout: ParallelLayout) -> tuple[str, ...]:
-    """Axes over which a parameter's gradient is summed, as `gradient_axes` orders them."""
-    found = {
-        "tp": parameter.replicated,
-        "ends": parameter.shared,
-        "copies": layout.copies > 1,
-        "dp": layout.dp > 1,
-    }
-    return tuple(axis for axis, needed in found.items() if needed)
+def _axes(parameter: StageParameter, mesh: Mesh) -> tuple[str, ...]:
+    """What a parameter's gradient is summed over: factors, and stages that hold it too (`gradient_axes`)."""
+    stages = ("ends",) * parameter.shared + ("copies",) * (mesh.layout.copies > 1)
+    return (*reversed(parameter.summed_over(mesh.place.mesh)), *stages)
 
 
 def _partition(
-    parameters: list[StageParameter], layout: ParallelLayout, bucket_bytes: int
+    parameters: list[StageParameter], mesh: Mesh, bucket_bytes: int
 ) -> Iterator[tuple[tuple[int, tuple[str, ...]], list[StageParameter]]]:
     """Parameters of one chunk that are summed over the same axes, in buckets of bounded size."""
 
-    def kind(p: StageParameter) -> tuple[int, bool, bool]:
-        return p.chunk, p.replicated, p.shared
+    def kind(p: StageParameter) -> tuple[int, int, tuple[str, ...]]:
+        axes = _axes(p, mesh)
+        return p.chunk, len(axes), axes
 
-    for (chunk, _, _), group in groupby(sorted(parameters, key=kind), key=kind):
-        members = list(group)
-        key = chunk, _axes(members[0], layout)
+    for (chunk, _, axes), group in groupby(sorted(parameters, key=kind), key=kind):
         bucket: list[StageParameter] = []
         size = 0
-        for parameter in members:
+        for parameter in group:
             tensor = parameter.tensor
             nbytes = tensor.numel() * main_gradient_dtype(tensor.dtype).itemsize
             if bucket and size + nbytes > bucket_bytes:
-                yield key, bucket
+                yield (chunk, axes), bucket
                 bucket, size = [], 0
             bucket.append(parameter)
             size += nbytes
-        yield key, bucket
+        yield (chunk, axes), bucket
 
 
 class _GlobalNorm:
@@ -167,12 +160,15 @@ class _GlobalNorm:
 
     def __init__(self, parameters: list[StageParameter], mesh: Mesh) -> None:
         device = parameters[0].tensor.device
-        first_tp, first_stage = mesh.position["tp"] == 0, mesh.position["pp"] == 0
-        first_copy = mesh.layout.chunks_per_copy
+        first_stage, first_copy = mesh.position["pp"] == 0, mesh.layout.chunks_per_copy
+        # Ranks along all other factors hold the same, and each of them sums up everything.
+        cut = {name for parameter in parameters for name in parameter.factors}
         counted = [
             p
             for p in parameters
-            if (first_tp or not p.replicated) and (first_stage or not p.shared) and p.chunk < first_copy
+            if not mesh.place.differs(cut.intersection(p.summed_over(mesh.place.mesh)))
+            and (first_stage or not p.shared)
+            and p.chunk < first_copy
         ]
         pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
@@ -189,8 +185,9 @@ class _GlobalNorm:
 
 
 def _all_names(mine: list[str], mesh: Mesh) -> list[str]:
-    if mesh.layout.ranks == 1:
+    ranks = mesh.place.mesh.ranks
+    if ranks == 1:
         return sorted(set(mine))
-    gathered: list[list[str]] = [[] for _ in range(mesh.layout.ranks)]
+    gathered: list[list[str]] = [[] for _ in range(ranks)]
     dist.all_gather_object(gathered, mine)
     return sorted({name for names in gathered for name in names})

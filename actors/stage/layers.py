@@ -18,9 +18,8 @@ import torch
 from braid.actors.stage.parameters import (
     GlobalParameter,
     OperatorModule,
-    ParameterSlice,
-    split_evenly,
-    stack_slices,
+    Place,
+    cut,
     whole,
 )
 from braid.kernels.family import TORCH, OperatorFamily
@@ -29,6 +28,9 @@ from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbed
 from braid.scheduling.layers import PartSizes, transformer_layer
 from braid.scheduling.operators import Part
 from braid.scheduling.spec import ModelShape
+
+TENSOR = ("tp",)
+"""The factors that matrices of layers are cut over."""
 
 INITIAL_DEVIATION = 0.02
 """Standard deviation of initial weights (GPT-2's choice)."""
@@ -39,7 +41,7 @@ class ModuleContext:
     """What building a module needs to know: sizes, the place in the tensor group, device, dtype, kernels."""
 
     sizes: PartSizes
-    tp_rank: int
+    place: Place
     device: torch.device
     dtype: torch.dtype
     operators: OperatorFamily = TORCH
@@ -68,11 +70,11 @@ class ModuleContext:
             GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
             for name, width in names.items()
         ]
-        slices = {"weight": stack_slices(weights, self.sizes.tp, self.tp_rank)}
+        slices = {"weight": cut(weights, self.place, {0: TENSOR})}
         if bias:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
-            slices["bias"] = stack_slices(biases, self.sizes.tp, self.tp_rank)
-        outputs = sum(piece.length for piece in slices["weight"])
+            slices["bias"] = cut(biases, self.place, {0: TENSOR})
+        outputs = sum(piece.sizes[0] for piece in slices["weight"])
         module = self.operators.linear(
             inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype
         )
@@ -82,9 +84,9 @@ class ModuleContext:
         """A weight whose inputs are split over ``tp``; it feeds the residual stream, so it begins smaller."""
         deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
-        slices = stack_slices([weight], self.sizes.tp, self.tp_rank, dim=1)
+        slices = cut([weight], self.place, {1: TENSOR})
         module = self.operators.linear(
-            inputs=slices[0].length, outputs=outputs, bias=False, device=self.device, dtype=self.dtype
+            inputs=slices[0].sizes[1], outputs=outputs, bias=False, device=self.device, dtype=self.dtype
         )
         return OperatorModule(module=module, slices={"weight": slices})
 
@@ -207,22 +209,21 @@ def head_weight(shape: ModelShape) -> GlobalParameter:
 def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the embedding part."""
     shape, sizes = context.shape, context.sizes
-    offset, rows = split_evenly(shape.vocabulary, sizes.tp, context.tp_rank)
+    (piece,) = cut([embedding_weight(shape)], context.place, {0: TENSOR})
     module = VocabularyEmbedding(
-        rows=rows,
+        rows=piece.sizes[0],
         hidden=shape.hidden,
-        first_row=offset,
+        first_row=piece.offsets[0],
         vocabulary=shape.vocabulary,
         device=context.device,
         dtype=context.dtype,
     )
-    piece = ParameterSlice(source=embedding_weight(shape), offset=offset, length=rows)
     modules = {"embedding": OperatorModule(module=module, slices={"weight": (piece,)})}
     if shape.family == "gpt":
         positions = PositionEmbedding(
             sequence=shape.sequence,
             hidden=shape.hidden,
-            token_offset=context.tp_rank * sizes.local_tokens,
+            token_offset=context.place.index(TENSOR) * sizes.local_tokens,
             device=context.device,
             dtype=context.dtype,
         )
@@ -236,12 +237,12 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
     shape = context.shape
-    offset, rows = split_evenly(shape.vocabulary, context.sizes.tp, context.tp_rank)
+    (piece,) = cut([head_weight(shape)], context.place, {0: TENSOR})
+    rows, offset = piece.sizes[0], piece.offsets[0]
     operators = context.operators
     linear = operators.linear(
         inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype
     )
-    piece = ParameterSlice(source=head_weight(shape), offset=offset, length=rows)
     return {
         "final_norm": context.norm("final_norm"),
         "head": OperatorModule(module=linear, slices={"weight": (piece,)}),

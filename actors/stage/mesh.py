@@ -13,9 +13,11 @@ from itertools import product
 
 import torch.distributed as dist
 
+from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.primitives import Line
+from braid.scheduling.mesh import MeshShape, Position
 from braid.scheduling.schedule import Direction, Strand
-from braid.scheduling.spec import AXES, ParallelLayout
+from braid.scheduling.spec import ParallelLayout
 
 Channel = tuple[Direction, str]
 """A kind of message between stages: the pass it belongs to, and "down" or "up" the pipeline."""
@@ -27,7 +29,7 @@ class Mesh:
 
     layout: ParallelLayout
     rank: int
-    position: dict[str, int]
+    place: Place
     lines: dict[tuple[str, Strand], Line]
     channels: dict[Channel, dist.ProcessGroup]
     ends: dist.ProcessGroup | None
@@ -40,6 +42,11 @@ class Mesh:
             assert self.ends is not None
             return self.ends
         return self.group(axis)
+
+    @property
+    def position(self) -> Position:
+        """This rank's coordinates."""
+        return self.place.position
 
     def group(self, axis: str, strand: Strand = Strand.ALPHA) -> dist.ProcessGroup:
         """The group of this rank's peers along an axis, for a strand."""
@@ -65,44 +72,38 @@ def build_mesh(
     strands: Iterable[Strand] = (Strand.ALPHA,),
     tied_ends: bool = False,
     timeout: timedelta,
+    shape: MeshShape | None = None,
 ) -> Mesh:
-    """Create all groups. Making a group is a collective call: every rank passes the same arguments."""
-    position = layout.coordinate(rank)
+    """Create all groups. Making a group is a collective call: every rank passes the same arguments.
+
+    ``shape``: factors other than those of the layout.
+    """
+    place = Place.of(shape or layout.mesh, rank)
     lines: dict[tuple[str, Strand], Line] = {}
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-    for axis in (axis for axis in AXES if layout.degree(axis) > 1):
+    for axis in (name for name, size in place.mesh.factors if size > 1):
         own: Line | None = None
         for strand in strands:
             if own is None or not gloo:
-                group = _line_group(layout, axis, rank, timeout)
-                upward = _line_group(layout, axis, rank, timeout) if gloo and axis == "tp" else None
+                group = _line_group(place, axis, timeout)
+                upward = _line_group(place, axis, timeout) if gloo and axis == "tp" else None
                 own = Line(group, upward)
             lines[axis, strand] = own
     channels: dict[Channel, dist.ProcessGroup] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
-            channels[direction, way] = _line_group(layout, "pp", rank, timeout)
+            channels[direction, way] = _line_group(place, "pp", timeout)
     ends = None
     if layout.pp > 1 and (tied_ends or layout.copies > 1):
         stages = range(layout.pp // 2 if layout.copies > 1 else 1)
-        pairs = [[line[n], line[-1 - n]] for line in _lines(layout, "pp") for n in stages]
+        pairs = [[line[n], line[-1 - n]] for line in place.mesh.groups(("pp",)) for n in stages]
         ends = _my_group(pairs, rank, timeout)
-    return Mesh(layout=layout, rank=rank, position=position, lines=lines, channels=channels, ends=ends)
+    return Mesh(layout=layout, rank=rank, place=place, lines=lines, channels=channels, ends=ends)
 
 
-def _lines(layout: ParallelLayout, axis: str) -> list[list[int]]:
-    """All sets of ranks that differ only along ``axis``."""
-    others = [other for other in AXES if other != axis]
-    lines = []
-    for place in product(*(range(layout.degree(other)) for other in others)):
-        fixed = dict(zip(others, place, strict=True))
-        lines.append([layout.rank_at({**fixed, axis: n}) for n in range(layout.degree(axis))])
-    return lines
-
-
-def _line_group(layout: ParallelLayout, axis: str, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The group along ``axis`` that this rank is in."""
-    group = _my_group(_lines(layout, axis), rank, timeout)
+def _line_group(place: Place, axis: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group along ``axis`` that a rank is in."""
+    group = _my_group(place.mesh.groups((axis,)), place.mesh.rank_at(place.position), timeout)
     assert group is not None
     return group
 

@@ -13,7 +13,7 @@ from braid.actors.stage.layers import (
     embedding_modules,
     head_modules,
 )
-from braid.actors.stage.parameters import OperatorModule, StageParameter
+from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.fusion import chunk_parts
@@ -49,7 +49,7 @@ class StageModel:
         *,
         shape: ModelShape,
         layout: ParallelLayout,
-        position: dict[str, int],
+        place: Place,
         sizes: PartSizes,
         device: torch.device,
         dtype: torch.dtype,
@@ -60,12 +60,12 @@ class StageModel:
         self.layout = layout
         self.definition = definition or TransformerLayer()
         self.context = ModuleContext(
-            sizes=sizes, tp_rank=position["tp"], device=device, dtype=dtype, operators=operators
+            sizes=sizes, place=place, device=device, dtype=dtype, operators=operators
         )
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
         self._tied: nn.Parameter | None = None
-        for chunk in layout.chunks_of(position["pp"]):
+        for chunk in layout.chunks_of(place.position["pp"]):
             self.chunks[chunk] = tuple(self._build_chunk(chunk))
 
     def _build_chunk(self, chunk: int) -> Iterator[PartInstance]:
@@ -91,16 +91,11 @@ class StageModel:
                     continue
                 if tied:
                     self._tied = parameter
-                self.parameters.append(
-                    StageParameter(
-                        tensor=parameter,
-                        slices=slices,
-                        chunk=chunk,
-                        replicated=all(piece.length == piece.source.shape[piece.dim] for piece in slices)
-                        and self.context.sizes.tp > 1,
-                        shared=tied and self.layout.ends_apart,
-                    )
+                held = StageParameter(
+                    tensor=parameter, slices=slices, chunk=chunk, shared=tied and self.layout.ends_apart
                 )
+                assert set(held.factors) <= set(self.context.place.mesh.cut), slices[0].source.name
+                self.parameters.append(held)
         return PartInstance(
             name=name, index=index, modules={key: entry.module for key, entry in modules.items()}
         )

@@ -5,13 +5,14 @@ ranks; one local parameter may hold slices of several global tensors (fused q, k
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from braid.kernels.operators.operator import ComputeOperator
+from braid.scheduling.mesh import MeshShape, Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +36,51 @@ class GlobalParameter:
         return torch.randn(self.shape, generator=generator) * self.deviation
 
 
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the mesh."""
+
+    mesh: MeshShape
+    position: Position
+
+    @classmethod
+    def of(cls, mesh: MeshShape, rank: int) -> "Place":
+        """That of a rank."""
+        return cls(mesh, mesh.position(rank))
+
+    def index(self, group: Collection[str]) -> int:
+        """The rank's number in its group over some factors."""
+        return self.mesh.index(self.position, group)
+
+    def differs(self, factors: Iterable[str]) -> bool:
+        """Whether another rank comes first along one of the factors."""
+        return any(self.position[name] for name in factors)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlice:
-    """``length`` rows (along ``dim``) of a global tensor from ``offset``, at ``local_offset`` of dim ``dim``
-    of the local parameter. A replicated parameter is one slice of full length."""
+    """A box of a global tensor, and where it stands in a rank's local parameter.
+
+    The local parameter is as wide as the box in all dims but the first, in which slices of several global
+    tensors may follow each other.
+    """
 
     source: GlobalParameter
-    dim: int = 0
-    offset: int = 0
-    length: int
-    local_offset: int = 0
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Of the box, by dim."""
+    row: int = 0
+    """Of the local parameter, where the slice begins."""
+    factors: tuple[str, ...] = ()
+    """The factors of the mesh that the global tensor is cut over: along all others, ranks hold the same."""
 
     def of_global(self, tensor: Tensor) -> Tensor:
         """This slice of the global tensor, a view."""
-        return tensor.narrow(self.dim, self.offset, self.length)
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
     def of_local(self, tensor: Tensor) -> Tensor:
         """The part of the local tensor that holds this slice, a view."""
-        return tensor.narrow(self.dim, self.local_offset, self.length)
+        return tensor.narrow(0, self.row, self.sizes[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +95,27 @@ class OperatorModule:
 class StageParameter:
     """A parameter as one rank holds it.
 
-    ``replicated``: every tensor-parallel rank holds the same slice but sees the gradient of its own tokens
-    only, so gradients are summed over ``tp``. ``shared``: held by the first and the last stage (a tied head
-    in an unfolded pipeline), so gradients are summed over the two.
+    ``shared``: held by the first and the last stage (a tied head in an unfolded pipeline), so gradients are
+    summed over the two.
     """
 
     tensor: nn.Parameter
     slices: tuple[ParameterSlice, ...]
     chunk: int
-    replicated: bool
     shared: bool = False
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The factors that it is cut over."""
+        return tuple(dict.fromkeys(name for piece in self.slices for name in piece.factors))
+
+    def summed_over(self, mesh: MeshShape) -> tuple[str, ...]:
+        """Factors that its gradient is summed over: it is equal along them, and the data differs.
+
+        Stages see the same data, and have parameters of their own.
+        """
+        cut = self.factors
+        return tuple(name for name, size in mesh.factors if size > 1 and name != "pp" and name not in cut)
 
     @property
     def decays(self) -> bool:
@@ -98,21 +137,30 @@ def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(size, total - start)
 
 
-def stack_slices(
-    sources: list[GlobalParameter], tp: int, tp_rank: int, dim: int = 0
+def cut(
+    sources: Sequence[GlobalParameter], place: Place, cuts: Mapping[int, tuple[str, ...]]
 ) -> tuple[ParameterSlice, ...]:
-    """This rank's slices of several global tensors, one after the other in one local parameter."""
-    slices = []
-    local = 0
+    """A rank's slices of global tensors, one after the other in one local parameter.
+
+    ``cuts``: which dim is cut over which factors; everything else about the parameter follows from it.
+    """
+    slices, row = [], 0
     for source in sources:
-        offset, length = split_evenly(source.shape[dim], tp, tp_rank)
-        slices.append(
-            ParameterSlice(source=source, dim=dim, offset=offset, length=length, local_offset=local)
+        boxes = [
+            split_evenly(extent, place.mesh.size(cuts.get(dim, ())), place.index(cuts.get(dim, ())))
+            for dim, extent in enumerate(source.shape)
+        ]
+        offsets, sizes = zip(*boxes, strict=True)
+        factors = tuple(
+            name
+            for name, size in place.mesh.factors
+            if size > 1 and any(name in own for own in cuts.values())
         )
-        local += length
+        slices.append(ParameterSlice(source=source, offsets=offsets, sizes=sizes, row=row, factors=factors))
+        row += sizes[0]
     return tuple(slices)
 
 
 def whole(source: GlobalParameter) -> tuple[ParameterSlice, ...]:
     """A parameter that every rank holds whole."""
-    return (ParameterSlice(source=source, length=source.shape[0]),)
+    return (ParameterSlice(source=source, offsets=(0,) * len(source.shape), sizes=source.shape),)

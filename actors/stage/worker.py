@@ -141,9 +141,10 @@ class Worker(Logged, Rank):
         keeping = config.checkpoint
         if keeping.copies_every:
             limit = keeping.copies_mb << 20 if keeping.copies_mb is not None else None
-            self._copies.join(self._optimizer, self._layout, rendezvous.copies_shift, limit, timeout)
+            layout, shift = self._layout, rendezvous.copies_shift
+            self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
         group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
-        self._saves = Saves(self._model.parameters, self._optimizer, self._mesh, group)
+        self._saves = Saves(self._model.parameters, self._optimizer, group)
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
@@ -165,7 +166,7 @@ class Worker(Logged, Rank):
             definition=definition,
             operators=operator_family(train.kernels, self._device, DTYPES[train.dtype]),
         )
-        self._model = self._model_of(position=self._mesh.position, device=self._device)
+        self._model = self._model_of(place=self._mesh.place, device=self._device)
         self._model.initialise(train.seed)
         self._streams = streams = device_streams(self._device)
         self._recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
@@ -297,7 +298,7 @@ class Worker(Logged, Rank):
         All survivors call this, after `leave`; it needs no other rank.
         """
         self._join(plan.meeting, plan.survivors.index(self.rank), len(plan.survivors))
-        slices = held_slices(self._copies, self.rank, plan, self._layout, self._model_of)
+        slices = held_slices(self._copies, self.rank, plan, self._layout.mesh, self._model_of)
         written = write_slices(Path(directory), slices)
         self.leave()
         return Written(files=written)
@@ -332,7 +333,7 @@ class Worker(Logged, Rank):
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
-        load_checkpoint(Path(directory), self._model.parameters, self._optimizer, self._mesh, step)
+        load_checkpoint(Path(directory), self._model.parameters, self._optimizer, step)
 
     def load_initial(self, directory: str) -> None:
         """Begin with the weights of a Hugging Face directory instead of random ones."""

@@ -21,6 +21,7 @@ from braid.actors.stage.host_link import HOST_COLLECTIVES, RANKS, HostLink
 from braid.actors.stage.layers import INITIAL_DEVIATION
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.streams import CudaStreams, Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line
@@ -133,11 +134,10 @@ class Rig:
     @cached_property
     def model(self) -> StageModel:
         """The layers with random weights and cleared gradients."""
-        position = {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0}
         model = StageModel(
             shape=self.whole,
             layout=self.layout,
-            position=position,
+            place=self.mesh.place,
             sizes=part_sizes(self.shape, self.layout, micro_batch=1),
             device=self.device,
             dtype=self.dtype,
@@ -168,9 +168,9 @@ class Rig:
     def mesh(self) -> Mesh:
         """Both strands share the link."""
         lines = {("tp", strand): cast(Line, self.link) for strand in Strand}
-        position = {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0}
-        rank = self.layout.rank_at(position)
-        return Mesh(layout=self.layout, rank=rank, position=position, lines=lines, channels={}, ends=None)
+        place = Place(self.layout.mesh, {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0})
+        rank = self.layout.rank_at(place.position)
+        return Mesh(layout=self.layout, rank=rank, place=place, lines=lines, channels={}, ends=None)
 
     @cached_property
     def compute(self) -> "torch.cuda.Stream | None":

@@ -14,6 +14,7 @@ from torch import Tensor
 from braid.actors.stage.bindings import Binder, Bound
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
@@ -67,14 +68,14 @@ class Bench:
         self.sizes = part_sizes(shape, self._layout, MICRO_BATCH)
         self.shape = replace(shape, layers=STAGES)
         self._generator = torch.Generator().manual_seed(seed)
-        position = {"pp": MIDDLE, "dp": 0, "cp": 0, "tp": 0}
+        place = Place(self._layout.mesh, {"pp": MIDDLE, "dp": 0, "cp": 0, "tp": 0})
         lines: Any = {("tp", Strand.ALPHA): object()}
-        rank = self._layout.rank_at(position)
-        mesh = Mesh(layout=self._layout, rank=rank, position=position, lines=lines, channels={}, ends=None)
+        rank = self._layout.rank_at(place.position)
+        mesh = Mesh(layout=self._layout, rank=rank, place=place, lines=lines, channels={}, ends=None)
         model = StageModel(
             shape=self.shape,
             layout=self._layout,
-            position=position,
+            place=place,
             sizes=self.sizes,
             device=torch.device("cpu"),
             dtype=torch.float64,

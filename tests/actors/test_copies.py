@@ -44,7 +44,7 @@ def test_a_lost_rank_gets_its_state_back(
         lost = random.Random().randrange(ranks.layout.ranks)
         held = ranks.lose([lost], shift)
         assert held[lost].own == held[lost].partners == ()
-        common = newest_common(held, ranks.layout, 5)
+        common = newest_common(held, ranks.layout.mesh, 5)
         assert common is not None
         step, sources = common
         assert step == 3 if wait else step in (2, 3)
@@ -55,7 +55,7 @@ def test_a_lost_rank_gets_its_state_back(
         # Copies are kept on: the same again, another rank.
         lost = (lost + 1) % ranks.layout.ranks
         held = ranks.lose([lost], shift)
-        again = newest_common(held, ranks.layout, 5)
+        again = newest_common(held, ranks.layout.mesh, 5)
         assert again is not None
         ranks.all(Rank.restore_copies, *again)
         assert again[0] == 5 if wait else again[0] in (4, 5)
@@ -69,7 +69,7 @@ def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> Non
         ranks.begin(1)
         states = ranks.train(range(3))
         held = ranks.lose([0, 1, 2], 1)
-        common = newest_common(held, ranks.layout, 5)
+        common = newest_common(held, ranks.layout.mesh, 5)
         assert common == (3, [3, 3, 3, 3])
         ranks.all(Rank.restore_copies, *common)
         assert ranks.all(Probed.digest) == states[2]

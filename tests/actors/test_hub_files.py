@@ -19,6 +19,7 @@ from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.stage import exchange
 from braid.actors.stage.hub_files import HubDirectory, check_initial
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.parameters import Place
 from braid.scheduling.layers import part_sizes
 from braid.scheduling.presets.hugging_face import hugging_face_config
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -297,7 +298,7 @@ def test_a_rank_reads_its_slices_only(
     model = StageModel(
         shape=shape,
         layout=layout,
-        position=layout.coordinate(rank),
+        place=Place.of(layout.mesh, rank),
         sizes=sizes,
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller.recovery import newest_common, partner_shift, replicas
+from braid.actors.controller.recovery import newest_common, partner_shift
 from braid.actors.stage.messages import Held
 from braid.scheduling.spec import ParallelLayout
 
@@ -35,7 +35,7 @@ def placed(draw: st.DrawFn) -> tuple[ParallelLayout, list[str]]:
 def test_replicas_hold_the_same_state(layout: ParallelLayout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.ranks - 1))
     same = [other for other in range(layout.ranks) if shard(other, layout) == shard(rank, layout)]
-    assert sorted(replicas(rank, layout)) == same
+    assert layout.mesh.holders(rank) == same
     assert len(same) == layout.dp
 
 
@@ -43,7 +43,7 @@ def test_replicas_hold_the_same_state(layout: ParallelLayout, data: st.DataObjec
 def test_partners_are_on_other_hosts_where_they_can_be(case: tuple[ParallelLayout, list[str]]) -> None:
     layout, hosts = case
     ranks = layout.ranks
-    shift = partner_shift(hosts, layout)
+    shift = partner_shift(hosts, layout.mesh)
     assert 0 <= shift < ranks
 
     def elsewhere(by: int) -> int:
@@ -65,13 +65,13 @@ def test_one_host_that_is_lost_takes_no_state_with_it(
 ) -> None:
     """Where every rank's partner is on another host, or its replicas are."""
     layout, hosts = case
-    ranks, shift = layout.ranks, partner_shift(hosts, layout)
+    ranks, shift = layout.ranks, partner_shift(hosts, layout.mesh)
     if ranks == 1 or (shift and any(hosts[r] == hosts[(r + shift) % ranks] for r in range(ranks))):
         return
     held = [kept(rank, shift, ranks, [6, 7], [6, 7]) for rank in range(ranks)]
     held = [empty(rank, shift, ranks) if hosts[rank] == lost else held[rank] for rank in range(ranks)]
     for done in (6, 7, 8):
-        common = newest_common(held, layout, done)
+        common = newest_common(held, layout.mesh, done)
         assert common is not None
         assert common[0] == min(done, 7)
 
@@ -122,7 +122,7 @@ def test_the_newest_step_is_found_and_its_sources_hold_it(
         for step in range(5)
         if step <= done and all((step, shard(rank, layout)) in there for rank in ranks)
     ]
-    common = newest_common(held, layout, done)
+    common = newest_common(held, layout.mesh, done)
     if not possible:
         assert common is None
         return

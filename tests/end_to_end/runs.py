@@ -29,6 +29,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
 from braid.actors.stage.data import sample_ids
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import DTYPES, RunPlan
 from braid.jobs.benchmarks.plain_torch import (
@@ -203,7 +204,7 @@ def initial_parameters(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     model = StageModel(
         shape=shape,
         layout=layout,
-        position=layout.coordinate(0),
+        place=Place.of(layout.mesh, 0),
         sizes=part_sizes(shape, layout, micro_batch=1),
         device=torch.device("meta"),
         dtype=torch.float32,

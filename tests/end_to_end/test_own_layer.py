@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from braid.actors.stage.layers import load_layer
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.parameters import Place
 from braid.jobs.benchmarks.plain_torch import (
     Layer,
     PlainModel,
@@ -58,7 +59,7 @@ def plain_losses(
     ours = StageModel(
         shape=shape,
         layout=layout,
-        position=layout.coordinate(0),
+        place=Place.of(layout.mesh, 0),
         sizes=part_sizes(shape, layout, 1),
         device=torch.device("meta"),
         dtype=torch.float64,

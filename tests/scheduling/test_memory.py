@@ -21,6 +21,7 @@ from braid.actors.stage.held import NoUpdate, held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.code import Code, Operation
@@ -59,7 +60,7 @@ def stage_model(shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str
     return StageModel(
         shape=shape,
         layout=layout,
-        position=layout.coordinate(rank),
+        place=Place.of(layout.mesh, rank),
         sizes=part_sizes(shape, layout, MICRO_BATCH),
         device=torch.device("cpu"),
         dtype=DTYPES[dtype],

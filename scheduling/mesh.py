@@ -1,0 +1,74 @@
+"""Ranks as coordinates along named factors, and groups of ranks as sets of factors (docs/design.md, Mesh)."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+Position = Mapping[str, int]
+"""A rank's coordinate along every factor."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Factors with their sizes, outermost first: along the last one, ranks are numbered one after the other.
+
+    A group is a set of factors: the ranks that differ along these and along no other one.
+    """
+
+    factors: tuple[tuple[str, int], ...]
+    cut: tuple[str, ...] = ()
+    """Factors that parameters are cut over; ranks that differ along others only hold the same state."""
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Size by factor."""
+        return dict(self.factors)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes.values())
+
+    def size(self, group: Collection[str]) -> int:
+        """Number of ranks in a group."""
+        return prod(self.sizes[name] for name in group)
+
+    def position(self, rank: int) -> dict[str, int]:
+        """A rank's coordinates."""
+        found = {}
+        for name, size in reversed(self.factors):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def rank_at(self, position: Position) -> int:
+        """The rank at a position; inverse of `position`."""
+        rank = 0
+        for name, size in self.factors:
+            rank = rank * size + position[name]
+        return rank
+
+    def index(self, position: Position, group: Collection[str]) -> int:
+        """The number of a position among the ranks of its group, in the order of ranks."""
+        index = 0
+        for name, size in self.factors:
+            if name in group:
+                index = index * size + position[name]
+        return index
+
+    def members(self, position: Position, group: Collection[str]) -> list[int]:
+        """The ranks of a position's group, in order."""
+        ranges = [range(size) if name in group else (position[name],) for name, size in self.factors]
+        names = self.sizes.keys()
+        return [self.rank_at(dict(zip(names, place, strict=True))) for place in product(*ranges)]
+
+    def holders(self, rank: int) -> list[int]:
+        """The ranks that hold the same slices of the state as a rank, itself among them."""
+        return self.members(self.position(rank), self.sizes.keys() - set(self.cut))
+
+    def groups(self, group: Collection[str]) -> list[list[int]]:
+        """All groups over a set of factors."""
+        ranges = [(0,) if name in group else range(size) for name, size in self.factors]
+        names = self.sizes.keys()
+        return [self.members(dict(zip(names, place, strict=True)), group) for place in product(*ranges)]
