@@ -36,7 +36,8 @@ check: setup  ## formatting, lint, types, import rules
 	$(BIN)/python -m pytest -q tests/architecture
 
 golden: setup  ## renew the golden files under tests/golden; read the difference before you commit it
-	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/fused/test_machine_code.py --update-golden
+	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/fused/test_machine_code.py \
+		tests/actors/test_config_reference.py --update-golden
 
 bench: setup  ## one rank against a plain PyTorch loop; Ray actors against plain processes
 	$(BIN)/braid bench training

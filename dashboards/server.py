@@ -1,4 +1,6 @@
-"""Serves the live page of a run: small, read-only, for this machine unless a token guards it (design 11).
+"""Serves the live page of a run: small, read-only, for this machine unless a token guards it.
+
+Who may enter: docs/design.md, Doors.
 
 Files are read only while somebody looks, four times a second at most, in a thread of their own. A page is
 told by server-sent events *that* something is new and asks for it: one that is slow or was away misses

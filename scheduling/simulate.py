@@ -1,4 +1,6 @@
-"""Simulate linked code with a profile: spans as the runtime would record them, and the numbers of design 7.
+"""Simulate linked code with a profile: spans as the runtime would record them, and numbers made of them.
+
+The numbers: docs/design.md, Numbers of overlap.
 
 Exact for the symmetric case: one rank is simulated per pipeline stage and stands for all ranks of the stage,
 which do the same at the same time on a homogeneous cluster. Routing of experts is taken as balanced.
@@ -34,7 +36,7 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a simulated step came to (design section 7); times and fractions are means over the ranks."""
+    """What a simulated step came to (docs/design.md, Numbers of overlap); means over the ranks."""
 
     step_seconds: float
     tokens_per_second: float

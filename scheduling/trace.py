@@ -1,4 +1,4 @@
-"""Spans and the numbers made of them: the one schema of simulator and runtime (design section 7)."""
+"""Spans and the numbers made of them, of simulator and runtime alike (docs/design.md, Numbers of overlap)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def communication(compute: Iterable[Interval], transfers: Iterable[Interval]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapNumbers:
-    """What overlap came to on one rank in one step (design section 7); nanoseconds."""
+    """What overlap came to on one rank in one step (docs/design.md, Numbers of overlap); nanoseconds."""
 
     communication_ns: int
     hidden_ns: int

@@ -1,8 +1,8 @@
 """Whether the ranks that a call waits for still live and get on. Pure: the time is an argument.
 
-No signal is trusted alone (design section 5): a dead process closes its pipe or ends its actor, and that is
-seen by whoever waits; a stopped process or a node behind a cut link says nothing, so every rank is asked for
-its pulse meanwhile; and ranks that answer but wait for each other for ever make no progress.
+No signal is trusted alone (docs/design.md, Failure): a dead process closes its pipe or ends its actor, and
+that is seen by whoever waits; a stopped process or a node behind a cut link says nothing, so every rank is
+asked for its pulse meanwhile; and ranks that answer but wait for each other for ever make no progress.
 """
 
 from collections.abc import Collection, Iterable

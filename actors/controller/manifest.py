@@ -2,7 +2,7 @@
 
 ``checkpoints/step-N/`` holds what the ranks wrote and ``manifest.json``: size and SHA-256 of every file, the
 step, the layout that wrote it, the data it was trained on. ``latest`` names the newest. Nothing is ever
-overwritten, and nothing is loaded that does not match its manifest (design section 10, rule 5).
+overwritten, and nothing is loaded that does not match its manifest (docs/design.md, Failure).
 """
 
 import errno

@@ -54,7 +54,7 @@ def restore(
 
 
 def data_cursor(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
-    """What fixes, together with the step, which samples come next (design section 10, rule 3)."""
+    """What fixes, together with the step, which samples come next (docs/design.md, The runtime)."""
     return {
         "fingerprint": facts["fingerprint"],
         "seed": config.train.seed,

@@ -1,9 +1,9 @@
 """Copies of ranks' states in memory, so that a failure costs no more than the step under way.
 
-Every rank keeps the states of its last two copied steps, and those of a partner on another host (design
-section 10): two, since a failure may come while the newer one is under way. A copy travels to the partner in
-the background, over a process group of its own, while the next step runs. Where data-parallel replicas on
-other hosts hold the same state anyway, nothing travels.
+Every rank keeps the states of its last two copied steps, and those of a partner on another host
+(docs/design.md, Failure): two, since a failure may come while the newer one is under way. A copy travels to
+the partner in the background, over a process group of its own, while the next step runs. Where data-parallel
+replicas on other hosts hold the same state anyway, nothing travels.
 """
 
 import threading

@@ -43,7 +43,7 @@ class GradientBuckets:
     ) -> None:
         """``deterministic``: sums of fp32 gradients are kept in float64, where they are exact as long as the
         terms of an element lie within a factor of 2^25 or so; no order of summation then changes them, nor
-        does the number of data-parallel ranks (design section 10, rule 4). Twice the memory of gradients.
+        does the number of data-parallel ranks (docs/design.md, The runtime). Twice the memory of gradients.
         """
         self._deterministic = deterministic
         self.parameters = parameters

@@ -40,8 +40,8 @@ class Connections:
     """The sockets that were opened while process groups were made: paced, and shut when groups are given up.
 
     gloo has no other way to end a collective whose peer is silent: a thread that waits in one comes back when
-    its sockets are shut, and not before (measured; design section 10). What other threads happen to open
-    meanwhile is shut too; Ray's connections are made anew by themselves.
+    its sockets are shut, and not before (measured; docs/design.md, Failure). What other threads happen to
+    open meanwhile is shut too; Ray's connections are made anew by themselves.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """How collectives are issued, awaited and timed, on CPU (gloo) and on CUDA (NCCL).
 
 A rank has three streams: compute, intra-node, inter-node. A transfer's span begins when it is issued and ends
-when it completes; a late wait must never look like hidden communication (design section 7).
+when it completes (docs/design.md, Numbers of overlap); a late wait must never look like hidden communication.
 """
 
 import os

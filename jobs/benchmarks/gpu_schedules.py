@@ -81,7 +81,10 @@ class ScheduleTable:
 
     @property
     def limit_ns(self) -> int:
-        """A paired block in which all communication is hidden, or all compute (design section 7)."""
+        """A paired block in which all communication is hidden, or all compute.
+
+        The limit of docs/design.md, Numbers of overlap.
+        """
         serial = self.serial()
         return max(serial.communication_ns, serial.eager_ns - serial.communication_ns)
 

@@ -1,7 +1,7 @@
 """What of a card's peak a layer's passes reach (MFU), what an operator loses with fewer multiprocessors.
 
-Model FLOPs as in the design: matrix products and causal attention at half of its square, the backward pass
-twice the forward pass, nothing for recomputation.
+Model FLOPs as in docs/design.md, Numbers of overlap: matrix products and causal attention at half of its
+square, the backward pass twice the forward pass, nothing for recomputation.
 """
 
 import random

@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network namespaces joined by a shaped veth pair (design section 8).
+"""Two hosts on one machine: network namespaces joined by a shaped veth pair.
+
+Why: docs/design.md, Numbers of overlap.
 
 Linux only, as root, with Debian's iproute2. Everything is removed again, whatever happens inside.
 """

@@ -52,7 +52,7 @@ class StepResult:
 
     @property
     def alpha(self) -> float:
-        """Share of communication in the serial time (design section 7)."""
+        """Share of communication in the serial time (docs/design.md, Numbers of overlap)."""
         return self.communication_ns / self.serial_ns
 
 

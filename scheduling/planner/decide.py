@@ -1,4 +1,4 @@
-"""The planner: from settings and costs to what is run (design section 14).
+"""The planner: from settings and costs to what is run (docs/design.md, Planning).
 
 Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, with given or searched layouts
 and schedules, with modelled or measured costs.

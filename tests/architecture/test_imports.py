@@ -1,4 +1,4 @@
-"""The import rules of the design: which folder may know which, and what planning must not load."""
+"""Which folder may know which, and what planning must not load (docs/design.md, Folders and imports)."""
 
 import ast
 import subprocess
