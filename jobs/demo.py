@@ -47,10 +47,11 @@ class Demo:
         """The point of it."""
         without, with_ = self.seconds
         hid = f"{self.hidden[1]:.0%} of communication hidden ({self.hidden[0]:.0%} without)"
-        same = (
-            "same losses to the last bit" if self.alike == self.compared else "OTHER LOSSES, which is a fault"
-        )
-        return f"{without / with_:.2f}x faster: {hid}; {same} in the {self.compared} steps that both made"
+        steps = f"the {self.compared} steps that both made"
+        same = f"same losses to the last bit in {steps}"
+        if self.alike < self.compared:
+            same = f"a fault: other losses in {self.compared - self.alike} of {steps}"
+        return f"{without / with_:.2f}x faster: {hid}; {same}"
 
 
 def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides: list[str]) -> Demo:

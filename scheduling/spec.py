@@ -318,14 +318,6 @@ def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
             f"{key} does not go with overlap.schedule=bidirectional, which has two copies of every part of "
             f"the model on two stages; set it to {wanted}, or use another schedule (dhelix)"
         )
-    if shape.layers % layout.chunks_per_copy:
-        folded = layout.chunks_per_copy > layout.pp
-        chunks = f"2 x parallel.pp={2 * layout.pp}" if folded else f"parallel.pp={layout.pp}"
-        raise ValueError(
-            f"model.layers={shape.layers} is not divisible by {chunks} chunks"
-            f"{f' of the {layout.placement} pipeline' if folded else ''}; "
-            f"use a multiple of {layout.chunks_per_copy} layers, or another parallel.pp"
-        )
 
 
 def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:

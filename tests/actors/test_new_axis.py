@@ -1,8 +1,8 @@
 """An axis that no product code knows: a parameter cut over it, another one summed over it.
 
 Four ranks, dp 2 x toy 2. Rows of ``w`` are cut over ``toy``; ``b`` is whole everywhere. The loss is the sum
-over tokens of ``|w x|^2 / 2 + b x``: for its rows of ``w`` a rank sees the tokens of all of its toy group, and
-for ``b`` its own alone. Everything else must follow from the placements.
+over tokens of ``|w x|^2 / 2 + b x``: for its rows of ``w`` a rank sees the tokens of all of its toy group,
+and for ``b`` its own alone. Everything else must follow from the placements.
 """
 
 import copy

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braid.dashboards.timeline_picture import EXPOSED, timeline_png
+from braid.dashboards.timeline_picture import EXPOSED, comparison_png, timeline_png
+from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import RECORD, Batch
@@ -57,3 +58,23 @@ def test_exposed_communication_is_red(tmp_path: Path) -> None:
 def test_a_step_without_spans_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no spans of step 8"):
         timeline_png(traces_of(tmp_path / "t", (0, 1)), 7)
+
+
+def test_two_runs_stand_below_each_other(tmp_path: Path) -> None:
+    hidden, exposed = traces_of(tmp_path / "hidden", (20, 60)), traces_of(tmp_path / "exposed", (100, 200))
+    both = {"without": (exposed, 0), "with": (hidden, 0)}
+    assert red_pixels(comparison_png(both)) > 100
+    text = timeline_text(both, width=20).plain.splitlines()
+    assert text[0] == "without: 200 ms"
+    assert text[1] == "  compute " + "█" * 10 + " " * 10
+    assert text[2] == "  links   " + " " * 10 + "█" * 10
+    assert text[3] == "with: 100 ms"
+    assert text[4] == "  compute " + "█" * 10 + " " * 10
+    assert text[5] == "  links   " + " " * 2 + "█" * 4 + " " * 14
+
+
+def test_exposed_transfers_have_another_colour(tmp_path: Path) -> None:
+    found = timeline_text({"half": (traces_of(tmp_path / "half", (50, 150)), 0)}, width=30)
+    line = found.plain.index("links")
+    styles = [str(s.style) for s in found.spans if s.start >= line and found.plain[s.start : s.end] == "█"]
+    assert styles == ["green"] * 10 + ["red"] * 10

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace
+from braid.actors.controller.processes import ProcessLauncher, enter_namespace
 from braid.actors.stage.messages import Rendezvous, RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
@@ -169,13 +169,44 @@ def test_hosts_do_not_share_cpus() -> None:
     assert own[0] | own[1] <= here
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-def test_without_root_there_is_one_clear_message(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
+def test_without_root_connections_are_paced(tmp_path: Path) -> None:
+    """The command becomes another user once its modules are there, which others may not be able to read."""
+    (tmp_path / "home").mkdir()
+    tmp_path.chmod(0o777)
+    code = (
+        "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
+        "import braid.jobs.benchmarks.hosts as hosts\n"
+        "from braid.jobs.cli import main\n"
+        "hosts.os.geteuid = lambda: 65534\n"
+        f"sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--link-mbit', '200', '--json']!r}; main()"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "each connection paced" in outcome.stderr
+    result = json.loads(outcome.stdout)
+    assert result["paced"]
+    losses = {
+        row["schedule"]: row["loss"] for row in result["rows"] if not row["schedule"].startswith("torch")
+    }
+    assert len(set(losses.values())) == 1, losses
+    assert len(losses) > 4
+
+
+def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
     """The command becomes another user once its modules are there, which others may not be able to read."""
     code = (
         "import os, sys, braid.jobs.benchmarks.overlap\n"
         "from braid.jobs.cli import main\n"
-        f"os.setuid(65534); sys.argv = {['braid', 'bench', 'overlap', *SMALL]!r}; main()"
+        f"os.setuid(65534); sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--ray']!r}; main()"
     )
     outcome = subprocess.run(
         [sys.executable, "-c", code],
@@ -213,8 +244,7 @@ def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> 
     losses = []
     for slows in (False, True):
         with two_hosts(100) as link:
-            places = [Place(host.address, host.namespace) for host in link.places(2)]
-            group = ProcessLauncher(config, places).start(2)
+            group = ProcessLauncher(config, link.places(2)).start(2)
             try:
                 port = group.call(0, Rank.open_store, 60.0)
                 group.call_all(

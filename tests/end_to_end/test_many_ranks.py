@@ -1,0 +1,94 @@
+"""Beyond four ranks and two stages, and layers that do not divide evenly: losses of plain PyTorch.
+
+A few steps of tiny models, as all ranks share this machine's cores; orders come from plans with modelled
+costs.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.jobs.planning import Request, fixed_setting
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.decide import evaluate
+from tests.end_to_end.runs import (
+    BYTES_VOCABULARY,
+    PlainRun,
+    prepare_text,
+    run_layout,
+    run_plain,
+    small_config,
+)
+from tests.scheduling.plans import cluster
+
+STEPS, TOLERANCE = 3, 1e-9
+CASES = [
+    (4, "megatron", {"tp": 4}),
+    (4, "braid_w", {"tp": 4}),
+    *((6, name, {"pp": 3}) for name in ("dhelix", "braid_w", "zbv", "dualpipev")),
+    *((8, name, {"pp": 4}) for name in ("dhelix", "braid_w", "zbv", "dualpipev")),
+    (4, "megatron", {"tp": 2, "pp": 2, "dp": 2}),
+    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2}),
+    (3, "megatron", {"pp": 2}),
+    (5, "braid_w", {"pp": 2}),
+    (5, "dhelix", {"tp": 2, "pp": 2}),
+    (7, "braid_w", {"pp": 3}),
+    (7, "interleaved", {"pp": 2}),
+    (9, "zbv", {"pp": 2}),
+    (5, "dualpipev", {"pp": 2}),
+    (5, "bidirectional", {"pp": 2}),
+]
+"""Layers, schedule, layout."""
+SEED = 5
+
+
+class Plain:
+    """The runs of plain PyTorch, by layers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.data = path, prepare_text(path, SEED)
+        self._runs: dict[int, PlainRun] = {}
+
+    def of(self, layers: int, overrides: Mapping[str, Mapping[str, Any]]) -> PlainRun:
+        """Done once."""
+        if layers not in self._runs:
+            config = small_config(self.path / "plain", **{**overrides, "parallel": {}, "overlap": {}})
+            self._runs[layers] = run_plain(config, self.data)
+        return self._runs[layers]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return Plain(tmp_path_factory.mktemp("many"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "schedule", "parallel"),
+    CASES,
+    ids=[f"{n} layers, {s}, {' x '.join(f'{a} {d}' for a, d in p.items())}" for n, s, p in CASES],
+)
+def test_losses_are_those_of_plain_pytorch(
+    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, int]
+) -> None:
+    overrides: dict[str, Mapping[str, Any]] = {
+        "model": {"layers": layers, "kv_heads": 4},
+        "train": {"dtype": "fp64", "seed": SEED, "steps": STEPS},
+        "cluster": {"cpus_per_rank": 0.1},
+    }
+    expected = plain.of(layers, overrides)
+    overrides |= {"parallel": parallel, "overlap": {"schedule": schedule}}
+    if SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
+        config = small_config(plain.path / "plans", **overrides)
+        spec = cluster(gpus=config.layout().ranks, intra=4e8)
+        job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
+        file = plain.path / f"plan-{layers}-{schedule}-{'-'.join(map(str, parallel.values()))}.yaml"
+        file.write_text(plan_of(evaluate(fixed_setting(job), spec), spec).to_yaml(), encoding="utf-8")
+        overrides["overlap"] = {"schedule": schedule, "plan": str(file)}
+    run = run_layout(plain.path / "runs", plain.data, **overrides)
+    assert len(run.losses) == STEPS
+    assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
+    assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=TOLERANCE, abs=0)
