@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
@@ -145,65 +146,6 @@ class OverlapConfig(Section):
             PairMethod.BARRIERS,
             PairMethod.ORDER,
         )
-
-
-class ClusterConfig(Section):
-    """Where ranks run."""
-
-    launcher: Literal["ray", "processes"] = "ray"
-    address: str | None = None  # of a Ray cluster; default: $RAY_ADDRESS, else a private local one
-    allow_unauthenticated: bool = False  # join a cluster beyond loopback that takes orders without a token
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
-    threads_per_rank: Positive = 1
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
-    spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
-    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
-    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
-    # each connection between ranks sends at this rate at most, as if hosts were joined by a slow link: to see
-    # on one machine what hiding communication is worth (Linux, CPU)
-    emulated_link_mbit: Annotated[float, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _paced(self) -> "ClusterConfig":
-        """Only sockets can be paced."""
-        if self.emulated_link_mbit is not None and self.device == "cuda":
-            raise ValueError(
-                f"emulated_link_mbit={self.emulated_link_mbit:g} paces sockets between CPU ranks; set "
-                f"device to cpu, or leave it out"
-            )
-        return self
-
-
-class WandbConfig(Section):
-    """A run of Weights & Biases beside this one; ``wandb: online`` is short for ``wandb: {mode: online}``."""
-
-    mode: Literal["off", "offline", "online"] = "off"  # offline: kept in runs/NAME/wandb, for `wandb sync`
-    project: str = "braid"
-    entity: str | None = None  # user or team; default: that of the key
-    group: str | None = None
-    tags: tuple[str, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, content: Any) -> Any:
-        """The mode as a word; ``false`` is ``off``, which YAML 1.1 does not tell apart."""
-        if content is False:
-            return {}
-        return {"mode": content} if isinstance(content, str) else content
-
-
-class TelemetryConfig(Section):
-    """What is written down while training."""
-
-    progress: bool = True
-    spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
-    trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
-    tensorboard: bool = False  # also event files in runs/NAME/tensorboard
-    wandb: WandbConfig = WandbConfig()
-    page: bool = True  # the live page of the run, on this machine's loopback
-    page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
 
 
 class Config(Section):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from braid.actors.config import Config
 from braid.actors.stage.gradients import GradientBuckets, main_gradient_dtype
 from braid.actors.stage.parameters import StageParameter
 
@@ -122,3 +123,33 @@ def _master(parameter: torch.nn.Parameter) -> Tensor:
     if main_gradient_dtype(parameter.dtype) == parameter.dtype:
         return parameter
     return parameter.detach().to(torch.float32)
+
+
+class Update:
+    """Ends the step of a schedule."""
+
+    def __init__(self, gradients: GradientBuckets, optimizer: Optimizer, step: int) -> None:
+        self.start, self.wait, self.norm = gradients.start, gradients.wait, gradients.square
+        self._optimizer, self._step = optimizer, step
+        self.gradient_norm = self.lr = 0.0
+        self.applied = False
+
+    def step(self) -> None:
+        """Clip and update, if the gradients are numbers."""
+        self.gradient_norm, self.lr = self._optimizer.step(self._step)
+        self.applied = math.isfinite(self.gradient_norm)
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """The optimizer's part of the configuration."""
+    train = config.train
+    return OptimizerSettings(
+        lr=train.lr,
+        min_lr_fraction=train.min_lr_fraction,
+        warmup_steps=train.warmup_steps,
+        steps=train.steps,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
+    )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid.actors.stage.bindings import COLLECTIVES, method_of
+from braid.actors.stage.devices import hardware
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
@@ -93,13 +94,7 @@ class Profiler:
                 held[instance.name].append(instance)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
-        layer = self.parts["layer"]
-        self._chunked = {
-            op.key
-            for graph in (layer.forward, layer.backward)
-            for op in graph.operators
-            if tp and op.name in chunked_gemms(layer) and len(op.reads) == len(op.writes) == 1
-        }
+        self._chunked = chunked_gemms(self.parts["layer"]) if tp else frozenset()
         self._ways = WAYS[0]
         self._group = self.mesh.group("tp") if tp else None
         # A message each way between two neighbouring stages; the last of an odd number has no partner.
@@ -400,15 +395,3 @@ class Profiler:
 def _class_of(operator: Operator, x: Tensor) -> str:
     """Collectives of one class take the same time."""
     return f"{operator.axis}/{operator.kind.value} {x.numel() * x.element_size()}"
-
-
-def hardware(device: torch.device) -> str:
-    """What this rank computes on, in words: part of a profile's identity."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            models = {line.partition(":")[2].strip() for line in info if line.startswith("model name")}
-    except OSError:
-        models = set()
-    return f"CPU {' + '.join(sorted(models)) or 'unknown'}, {torch.get_num_threads()} thread(s)"

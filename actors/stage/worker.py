@@ -1,7 +1,6 @@
 """One rank: mesh, model, executor, optimizer, data, checkpoints. Runs in a Ray actor or a plain process."""
 
 import gc
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from braid.actors.config import Config
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
 from braid.actors.stage.copies import Copies
+from braid.actors.stage.devices import device_of, hardware
 from braid.actors.stage.digests import damage_in_share
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
@@ -29,9 +29,9 @@ from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel, model_parts
 from braid.actors.stage.network import Connections, bind_gloo
-from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
-from braid.actors.stage.profiling import Profiler, hardware
+from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
@@ -90,7 +90,7 @@ class Worker(Logged, Rank):
         self._config, self._shape = config, plan.shape
         cluster = config.cluster
         torch.set_num_threads(cluster.threads_per_rank)
-        self._device = _device(cluster.device, self.rank)
+        self._device = device_of(cluster.device, self.rank)
         timeout = self._timeout
         self._connections = Connections()
         self._layout = layout = config.layout()
@@ -199,7 +199,7 @@ class Worker(Logged, Rank):
         batch, discarded = self._config.train.global_batch, 0
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
-            update = _Update(self._gradients, self._optimizer, step)
+            update = Update(self._gradients, self._optimizer, step)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
@@ -374,47 +374,3 @@ class Worker(Logged, Rank):
     def process_id(self) -> int:
         """The operating system's id of this rank's process."""
         return os.getpid()
-
-
-class _Update:
-    """Ends the step of a schedule."""
-
-    def __init__(self, gradients: GradientBuckets, optimizer: Optimizer, step: int) -> None:
-        self.start, self.wait, self.norm = gradients.start, gradients.wait, gradients.square
-        self._optimizer, self._step = optimizer, step
-        self.gradient_norm = self.lr = 0.0
-        self.applied = False
-
-    def step(self) -> None:
-        """Clip and update, if the gradients are numbers."""
-        self.gradient_norm, self.lr = self._optimizer.step(self._step)
-        self.applied = math.isfinite(self.gradient_norm)
-
-
-def optimizer_settings(config: Config) -> OptimizerSettings:
-    """The optimizer's part of the configuration."""
-    train = config.train
-    return OptimizerSettings(
-        lr=train.lr,
-        min_lr_fraction=train.min_lr_fraction,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        clip_norm=train.clip_norm,
-    )
-
-
-def _device(choice: str, rank: int) -> torch.device:
-    """The CPU, or the rank's GPU: the only one that Ray shows it, or its own among those of the machine."""
-    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0 or 1 < count <= rank:
-        raise ValueError(
-            f"cluster.device={choice!r}: rank {rank} finds {count} GPUs; lower the parallel degrees"
-        )
-    device = torch.device("cuda", rank if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device

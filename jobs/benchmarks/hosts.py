@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from braid.actors.controller.processes import Place, enter_namespace
+from braid.actors.controller.processes import Place, enter_namespace, separate_places
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -156,6 +156,39 @@ def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
         finally:
             for host in hosts:
                 _remove(host)
+
+
+PACED = (
+    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
+    "one link do not slow each other down, and both ends' copies are this host's"
+)
+"""What is measured without root, and how it differs from two hosts."""
+
+
+class Paced:
+    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
+
+    hosts: tuple[Host, ...] = ()
+
+    def __init__(self) -> None:
+        self.cluster: dict[str, float] = {}
+
+    def shape(self, mbit: float, message_bytes: float) -> None:
+        """From now on, connections are made for this rate."""
+        self.cluster = {"emulated_link_mbit": mbit}
+
+    def places(self, ranks: int) -> list[Place]:
+        """As on two hosts: each with half of the CPUs, neighbours on different ones."""
+        return [separate_places(2)[rank % 2] for rank in range(ranks)]
+
+
+def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:
+    """Two hosts, or else the paced loopback and why."""
+    try:
+        check_hosts()
+    except HostsError as error:
+        return contextlib.nullcontext(Paced()), str(error)
+    return two_hosts(), ""
 
 
 def _shares() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

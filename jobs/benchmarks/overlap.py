@@ -22,12 +22,12 @@ from braid.actors.controller.planning import (
     plan_run,
     setting_of,
 )
-from braid.actors.controller.processes import Place, ProcessLauncher, enter_namespace, separate_places
+from braid.actors.controller.processes import ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.hosts import Host, Hosts, HostsError, check_hosts, ray_cluster, two_hosts
+from braid.jobs.benchmarks.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
@@ -61,11 +61,6 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
-PACED = (
-    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
-    "one link do not slow each other down, and both ends' copies are this host's"
-)
-"""What is measured without root, and how it differs from two hosts."""
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
 
@@ -146,7 +141,7 @@ def run(
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
     ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     """
-    link_made, why_paced = _link()
+    link_made, why_paced = two_hosts_or_paced()
     if why_paced:
         progress(f"{why_paced}; {PACED}")
         if ray:
@@ -197,36 +192,10 @@ def run(
     )
 
 
-class _Paced:
-    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
-
-    hosts: tuple[Host, ...] = ()
-
-    def __init__(self) -> None:
-        self.cluster: dict[str, float] = {}
-
-    def shape(self, mbit: float, message_bytes: float) -> None:
-        """From now on, connections are made for this rate."""
-        self.cluster = {"emulated_link_mbit": mbit}
-
-    def places(self, ranks: int) -> list[Place]:
-        """As on two hosts: each with half of the CPUs, neighbours on different ones."""
-        return [separate_places(2)[rank % 2] for rank in range(ranks)]
-
-
-def _link() -> tuple[contextlib.AbstractContextManager[Hosts | _Paced], str]:
-    """Two hosts, or else the paced loopback and why."""
-    try:
-        check_hosts()
-    except HostsError as error:
-        return contextlib.nullcontext(_Paced()), str(error)
-    return two_hosts(), ""
-
-
 class _Bench:
     """Starts what a case compares."""
 
-    def __init__(self, case: OverlapCase, link: Hosts | _Paced, data: str, progress: Progress) -> None:
+    def __init__(self, case: OverlapCase, link: Hosts | Paced, data: str, progress: Progress) -> None:
         self._case, self._link, self._data, self._progress = case, link, data, progress
         config = self._config("megatron")
         self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)

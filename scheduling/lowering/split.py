@@ -43,9 +43,10 @@ def gathers_of(part: Part) -> frozenset[str]:
 
 
 def chunked_gemms(part: Part) -> frozenset[str]:
-    """The GEMMs, by name, that such a layer runs in chunks."""
+    """The GEMMs, by key, that such a layer can run in chunks: they turn one value into one other."""
     graphs, only = (part.forward, part.backward), gathers_of(part)
-    return frozenset(gemm for graph in graphs for _, gemm in _pairs(graph, only))
+    gemms = [graph.named(gemm) for graph in graphs for _, gemm in _pairs(graph, only)]
+    return frozenset(op.key for op in gemms if len(op.reads) == len(op.writes) == 1)
 
 
 def _split(graph: Graph, ways: int, only: Collection[str] | None, values: dict[str, Value]) -> Graph:

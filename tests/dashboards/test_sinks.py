@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.actors.config import ConfigError, WandbConfig, parse_config
+from braid.actors.config import ConfigError, parse_config
+from braid.actors.config.machines import WandbConfig
 from braid.dashboards import sinks as module
 from braid.dashboards.sinks import Sinks, WandbRun, scalars
 
