@@ -14,7 +14,7 @@ from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.elastic import Degrees, degrees_up_to
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.profiling import find_or_measure
-from braid.scheduling.planner.cluster import Search, candidates
+from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.spec import ModelShape
 

@@ -8,7 +8,8 @@ from braid.actors.config import Config, ConfigError, ParallelConfig, load_config
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan, read_plan
-from braid.scheduling.planner.cluster import Search, plan_layout, plan_of
+from braid.scheduling.planner.candidates import Search
+from braid.scheduling.planner.cluster import plan_layout, plan_of
 from braid.scheduling.planner.decide import (
     AUTO,
     UNFUSED,

@@ -209,12 +209,12 @@ def compare(
 
 def presets(as_json: AsJson = False) -> None:
     """List the clusters and models that are known by name, with their sources."""
-    from braid.jobs import planning_view
+    from braid.jobs import presets_view
 
     if as_json:
-        typer.echo(json.dumps(planning_view.presets_json()))
+        typer.echo(json.dumps(presets_view.presets_json()))
     else:
-        planning_view.show_presets(Console())
+        presets_view.show_presets(Console())
 
 
 def register(app: typer.Typer) -> None:

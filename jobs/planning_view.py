@@ -13,13 +13,6 @@ from braid.scheduling.draw_simulation import moving, pair_text, paired_run
 from braid.scheduling.plan import Plan, TierNote
 from braid.scheduling.planner.decide import Outcome
 from braid.scheduling.planner.explain import Explanation
-from braid.scheduling.presets.library import (
-    cluster_names,
-    cluster_preset,
-    model_names,
-    model_preset,
-    model_source,
-)
 from braid.scheduling.records import to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
@@ -69,24 +62,6 @@ def degrees_json(found: "DegreePlan") -> dict[str, Any]:
 
     content: dict[str, Any] = to_mapping(found)
     return {**content, "description": describe_degrees(found.degrees)}
-
-
-def presets_json() -> dict[str, Any]:
-    """All presets with their figures and sources."""
-    return {
-        "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
-        "models": {
-            name: {
-                **to_mapping(model_preset(name)),
-                "parameters": model_preset(name).parameters(),
-                "source": model_source(name),
-            }
-            for name in model_names()
-        },
-    }
-
-
-# -- terminal ------------------------------------------------------------------------------------------------
 
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
@@ -340,41 +315,6 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
     console.print(table)
     _show_notes(console, [answer.layout for answer in explanation.what_if])
-
-
-def show_presets(console: Console) -> None:
-    """Clusters and models in two tables."""
-    table = Table(title="clusters (--cluster)", title_justify="left")
-    for name in ("name", "nodes x GPUs", "GPU", "TFLOP/s", "GB", "intra GB/s", "inter GB/s a GPU", "source"):
-        table.add_column(name)
-    for name in cluster_names():
-        c = cluster_preset(name)
-        table.add_row(
-            name,
-            f"{c.nodes} x {c.gpus_per_node}",
-            c.gpu.name,
-            f"{c.gpu.peak_flops_per_s / 1e12:g}",
-            f"{c.gpu.memory_bytes / 1e9:g}",
-            f"{c.intra.bytes_per_s / 1e9:g}",
-            f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
-            c.source,
-        )
-    console.print(table)
-    table = Table(title="models", title_justify="left")
-    for name in ("name", "family", "parameters", "layers", "hidden", "sequence", "source"):
-        table.add_column(name)
-    for name in model_names():
-        m = model_preset(name)
-        table.add_row(
-            name,
-            m.family,
-            f"{m.parameters() / 1e9:.2f} B",
-            str(m.layers),
-            str(m.hidden),
-            str(m.sequence),
-            model_source(name),
-        )
-    console.print(table)
 
 
 def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:

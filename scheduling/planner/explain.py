@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from braid.scheduling.cluster import ClusterSpec, Level, Link
 from braid.scheduling.plan import Plan
-from braid.scheduling.planner.cluster import DoesNotFitError, Search, plan_layout
+from braid.scheduling.planner.candidates import Search
+from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout
 from braid.scheduling.planner.decide import Outcome, evaluate, replay, with_schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Workload

@@ -7,7 +7,8 @@ import pytest
 
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
-from braid.scheduling.planner.cluster import DoesNotFitError, Search, candidates, plan_layout, plan_of
+from braid.scheduling.planner.candidates import Search, candidates
+from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.planner.decide import UNFUSED, evaluate, replay, variants
 from braid.scheduling.planner.explain import explain
 from braid.scheduling.spec import ModelShape

@@ -1,0 +1,211 @@
+"""Layouts that a cluster allows, priced and pruned by memory without lowering a schedule."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from braid.scheduling.analytic import analytic_profile, axis_groups, axis_placements
+from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.collectives import collective_ns
+from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
+from braid.scheduling.operators import Kind, Part
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Sizes of micro-batches that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is given, and what is fixed by the user; None is searched."""
+
+    model: ModelShape
+    global_batch: int
+    dtype: str = "bf16"
+    micro_batch: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Degrees of axes that are given."""
+    context: str = "all_gather"
+    late_layers: int = 0
+    """Layers of the first chunk that the last one takes (see `ParallelLayout`)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting with its estimated step and memory."""
+
+    setting: Setting
+    step_ns: float
+    bytes: int
+
+
+def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
+    """All settings that divide model and batch, with estimates."""
+    recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
+    priced: dict[tuple[int, int, int, int, str], _Layer] = {}
+    for division, micro_batch in _layouts(search, cluster):
+        for recompute in recomputes:
+            layout = division
+            key = (layout.tp, layout.cp, layout.ep, micro_batch, recompute)
+            if key not in priced:
+                priced[key] = _price(search, cluster, layout, micro_batch, recompute)
+            layer = priced[key]
+            layout = _balanced(search.model, layout, layer)
+            shares = layout.dp * layout.cp
+            for zero in (1,) if shares > 1 else (0,):
+                yield _estimate(search, cluster, layout, micro_batch, recompute, zero, layer)
+
+
+def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
+    """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
+    kind = SCHEDULES[search.schedule or "braid"]
+    batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
+    for division in _divisions(search, cluster):
+        if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
+            continue
+        placement = kind.placement_on(division.pp)
+        late = search.late_layers if placement is Placement.FOLDED else 0
+        layout = replace(division, placement=placement, late_layers=late)
+        for micro_batch in batches:
+            workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
+            try:
+                check_fit(search.model, layout, workload)
+            except ValueError:
+                continue
+            if workload.micro_batches(layout) >= layout.pp:
+                yield layout, micro_batch
+
+
+def _divisions(search: Search, cluster: ClusterSpec) -> Iterator[ParallelLayout]:
+    model = search.model
+    for tp in _powers(min(2 * cluster.gpus_per_node, cluster.gpus)):
+        for cp in _powers(max(1, model.sequence // 4096)):
+            for pp in _divisors_up_to(cluster.gpus, model.layers):
+                if cluster.gpus % (tp * cp * pp):
+                    continue
+                dp = cluster.gpus // (tp * cp * pp)
+                for ep in _powers(min(dp, max(1, model.experts))):
+                    if dp % ep == 0:
+                        yield ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**n for n in range(int(math.log2(limit)) + 1)]
+
+
+def _divisors_up_to(number: int, limit: int) -> list[int]:
+    return [n for n in range(1, min(number, limit, 64) + 1) if number % n == 0]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one layer, and the ends of the model, cost on a rank for one micro-batch."""
+
+    forward_ns: float
+    backward_ns: float
+    pair_ns: float
+    ends_ns: float
+    saved_bytes: int
+    ends_saved_bytes: int
+    working_bytes: int
+
+
+def _price(
+    search: Search, cluster: ClusterSpec, layout: ParallelLayout, micro_batch: int, recompute: str
+) -> _Layer:
+    """Serial times, and an estimate of the paired time between its bounds."""
+    placements = axis_placements(layout, cluster.gpus_per_node)
+    sizes = part_sizes(search.model, layout, micro_batch, placements, search.context)
+    parts = built_in_parts(sizes, recompute)
+    width = DTYPE_BYTES[search.dtype]
+    profile = analytic_profile(cluster, layout, parts, width)
+    layer, head = parts["layer"], parts["head"]
+
+    def total(part: Part, forward: bool) -> float:
+        graph = part.forward if forward else part.backward
+        return sum(profile.solo(op.key) for op in graph.operators)
+
+    loads: dict[str, float] = {}
+    for op in (*layer.forward.operators, *layer.backward.operators):
+        loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
+    serial = sum(loads.values())
+    # Searched pairings come within about a third of the way from the busiest stream to the serial time.
+    paired = max(loads.values()) + 0.3 * (serial - max(loads.values()))
+    ends = ("embedding", "head")
+    return _Layer(
+        forward_ns=total(layer, True),
+        backward_ns=total(layer, False),
+        pair_ns=paired,
+        ends_ns=sum(total(parts[name], True) + total(parts[name], False) for name in ends),
+        saved_bytes=layer.saved_bytes(width),
+        ends_saved_bytes=sum(parts[name].saved_bytes(width) for name in ends),
+        working_bytes=_widest(head, width) + 2 * layer.values["x"].bytes(width),
+    )
+
+
+def _widest(part: Part, width: int) -> int:
+    """Most bytes that an operator of a forward pass reads and writes."""
+    names = ({*op.reads, *op.writes} for op in part.forward.operators)
+    return max(sum(part.values[name].bytes(width) for name in touched) for touched in names)
+
+
+def _balanced(model: ModelShape, layout: ParallelLayout, layer: _Layer) -> ParallelLayout:
+    """The layout with the head counted as the layers that it costs as much as."""
+    counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
+    while counts:
+        balanced = replace(layout, head_layers=counts)
+        try:
+            balanced.layers_of(0, model.layers)
+        except ValueError:
+            counts -= 1
+            continue
+        return balanced
+    return layout
+
+
+def _estimate(
+    search: Search,
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    micro_batch: int,
+    recompute: str,
+    zero: int,
+    layer: _Layer,
+) -> Candidate:
+    setting = Setting(
+        model=search.model,
+        layout=layout,
+        workload=Workload(global_batch=search.global_batch, micro_batch=micro_batch),
+        schedule=search.schedule or "braid",
+        dtype=search.dtype,
+        recompute=recompute,
+        zero=zero,
+        context=search.context,
+    )
+    m, p = setting.micro_batches, layout.pp
+    layers = math.ceil(search.model.layers / p)
+    serial = layer.forward_ns + layer.backward_ns
+    pairs = SCHEDULES[setting.schedule].pairs is not None
+    steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
+    # The ends of the model make their stages longer: all others wait for them.
+    step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
+    held = [chunk_parameters(search.model, layout, chunk) for chunk in layout.chunks_of(0)]
+    parameters = sum(part.total for part in held)
+    width = DTYPE_BYTES[search.dtype]
+    step += _gradients_ns(cluster, layout, parameters)
+    states = sum(state_bytes(parameters, width, layout.dp * layout.cp, zero))
+    alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
+    if pairs:
+        alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
+    return Candidate(setting, step, states + alive + layer.working_bytes)
+
+
+def _gradients_ns(cluster: ClusterSpec, layout: ParallelLayout, parameters: int) -> float:
+    group = axis_groups(layout, cluster.gpus_per_node)["dp"]
+    return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
