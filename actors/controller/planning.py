@@ -168,9 +168,9 @@ def _parts(config: Config, shape: ModelShape, setting: Setting) -> Mapping[str, 
 
 _KEYS = {
     "model": "model",
+    "schedule": "overlap.schedule",
     "layout": "parallel",
     "workload": "train.global_batch and train.micro_batch",
-    "schedule": "overlap.schedule",
     "dtype": "train.dtype",
     "recompute": "train.recompute",
     "zero": "parallel.zero",

@@ -1,0 +1,109 @@
+"""What ``braid plan`` decides is what a run with it executes; any other plan is refused in one line."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import ConfigError, parse_config
+from braid.actors.controller.planning import build_schedule
+from braid.jobs.planning import Request, load_plan, make_plan, with_plan
+from braid.scheduling.planner.decide import replay
+from braid.scheduling.schedule_text import write
+from tests.scheduling.plans import cluster
+
+VOCABULARY = 257
+CONTENT: Mapping[str, Mapping[str, Any]] = {
+    "model": {"hidden": 64, "layers": 4, "heads": 4, "sequence": 32},
+    "train": {"global_batch": 16, "micro_batch": 2},
+    "parallel": {"tp": 2, "pp": 2},
+    "overlap": {"schedule": "braid"},
+}
+
+
+def config_of(**changed: Mapping[str, Any]) -> Any:
+    keys = {*CONTENT, *changed}
+    return parse_config({key: {**CONTENT.get(key, {}), **changed.get(key, {})} for key in keys})
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan of `CONTENT` on a made-up cluster, with the schedule that it was simulated with."""
+    folder = tmp_path_factory.mktemp("plan")
+    config, spec = config_of(), cluster(gpus=4)
+    made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
+    (folder / "plan.yaml").write_text(made.to_yaml(), encoding="utf-8")
+    outcome = replay(made.setting, made.choices, spec)
+    (folder / "schedule.txt").write_text(write(outcome.code.schedule), encoding="utf-8")
+    return folder / "plan.yaml"
+
+
+def scheduled(plan: Path, **changed: Mapping[str, Any]) -> str:
+    """The schedule that a run with the plan executes."""
+    config = with_plan(config_of(**changed), plan)
+    return write(build_schedule(config, config.check(VOCABULARY)))
+
+
+def test_the_run_executes_the_planned_schedule(plan: Path) -> None:
+    text = (plan.parent / "schedule.txt").read_text(encoding="utf-8")
+    assert scheduled(plan) == text
+    assert scheduled(plan, overlap={"schedule": "auto"}) == text
+    assert load_plan(str(plan)).setting.schedule == "braid"
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"parallel": {"tp": 1, "pp": 2}}, "parallel"),
+        ({"parallel": {"dp": 2, "tp": 2, "pp": 2}}, "parallel"),
+        ({"model": {"hidden": 128}}, "model"),
+        ({"model": {"layers": 8}}, "model"),
+        ({"train": {"micro_batch": 1}}, "train.micro_batch"),
+        ({"train": {"global_batch": 32}}, "train.global_batch"),
+        ({"train": {"dtype": "bf16"}}, "train.dtype"),
+        ({"train": {"recompute": "full"}}, "train.recompute"),
+        ({"overlap": {"schedule": "megatron"}}, "overlap.schedule"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_plan_for_another_run_is_refused(
+    plan: Path, changed: Mapping[str, Mapping[str, Any]], key: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        scheduled(plan, **changed)
+    assert key in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("braid_plan: ", "braid_plan: 9"),
+        ("schedule: braid", "schedule: bread"),
+        ("tp: 2", "tp: two"),
+        ("micro_batch: 2", "micro_batch: 0"),
+        ("    - 1:mlp_out.dgrad\n", ""),
+        ("0:qkv\n", "0:no_such_operator\n"),
+        ("pipeline: ", "pipeline: no_such_"),
+    ],
+)
+def test_a_damaged_plan_is_refused_in_one_line(plan: Path, tmp_path: Path, old: str, new: str) -> None:
+    text = plan.read_text(encoding="utf-8")
+    assert old in text
+    damaged = tmp_path / "plan.yaml"
+    damaged.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        scheduled(damaged)
+    assert str(refused.value).strip()
+    assert "\n" not in str(refused.value).strip()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "braid_plan: 3\n", "\x00", "a: [unclosed"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        scheduled(file)
+    assert "plan.yaml" in str(refused.value)
+    assert "\n" not in str(refused.value).strip()
