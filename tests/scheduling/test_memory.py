@@ -86,7 +86,7 @@ def test_parameters_are_those_of_the_model(
         held = [sum(parameter.tensor.numel() for parameter in model.parameters) for model in ranks]
         assert stage_parameters(shape, layout, stage) == held[0] == max(held)
     slices = {
-        (piece.source.name, piece.offset): piece.of_local(parameter.tensor).numel()
+        (piece.source.name, piece.offsets): piece.of_local(parameter.tensor).numel()
         for model in models
         for parameter in model.parameters
         for piece in parameter.slices
