@@ -86,7 +86,7 @@ def _pair(values: list[float]) -> tuple[float, float]:
 
 
 def _result(step: dict[str, Any]) -> tuple[float, float]:
-    return step["loss"], step["gradient_norm"]
+    return step["loss"], step["grad_norm"]
 
 
 def show_demo(console: Console, demo: Demo) -> None:

@@ -32,7 +32,7 @@ class HeatMap:
 
 def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
     """The map of a part's operators; pairs that were not measured alone have the value of their classes."""
-    keys = [key for key in profile.solo_ns if key.startswith(f"{part}/")]
+    keys = [key for key in profile.classes if key.startswith(f"{part}/") and key in profile.solo_ns]
     links = [key for key in keys if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in keys if key not in links and profile.solo_ns[key] > 0]
     alike: dict[tuple[float, ...], list[str]] = {}

@@ -41,7 +41,7 @@ def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
 
 def test_fewer_ranks_where_more_do_not_suit_the_model() -> None:
     odd = config_of(
-        model={"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 4, "sequence": 32, "vocabulary": 64},
+        model={"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 2, "sequence": 32, "vocabulary": 64},
         train={"global_batch": 4, "micro_batch": 1},
     )
     assert layouts(odd, 7) == layouts(odd, 6) == layouts(odd, 5) == layouts(odd, 4)

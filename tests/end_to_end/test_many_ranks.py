@@ -76,7 +76,7 @@ def test_losses_are_those_of_plain_pytorch(
 ) -> None:
     overrides: dict[str, Mapping[str, Any]] = {
         "model": {"layers": layers, "kv_heads": 4},
-        "train": {"dtype": "fp64", "seed": SEED, "steps": STEPS},
+        "train": {"dtype": "fp64", "seed": SEED, "steps": STEPS, "global_batch": 16},
         "cluster": {"cpus_per_rank": 0.1},
     }
     expected = plain.of(layers, overrides)

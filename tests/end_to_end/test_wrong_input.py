@@ -82,8 +82,8 @@ CASES = [
     Case("hidden and heads", ("model.hidden=32", "model.heads=5"), {"model": {"heads": 5}}),
     Case(
         "layers and folded pp",
-        ("model.layers=6", "2 x parallel.pp=4", "multiple of 4"),
-        {"model": {"layers": 6}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+        ("model.layers=3", "4 chunks of parallel.pp=2", "at least 4 layers"),
+        {"model": {"layers": 3}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
     ),
     Case(
         "late layers without folding",
@@ -105,7 +105,7 @@ CASES = [
         ("parallel.pp=1 ", "overlap.schedule=bidirectional", "an even number"),
         {"overlap": {"schedule": "bidirectional"}, "parallel": {"tp": 2}},
     ),
-    Case("layers and pp", ("model.layers=4", "parallel.pp=3"), {"parallel": {"pp": 3}}),
+    Case("layers and pp", ("model.layers=4", "parallel.pp=5"), {"parallel": {"pp": 5}}),
     Case(
         "batch",
         ("train.global_batch=9", "train.micro_batch=2", "parallel.dp=2", "8 or 12"),
