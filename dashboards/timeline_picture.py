@@ -93,7 +93,9 @@ class _Panel:
         share = (
             f"{hidden / total:.0%} of communication is hidden behind compute" if total else "no communication"
         )
-        axes.set_title(f"{self.name or f'step {self.step + 1}'}: {share}", loc="left")
+        ends = max(int(self.traces.ranks[rank].records(self.step)["end_ns"].max()) for rank in self.ranks)
+        name = f"{self.name}: {(ends - self.begin) / 1e6:.0f} ms" if self.name else f"step {self.step + 1}"
+        axes.set_title(f"{name}: {share}", loc="left")
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.tick_params(axis="y", length=0)

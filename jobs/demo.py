@@ -111,4 +111,5 @@ def show_demo(console: Console, demo: Demo) -> None:
         f"every operator of the run: braid dashboard {demo.runs[1]}", highlight=False, soft_wrap=True
     )
     console.print(f"validation: {demo.bits_per_byte:.3f} bits per byte", highlight=False)
-    console.print(Text(demo.sentence, style="bold green" if demo.alike == demo.compared else "bold red"))
+    style = "bold green" if demo.alike == demo.compared else "bold red"
+    console.print(Text(demo.sentence, style=style), soft_wrap=True)
