@@ -103,9 +103,8 @@ def _with_delays(
         for key, values in one.items():
             taken[key in moves] += sum(values)
             usual[key in moves] += median(values) * len(values)
-    return {
-        key: ns * (taken[key in moves] / (usual[key in moves] or 1.0) or 1.0) for key, ns in typical.items()
-    }
+    shares = {kind: taken[kind] / ns for kind, ns in usual.items() if ns}
+    return {key: ns * shares.get(key in moves, 1.0) for key, ns in typical.items()}
 
 
 def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:

@@ -169,6 +169,18 @@ def test_hosts_do_not_share_cpus() -> None:
     assert own[0] | own[1] <= here
 
 
+def run_code(folder: Path, code: str) -> "subprocess.CompletedProcess[str]":
+    """A command whose process was changed before it began."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
 def test_without_root_connections_are_paced(tmp_path: Path) -> None:
@@ -182,14 +194,7 @@ def test_without_root_connections_are_paced(tmp_path: Path) -> None:
         "hosts.os.geteuid = lambda: 65534\n"
         f"sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--link-mbit', '200', '--json']!r}; main()"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    outcome = run_code(tmp_path, code)
     assert outcome.returncode == 0, outcome.stderr
     assert "each connection paced" in outcome.stderr
     result = json.loads(outcome.stdout)
@@ -208,14 +213,7 @@ def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
         "from braid.jobs.cli import main\n"
         f"os.setuid(65534); sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--ray']!r}; main()"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    outcome = run_code(tmp_path, code)
     assert outcome.returncode == 2, outcome.stderr
     assert "need root" in outcome.stderr
     assert "Traceback" not in outcome.stderr
