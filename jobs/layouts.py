@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 
 
 def with_layout(
-    config: Config, shape: ModelShape, launcher: Launcher, nodes: Sequence[str], tell: Tell
+    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
 
@@ -56,7 +56,7 @@ def with_layout(
         layout = one.layout().describe()
         tell(f"layout {layout} ({number} of {len(fitting)})")
         try:
-            profile = find_or_measure(one, shape, launcher, nodes).profile
+            profile = find_or_measure(one, shape, launcher).profile
         except WorkerError as error:  # such as a model that does not fit
             failure = error
             found.append(MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0]))

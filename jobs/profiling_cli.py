@@ -52,7 +52,7 @@ def profile(
 def _measure(config: Config, anew: bool) -> Any:
     from braid.actors.controller.processes import ProcessLauncher
     from braid.actors.controller.profiling import find_or_measure
-    from braid.jobs.session import ray_nodes, ray_session
+    from braid.jobs.session import ray_session
     from braid.jobs.tokenizer import load_tokenizer
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
@@ -65,4 +65,4 @@ def _measure(config: Config, anew: bool) -> Any:
 
         ray_launcher = RayLauncher(config)
         ray_launcher.check(config.layout().ranks)
-        return find_or_measure(config, shape, ray_launcher, ray_nodes(), anew=anew)
+        return find_or_measure(config, shape, ray_launcher, anew=anew)

@@ -160,15 +160,3 @@ def _environment() -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def ray_nodes() -> list[str]:
-    """The nodes of the connected cluster in words: addresses and resources, for the names of profiles."""
-    import ray
-
-    names = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            has = node["Resources"]
-            names.append(f"{node['NodeManagerAddress']} {has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU")
-    return sorted(names)

@@ -30,7 +30,7 @@ from braid.jobs.executors import local_map
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
 from braid.jobs.prepare import Prepared, Progress
-from braid.jobs.session import check_lasting, ray_nodes, ray_session
+from braid.jobs.session import check_lasting, ray_session
 from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
@@ -67,7 +67,7 @@ class LayoutsMeasured:
 Show = Callable[
     [Event | Prepared | Progress | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened], None
 ]
-MakePlan = Callable[[Config, Prepared, Launcher, Sequence[str]], RunPlan]
+MakePlan = Callable[[Config, Prepared, Launcher], RunPlan]
 
 
 def train(
@@ -95,8 +95,8 @@ def train(
     if not config.overlap.needs_profile and not config.parallel.auto:
         build_schedule(config, shape)  # what is wrong with it shows before anything starts
 
-    def plan(config: Config, prepared: Prepared, launcher: Launcher, nodes: Sequence[str]) -> RunPlan:
-        made = plan_run(config, shape, str(prepared.output), launcher, nodes, show)
+    def plan(config: Config, prepared: Prepared, launcher: Launcher) -> RunPlan:
+        made = plan_run(config, shape, str(prepared.output), launcher, show)
         return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
     report: dict[str, Any] = {}
@@ -152,16 +152,14 @@ def _open_page(page: LivePage, config: Config, show: Show) -> None:
         show(Incident(kind="telemetry", text=str(error), step=0))
 
 
-def plan_run(
-    config: Config, shape: ModelShape, data: str, launcher: Launcher, nodes: Sequence[str], show: Show
-) -> RunPlan:
+def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, show: Show) -> RunPlan:
     """What the ranks are told; where decisions need measured costs, the run is profiled first."""
     if not config.overlap.needs_profile:
-        known = known_profile(config, shape, nodes)
+        known = known_profile(config, shape, launcher)
     else:
-        if known_profile(config, shape, nodes) is None:
+        if known_profile(config, shape, launcher) is None:
             show(Profiling())
-        known = find_or_measure(config, shape, launcher, nodes)
+        known = find_or_measure(config, shape, launcher)
         show(known)
     if known is None:
         return RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
@@ -175,6 +173,7 @@ def plan_run(
         data=data,
         solo_ns=decided.solo_ns,
         profile=known.profile.source,
+        streams=known.profile.streams,
         serial=decided.serial,
         files={"profile.json": known.profile.to_json(), **decided.files},
     )
@@ -182,18 +181,16 @@ def plan_run(
 
 def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     """The plan of a run that goes on in another layout, profiled anew where that is needed."""
-    made = plan_run(config, before.shape, before.data, launcher, ray_nodes(), lambda event: None)
+    made = plan_run(config, before.shape, before.data, launcher, lambda event: None)
     return replace(made, faults=before.faults)
 
 
-def _laid_out(config: Config, launcher: Launcher, nodes: Sequence[str], show: Show) -> Config:
+def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
     """The configuration with a layout, searched for where it is to be."""
     if not config.parallel.auto:
         return config
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    found, layouts = with_layout(
-        config, shape, launcher, nodes, lambda layout: show(Profiling(layout=layout))
-    )
+    found, layouts = with_layout(config, shape, launcher, lambda layout: show(Profiling(layout=layout)))
     show(LayoutsMeasured(layouts=tuple(layouts)))
     return found
 
@@ -205,8 +202,8 @@ def _in_processes(
     if not config.parallel.auto:
         launcher.check(config.layout().ranks)
     prepared = prepare_data(config, local_map, show, resume=options.resume)
-    config = _laid_out(config, launcher, (), show)
-    controller = Controller(plan(config, prepared, launcher, ()), launcher, options)
+    config = _laid_out(config, launcher, show)
+    controller = Controller(plan(config, prepared, launcher), launcher, options)
     with _stopping(controller.stop):
         yield from controller.run()
 
@@ -225,8 +222,8 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
             launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show, resume=options.resume)
-        config = _laid_out(config, launcher, ray_nodes(), show)
-        made = plan(config, prepared, launcher, ray_nodes())
+        config = _laid_out(config, launcher, show)
+        made = plan(config, prepared, launcher)
         controllers = [start_controller(made, options, partial(replan, made))]
         budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
         with (

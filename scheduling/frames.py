@@ -193,9 +193,7 @@ def operations_of(
         match action:
             case text.Compute():
                 operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
-            case text.Start(_, stream):
-                if stream is not op.stream:
-                    raise ValueError(f"program {side}: {op.name} runs on {op.stream}")
+            case text.Start():
                 lone = following == (text.Wait(op.name, action.turn), turn, place)
                 operations.append(Start(what=node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
             case text.Wait():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from braid.scheduling.graph_builder import AxisPlacement, GraphBuilder
 from braid.scheduling.lowering.recompute import with_recompute
-from braid.scheduling.operators import Kind, Part, Precision
+from braid.scheduling.operators import Kind, Part, Precision, Stream
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 
@@ -63,7 +63,7 @@ def part_sizes(
     context: str = "all_gather",
 ) -> PartSizes:
     """Sizes for a layout; ``axes`` places mesh axes on streams (by default all inside the node)."""
-    placed = axes or {axis: AxisPlacement(degree=layout.degree(axis)) for axis in ("tp", "cp", "ep")}
+    placed = axes or axes_on(layout, {})
     return PartSizes(
         shape=shape,
         tp=layout.tp,
@@ -73,6 +73,14 @@ def part_sizes(
         context=context,
         axes=placed,
     )
+
+
+def axes_on(layout: ParallelLayout, streams: Mapping[str, Stream]) -> dict[str, AxisPlacement]:
+    """The axes that layers communicate over, on streams; inside the node where nothing else is said."""
+    return {
+        axis: AxisPlacement(degree=layout.degree(axis), stream=streams.get(axis, Stream.INTRA))
+        for axis in ("tp", "cp", "ep")
+    }
 
 
 def transformer_layer(sizes: PartSizes) -> Part:

@@ -84,6 +84,11 @@ class Profile:
             if not -10 <= effect <= 1.5:
                 raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
 
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """What transfers along the axes go over, where they were measured."""
+        return {key.partition("/")[0]: fit.stream for key, fit in self.transfers.items()}
+
     def solo(self, key: str) -> int:
         """Solo time of an operator by its key (`Operator.key`); recomputation costs what the operator did."""
         if key not in self.solo_ns:

@@ -19,7 +19,7 @@ Two levels. Per stage a list of instructions:
 and, for runs of parts (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
 
     compute NAME        run a compute operator
-    start NAME on S     issue a collective on stream S
+    start NAME on S     issue a collective, planned on stream S (where its group is, ranks see for themselves)
     wait NAME           make its result available
     barrier             wait for everything that is under way
 
@@ -220,7 +220,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """Issue a collective on a stream."""
+    """Issue a collective; the stream is the one it was planned on."""
 
     operator: str
     stream: Stream

@@ -21,6 +21,7 @@ from braid.actors.controller.group import Collector, Launcher, NoRoomError, Work
 from braid.actors.controller.homes import Homes, begun_mark
 from braid.actors.controller.last_trace import last_trace
 from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.meeting import placement_notes, rendezvous
 from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import (
@@ -47,8 +48,9 @@ from braid.actors.controller.restoring import data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.steps import SpikeError, Spikes, StepClock, Stepper
 from braid.actors.controller.watch import Watch
-from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
+from braid.scheduling.topology import Topology
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
@@ -289,6 +291,7 @@ class Controller:
         with timed(self._failure or self._changed, "restore"):
             done, notes = restore(group, places.homes, plan, facts, self._failure, goes_on=self._goes_on)
         saver.resumed(done)
+        notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
         directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
         yield from self._claim_mirror(places)
@@ -412,13 +415,8 @@ class Controller:
         self._generation += 1
         group.expect(self._config.cluster.group_timeout_s)
         group.call_all(Rank.open_log, str(self._config.run_directory), self._generation)
-        port = group.call(0, Rank.open_store, self._config.cluster.group_timeout_s)
-        meeting = Rendezvous(
-            address=group.addresses[0],
-            port=port,
-            generation=self._generation,
-            copies_shift=partner_shift(group.addresses, self._config.layout().mesh),
-        )
+        shift = partner_shift(group.hosts, self._config.layout().mesh)
+        meeting = rendezvous(group, self._config.cluster.group_timeout_s, self._generation, shift)
         group.call_all(Rank.setup, self._plan, meeting)
         if self._config.overlap.profile is not None:
             check_hardware(group, self._plan.profile, str(self._config.overlap.profile))

@@ -156,7 +156,7 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
         "braid": braid.__version__,
         "planner": sources_digest(PLANNER),
         "profile": to_mapping(profile),
-        "graphs": to_mapping(planning.model_graphs(config, shape)),
+        "graphs": to_mapping(planning.model_graphs(config, shape, profile.streams)),
         "shape": asdict(shape),
         "layout": asdict(config.layout()),
         "parallel": config.parallel.model_dump(mode="json"),

@@ -55,6 +55,10 @@ class WorkerGroup(Protocol):
     """All ranks of a run. What is called are methods of `Rank`, with positional arguments."""
 
     @property
+    def hosts(self) -> Sequence[str]:
+        """The host of every rank: equal where ranks share memory and links, and fail together."""
+
+    @property
     def addresses(self) -> Sequence[str]:
         """Address of every rank's node, by rank."""
 
@@ -111,6 +115,7 @@ class NoRoomError(ConfigError):
 class WatchedGroup(ABC):
     """A group that notices ranks which die, fall silent or do not get on; how to reach one is left open."""
 
+    hosts: Sequence[str]
     addresses: Sequence[str]
 
     def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig) -> None:
@@ -287,6 +292,12 @@ class Launcher(Protocol):
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
         """Where ranks stream their spans to; it writes them into a folder."""
+
+    def machines(self) -> list[str]:
+        """What ranks may run on beside this machine, in words: part of a profile's identity."""
+
+    def hosts(self, ranks: int) -> Sequence[str]:
+        """Where so many ranks would be, by rank, as things stand; only the ranks themselves know."""
 
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Start that many ranks, not on the nodes of some addresses; `ConfigError` if there is no room."""

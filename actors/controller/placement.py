@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,47 @@ class RayLauncher:
         if self._places:
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(self._places))
-        bundles = [dict(self._bundle) for _ in range(ranks)]
-        if avoid:
-            for bundle, address in zip(bundles, self._places_without(avoid, ranks), strict=True):
-                bundle[f"node:{address}"] = 0.001  # every node has one of it
         strategy = "SPREAD" if self._cluster.spread else "PACK"
-        group = placement_group(bundles, strategy=strategy, name=self._places)
+        group = placement_group(self._bundles(ranks, avoid), strategy=strategy, name=self._places)
         if not group.wait(self._cluster.placement_timeout_s):
             remove_placement_group(group)
             raise NoRoomError(self._too_small(ranks))
         return ActorGroup(group, ranks, self._bundle, self._config)
+
+    def _bundles(self, ranks: int, avoid: Sequence[str]) -> list[dict[str, float]]:
+        """What every rank reserves; Ray puts them on nodes in an order of its own."""
+        bundles = [dict(self._bundle) for _ in range(ranks)]
+        if avoid:
+            for bundle, address in zip(bundles, self._places_without(avoid, ranks), strict=True):
+                bundle[f"node:{address}"] = 0.001  # every node has one of it
+        return bundles
+
+    def machines(self) -> list[str]:
+        """The cluster's nodes: addresses and resources."""
+        names = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                has, address = node["Resources"], node["NodeManagerAddress"]
+                names.append(f"{address} {has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU")
+        return sorted(names)
+
+    def hosts(self, ranks: int) -> list[str]:
+        """As if every node were free: the fewest that hold all ranks, or one rank of each in turn.
+
+        Autoscaled nodes that are not there yet are taken to be as large as the largest that is.
+        """
+        rooms = sorted((self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]), reverse=True)
+        rooms = [room for room in rooms if room] or [ranks]
+        while sum(rooms) < ranks:
+            rooms.append(rooms[0])
+        if self._cluster.spread:
+            turns = sorted((turn, node) for node, room in enumerate(rooms) for turn in range(room))
+            return [f"node {node}" for node in sorted(node for _, node in turns[:ranks])]
+        return [f"node {node}" for node, room in enumerate(rooms) for _ in range(room)][:ranks]
+
+    def _room(self, free: Mapping[str, float]) -> int:
+        """Ranks that fit into resources."""
+        return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
 
     def _places_without(self, avoid: Sequence[str], ranks: int) -> list[str]:
         """The address for each rank, none of those to avoid; `NoRoomError` where there are too few.
@@ -112,8 +143,7 @@ class RayLauncher:
         for node in ray.nodes():
             address, free = node["NodeManagerAddress"], left.get(node["NodeID"], {})
             if node["Alive"] and address not in addresses and node["NodeID"] not in ids:
-                slots = (int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
-                found[address] = found.get(address, 0) + min(slots)
+                found[address] = found.get(address, 0) + self._room(free)
         return found
 
     def _too_small(self, ranks: int) -> str:
@@ -146,7 +176,7 @@ class ActorCollector:
 
 
 class ActorGroup(WatchedGroup):
-    """One actor per rank."""
+    """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
 
     def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], config: Config) -> None:
         super().__init__(ranks, config.failure, config.cluster)
@@ -156,16 +186,19 @@ class ActorGroup(WatchedGroup):
         self._calls: dict[int, Any] = {}
         self._pulses: dict[int, Any] = {}
         """Calls under way, and unanswered questions, by rank."""
+        self._bundle_of = list(range(ranks))
+        """The place of every rank in the placement group."""
         self._actors = [self._start(rank) for rank in range(ranks)]
+        self._nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
         try:
-            self._find_nodes()
+            self._number(range(ranks))
         except NoRoomError:
             self.shutdown()
             raise
 
     def _start(self, rank: int) -> Any:
         place = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=rank
+            placement_group=self._group, placement_group_bundle_index=self._bundle_of[rank]
         )
         options = {
             "num_cpus": self._bundle["CPU"],
@@ -174,6 +207,34 @@ class ActorGroup(WatchedGroup):
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}},
         }
         return start_stage(rank, options)
+
+    def _number(self, ranks: Sequence[int]) -> None:
+        """Give ranks that have just been started their numbers, in the order of their nodes and GPUs.
+
+        Nodes that hold other ranks come first, in the order of these, so that a rank which replaces a lost
+        one joins its group where it can.
+        """
+        self._find_nodes()
+        new = set(ranks)
+        first: dict[str, int] = {}
+        for rank, node in enumerate(self._nodes):
+            if rank not in new:
+                first.setdefault(node["node"], rank)
+        at_end = len(self._nodes)
+
+        def place(rank: int) -> tuple[Any, ...]:
+            node = self._nodes[rank]
+            return first.get(node["node"], at_end), node["address"], node["node"], node["gpus"], rank
+
+        order = sorted(ranks, key=place)
+        for own in (self._actors, self._bundle_of, self._nodes):
+            values: list[Any] = [own[rank] for rank in order]
+            for rank, value in zip(ranks, values, strict=True):
+                own[rank] = value
+        for rank in ranks:  # its other calls come after this one
+            self._actors[rank].number_as.remote(rank)
+        self.addresses = [str(node["address"]) for node in self._nodes]
+        self.hosts = host_names(self.addresses, self.node_ids)
 
     def _find_nodes(self) -> None:
         """Where all ranks run, once they do; `NoRoomError` if a place is lost before its rank has started.
@@ -189,8 +250,7 @@ class ActorGroup(WatchedGroup):
                 homeless = [ranks[call] for call in waiting]
                 self._gone.update(homeless)  # they will never answer
                 raise NoRoomError(_no_place(homeless))
-        self._nodes: list[dict[str, Any]] = self.call_all(StageActor.node)
-        self.addresses = [str(node["address"]) for node in self._nodes]
+        self._nodes = self.call_all(StageActor.node)
 
     @property
     def node_ids(self) -> list[str]:
@@ -251,7 +311,7 @@ class ActorGroup(WatchedGroup):
             raise NoRoomError(_no_place(ranks))
         for rank in ranks:
             self._actors[rank] = self._start(rank)
-        self._find_nodes()
+        self._number(sorted(ranks))
 
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
@@ -262,6 +322,17 @@ class ActorGroup(WatchedGroup):
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
+
+
+def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
+    """A name for every rank's host: its address, with the begin of the node's id where nodes share one."""
+    ids: dict[str, set[str]] = {}
+    for address, node in zip(addresses, node_ids, strict=True):
+        ids.setdefault(address, set()).add(node)
+    return [
+        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
+        for address, node in zip(addresses, node_ids, strict=True)
+    ]
 
 
 def _no_place(ranks: Sequence[int]) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import axes_on, built_in_parts, part_sizes
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.split import WAYS
-from braid.scheduling.operators import Part
+from braid.scheduling.operators import Part, Stream
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
     AUTO,
@@ -39,9 +39,15 @@ IN_BOUNDS = Space(fused=(0, 1, 2, 4))
 """Where memory is bounded: shorter runs hold less."""
 
 
-def model_graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
-    """The operator graphs of the run's model parts. Only a layer of the user's own needs torch for this."""
-    sizes = part_sizes(shape, config.layout(), config.train.micro_batch)
+def model_graphs(
+    config: Config, shape: ModelShape, streams: Mapping[str, Stream] | None = None
+) -> dict[str, Part]:
+    """The operator graphs of the run's model parts. Only a layer of the user's own needs torch for this.
+
+    ``streams``: where axes lie (`Profile.streams`), by default inside the node.
+    """
+    layout = config.layout()
+    sizes = part_sizes(shape, layout, config.train.micro_batch, axes_on(layout, streams or {}))
     if config.model.layer is None:
         return built_in_parts(sizes, config.train.recompute)
     from braid.actors.stage.layers import load_layer
@@ -100,7 +106,8 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
     schedule file says is not decided again. `ConfigError` for a plan or a file that is not for this run;
     `ValueError` for a cost that the profile does not have.
     """
-    setting, bench_of = setting_of(config, shape), measured(model_graphs(config, shape), profile)
+    graphs = model_graphs(config, shape, profile.streams)
+    setting, bench_of = setting_of(config, shape), measured(graphs, profile)
     serial_setting = setting if setting.schedule == "megatron" else with_schedule(setting, "megatron")
     serial = decide([serial_setting], bench_of, anything)[0]
     over = _over(config, serial)

@@ -37,6 +37,13 @@ class Place:
     address: str = LOOPBACK
     namespace: str | None = None
     cpus: tuple[int, ...] | None = None
+    machine: str | None = None
+    """The host that it stands for, where that is not told by the address."""
+
+    @property
+    def host(self) -> str:
+        """Equal for ranks of one host."""
+        return self.machine or self.address
 
 
 class ProcessLauncher:
@@ -72,18 +79,27 @@ class ProcessLauncher:
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Start the processes; there is one machine, so nothing can be avoided."""
         self.check(ranks)
+        return ProcessGroup(self._placed(ranks), self._config, self._serve)
+
+    def _placed(self, ranks: int) -> Sequence[Place]:
         alone = self._config.cluster.emulated_link_mbit is not None  # each is a host of its own
-        places = self._places or (separate_places(ranks) if alone else [Place()] * ranks)
-        return ProcessGroup(places, self._config, self._serve)
+        return self._places or (separate_places(ranks) if alone else [Place()] * ranks)
+
+    def machines(self) -> list[str]:
+        """There is only this one."""
+        return []
+
+    def hosts(self, ranks: int) -> list[str]:
+        """Known in advance."""
+        return [place.host for place in self._placed(ranks)]
 
 
 def separate_places(ranks: int) -> list[Place]:
     """Each rank on CPUs of its own, as on a host of its own, where there are enough."""
     cpus = sorted(os.sched_getaffinity(0))
     share = len(cpus) // ranks
-    if not share:
-        return [Place()] * ranks
-    return [Place(cpus=tuple(cpus[n * share : (n + 1) * share])) for n in range(ranks)]
+    own = [tuple(cpus[n * share : (n + 1) * share]) if share else None for n in range(ranks)]
+    return [Place(cpus=own[n], machine=f"emulated host {n}") for n in range(ranks)]
 
 
 class ProcessGroup(WatchedGroup):
@@ -95,6 +111,7 @@ class ProcessGroup(WatchedGroup):
     def __init__(self, places: Sequence[Place], config: Config, serve: "Serve") -> None:
         super().__init__(len(places), config.failure, config.cluster)
         self.addresses = [place.address for place in places]
+        self.hosts = [place.host for place in places]
         self._places, self._serve = places, serve
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank)}
         self._asked: set[int] = set()

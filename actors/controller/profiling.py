@@ -16,14 +16,16 @@ import braid
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.manifest import write_durably
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.actors.stage.messages import COMPUTE, MESSAGE, Rendezvous, RunPlan, Samples, Together
+from braid.actors.stage.messages import COMPUTE, MESSAGE, RunPlan, Samples, Together
 from braid.actors.stage.rank import Rank
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile, TransferFit, read_profile
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import AXES, ModelShape
+from braid.scheduling.topology import Topology
 
 ROUNDS = 9
 SHORT = 0.1
@@ -34,9 +36,7 @@ def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds
     """Start the ranks of a run, let them measure, end them. ``plan`` holds any schedule of the layout."""
     group = launcher.start(plan.config.layout().ranks)
     try:
-        port = group.call(0, Rank.open_store, plan.config.cluster.group_timeout_s)
-        meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
-        group.call_all(Rank.setup, plan, meeting)
+        group.call_all(Rank.setup, plan, rendezvous(group, plan.config.cluster.group_timeout_s))
         return measured_profile(group, parts, rounds, plan.config.train.seed)
     finally:
         group.shutdown()
@@ -54,13 +54,15 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     solo = _medians([rank.solo_ns for rank in samples])
     spares = _medians([rank.spares for rank in samples])
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
+    streams = streams_of(samples)
     handling = [_handling(samples, number) for number in (0, 1)]
     classes = {
-        op.key: operator_class(op)
+        op.key: operator_class(op) if op.axis is None else streams[op.axis].value
         for part in parts.values()
         for graph in (part.forward, part.backward)
         for op in graph.operators
     }
+    beside = {**classes, COMPUTE: "gemm", **({MESSAGE: streams["pp"].value} if "pp" in streams else {})}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
     average = _with_delays(solo, [rank.solo_ns for rank in samples], moves)
     average_spares = _with_delays(spares, [rank.spares for rank in samples], spares.keys())
@@ -68,15 +70,25 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
         solo_ns={key: round(ns) for key, ns in average.items()},
         classes={**classes, "optimizer": "memory", "norm": "memory"},
-        oef=_oef(samples, solo, spares, spare_of, classes),
-        slowdowns=_slowdowns(samples, average, average_spares, spare_of, classes),
-        transfers=_transfers(samples),
+        oef=_oef(samples, solo, spares, spare_of, beside),
+        slowdowns=_slowdowns(samples, average, average_spares, spare_of, beside),
+        transfers=_transfers(samples, streams),
         issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
         take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
         norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
     )
+
+
+def streams_of(samples: Sequence[Samples]) -> dict[str, Stream]:
+    """The stream of every axis: where one rank's group goes between nodes, all do."""
+    found: dict[str, Stream] = {}
+    for rank in samples:
+        for axis, stream in rank.streams.items():
+            if found.get(axis) is not Stream.INTER:
+                found[axis] = stream
+    return found
 
 
 def _medians(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
@@ -142,7 +154,7 @@ def _oef(
         alone = solo[key] if key in solo else spares[key]
         other = median(one.other_ns for one in times) if name == COMPUTE else spares[name]
         if min(alone, other) > 0:
-            link = {COMPUTE: "gemm", MESSAGE: "inter"}.get(name) or classes[users[name][0]]
+            link = classes[name if name in classes else users[name][0]]
             found = [(alone + other - one.both_ns) / min(alone, other) for one in times]
             keys = () if alone < SHORT * other else tuple(users[name])
             effects["|".join(sorted((classes[key], link)))].append(
@@ -215,7 +227,7 @@ def _slowdowns(
                 continue
             alone, other = solo[key], spares[name]
             kind = classes[key]
-            link = "inter" if name == MESSAGE else classes[users[name][0]]
+            link = classes[name if name in classes else users[name][0]]
             for one in pairs:
                 lost = one.operator_ns - alone, one.other_ns - other
                 losses[f"{kind}<{link}"].append((one.overlap_ns, lost[0]))
@@ -256,7 +268,7 @@ def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
     return 0.0
 
 
-def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
+def _transfers(samples: Sequence[Samples], streams: Mapping[str, Stream]) -> dict[str, TransferFit]:
     """Latency and rate through the medians of a small and a large payload."""
     fits = {}
     measured: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -272,7 +284,7 @@ def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
         fits[key] = TransferFit(
             latency_ns=max(0.0, small_ns - slope * small),
             ns_per_byte=slope,
-            stream=Stream.INTRA if key.startswith("tp/") else Stream.INTER,
+            stream=streams[key.partition("/")[0]],
         )
     return fits
 
@@ -290,13 +302,11 @@ class Profiled:
     seconds: float = 0.0
 
 
-def find_or_measure(
-    config: Config, shape: ModelShape, launcher: Launcher, nodes: Sequence[str] = (), *, anew: bool = False
-) -> Profiled:
+def find_or_measure(config: Config, shape: ModelShape, launcher: Launcher, *, anew: bool = False) -> Profiled:
     """The profile that is known (`known_profile`), else a new one, which is kept."""
-    if not anew and (found := known_profile(config, shape, nodes)) is not None:
+    if not anew and (found := known_profile(config, shape, launcher)) is not None:
         return found
-    path = _profile_path(config, shape, nodes)
+    path = _profile_path(config, shape, launcher)
     begin = time.perf_counter()
     serial = config.with_schedule("megatron")
     schedule = build_schedule(serial, shape)
@@ -307,15 +317,12 @@ def find_or_measure(
     return Profiled(profile=profile, path=path, reused=False, seconds=time.perf_counter() - begin)
 
 
-def known_profile(config: Config, shape: ModelShape, nodes: Sequence[str] = ()) -> Profiled | None:
-    """The profile of ``overlap.profile``, or one that was measured before; None if there is none.
-
-    ``nodes``: of a cluster, in words; by default this machine alone.
-    """
+def known_profile(config: Config, shape: ModelShape, launcher: Launcher) -> Profiled | None:
+    """The profile of ``overlap.profile``, or one that was measured before; None if there is none."""
     given = config.overlap.profile
     if given is not None:
         return Profiled(profile=read_profile(given), path=given, reused=True)
-    path = _profile_path(config, shape, nodes)
+    path = _profile_path(config, shape, launcher)
     if path.exists():
         try:
             return Profiled(profile=read_profile(path), path=path, reused=True)
@@ -324,8 +331,11 @@ def known_profile(config: Config, shape: ModelShape, nodes: Sequence[str] = ()) 
     return None
 
 
-def _profile_path(config: Config, shape: ModelShape, nodes: Sequence[str]) -> Path:
-    return config.runs / "profiles" / f"{profile_key(config, shape, (machine(), *nodes))}.json"
+def _profile_path(config: Config, shape: ModelShape, launcher: Launcher) -> Path:
+    mesh = config.layout().mesh
+    streams = Topology(mesh, launcher.hosts(mesh.ranks)).streams()
+    hardware = (machine(), *launcher.machines())
+    return config.runs / "profiles" / f"{profile_key(config, shape, hardware, streams)}.json"
 
 
 def machine() -> str:
@@ -340,11 +350,14 @@ def machine() -> str:
     return f"{platform.machine()} {os.cpu_count()} {' '.join(sorted(found))}"
 
 
-def profile_key(config: Config, shape: ModelShape, hardware: Sequence[str]) -> str:
-    """What a profile is good for: hardware, shapes, layout, versions; equal keys, equal costs."""
+def profile_key(
+    config: Config, shape: ModelShape, hardware: Sequence[str], streams: Mapping[str, Stream]
+) -> str:
+    """What a profile is good for: hardware, streams, shapes, layout, versions; equal keys, equal costs."""
     layout = config.layout()
     content = {
         "hardware": list(hardware),
+        "streams": dict(streams),
         "torch": version("torch"),
         "braid": braid.__version__,
         "shape": asdict(shape),

@@ -109,18 +109,18 @@ def timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
         cause.parts[part] = time.monotonic() - begin
 
 
-def partner_shift(addresses: Sequence[str], mesh: MeshShape) -> int:
+def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
     """How much further the rank is that keeps a rank's copies; 0 if other hosts hold everything anyway.
 
     The shift with which most ranks have their partner on another host; of those the smallest.
     """
-    ranks = len(addresses)
-    hosts = [{addresses[other] for other in mesh.holders(rank)} for rank in range(ranks)]
-    if ranks == 1 or all(len(own) > 1 for own in hosts):
+    ranks = len(hosts)
+    held = [{hosts[other] for other in mesh.holders(rank)} for rank in range(ranks)]
+    if ranks == 1 or all(len(own) > 1 for own in held):
         return 0
 
     def elsewhere(shift: int) -> int:
-        return sum(addresses[rank] != addresses[(rank + shift) % ranks] for rank in range(ranks))
+        return sum(hosts[rank] != hosts[(rank + shift) % ranks] for rank in range(ranks))
 
     return max(range(1, ranks), key=lambda shift: (elsewhere(shift), -shift))
 

@@ -26,13 +26,18 @@ class StageActor(Worker):
     def _span_sink(self, target: Any) -> Sink:
         return ActorSink(target)
 
-    def node(self) -> dict[str, str | int]:
+    def node(self) -> dict[str, Any]:
         """Where this rank runs."""
         return {
             "address": self.address,
             "node": ray.get_runtime_context().get_node_id(),
             "process": self.process_id(),
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
         }
+
+    def number_as(self, rank: int) -> None:
+        """Take a number; before anything else is asked."""
+        self.rank = rank
 
 
 def start_stage(rank: int, options: dict[str, Any]) -> Any:

@@ -120,7 +120,7 @@ class Binder:
         precision = frame.values[source].precision
         moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
-        turn, stream, lone, rows = operation.turn, op.stream, operation.lone, op.chunk
+        turn, stream, lone, rows = operation.turn, label.stream, operation.lone, op.chunk
         start, record = self._streams.start, self._recorder.transfer
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -175,9 +175,8 @@ class Binder:
 
     def _label(self, node: Node, instance: PartInstance) -> Label:
         op = node.operator
-        return Label(
-            operator=name_of(node), stream=op.stream, layer=instance.index, flops=op.flops, key=op.key
-        )
+        stream = op.stream if op.axis is None else self._mesh.stream(op.axis)
+        return Label(operator=name_of(node), stream=stream, layer=instance.index, flops=op.flops, key=op.key)
 
 
 def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:

@@ -245,7 +245,8 @@ class Executor:
     def _send(self, sent: Send | Receive, register: int, name: str) -> Bound:
         peer, tag = self._mesh.peer(sent.stage), self._tag(sent.moved)
         group, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
-        label = Label(operator=name, stream=Stream.INTER)
+        stream = self._mesh.stream_to(sent.stage)
+        label = Label(operator=name, stream=stream)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
@@ -253,7 +254,7 @@ class Executor:
             if not label.shapes:
                 label = replace(label, bytes=x.nbytes, shapes=shapes_of([x], ()))
             launch = send(x, peer, group, tag)
-            transfer = self._streams.start(Stream.INTER, launch, awaited_next=False, lane=f"send {lane}")
+            transfer = self._streams.start(stream, launch, awaited_next=False, lane=f"send {lane}")
             self._sending[sent] = transfer
             self._recorder.transfer(label, sent.moved, transfer)
 
@@ -275,12 +276,13 @@ class Executor:
         peer, tag = self._mesh.peer(received.stage), self._tag(received.moved)
         group, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device
+        stream = self._mesh.stream_to(received.stage)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             x = torch.empty(self._message_shape, dtype=dtype, device=device)
             launch = receive(x, peer, group, tag)
             frames[0][register] = self._streams.start(
-                Stream.INTER, launch, awaited_next=False, lane=f"receive {lane}"
+                stream, launch, awaited_next=False, lane=f"receive {lane}"
             )
 
         return run

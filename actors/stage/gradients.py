@@ -14,7 +14,6 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import all_reduce
 from braid.scheduling.code import name_of
-from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Reduce
 from braid.scheduling.trace import Label
 
@@ -29,7 +28,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Owns ``main_grad`` of every parameter: fp32 for narrower parameters, else the parameter's dtype."""
+    """Owns all sums of gradients: fp32 for narrower parameters, else the parameter's dtype."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class GradientBuckets:
         offset = 0
         for parameter in members:
             tensor = parameter.tensor
-            tensor.main_grad = buffer[offset : offset + tensor.numel()].view(tensor.shape)  # type: ignore[attr-defined]
+            parameter.gradient = buffer[offset : offset + tensor.numel()].view(tensor.shape)
             offset += tensor.numel()
         return Bucket(chunk, buffer, axes)
 
@@ -89,7 +88,7 @@ class GradientBuckets:
     def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
         key = reduce, buffer.numel()
         if key not in self._labels:
-            stream = Stream.INTRA if reduce.axis == "tp" else Stream.INTER
+            stream = self._mesh.stream(reduce.axis)
             self._labels[key] = Label(
                 operator=name_of(reduce), stream=stream, bytes=buffer.nbytes, shapes=str(buffer.numel())
             )
@@ -172,7 +171,7 @@ class _GlobalNorm:
         ]
         pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
-        self._views = [piece.of_local(p.tensor.main_grad) for _, p, piece in pieces]  # type: ignore[attr-defined]
+        self._views = [piece.of_local(p.gradient) for _, p, piece in pieces]
         places = {name: place for place, name in enumerate(names)}
         self._index = torch.tensor([places[name] for name, _, _ in pieces], device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)

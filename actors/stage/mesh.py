@@ -6,7 +6,7 @@ first, where two connections would halve the rate of both. The order of issue is
 ranks, so sharing is safe. Opposite directions do have connections of their own there, as `Line` says.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.primitives import Line
 from braid.scheduling.mesh import MeshShape, Position
+from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Direction, Strand
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.topology import Topology
 
 Channel = tuple[Direction, str]
 """A kind of message between stages: the pass it belongs to, and "down" or "up" the pipeline."""
@@ -30,6 +32,7 @@ class Mesh:
     layout: ParallelLayout
     rank: int
     place: Place
+    topology: Topology
     lines: dict[tuple[str, Strand], Line]
     channels: dict[Channel, dist.ProcessGroup]
     ends: dist.ProcessGroup | None
@@ -52,9 +55,18 @@ class Mesh:
         """The group of this rank's peers along an axis, for a strand."""
         return self.lines[axis, strand].group
 
+    def stream(self, axis: str) -> Stream:
+        """What this rank's group along an axis (`shared`) exchanges goes over."""
+        stages = axis in ("ends", "copies")
+        return self.topology.between(self.place.mesh.members(self.position, ("pp",) if stages else (axis,)))
+
     def peer(self, stage: int) -> int:
         """The rank at this rank's place on another pipeline stage."""
         return self.layout.rank_at({**self.position, "pp": stage})
+
+    def stream_to(self, stage: int) -> Stream:
+        """What messages to and from another pipeline stage go over."""
+        return self.topology.between((self.rank, self.peer(stage)))
 
 
 def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
@@ -73,10 +85,11 @@ def build_mesh(
     tied_ends: bool = False,
     timeout: timedelta,
     shape: MeshShape | None = None,
+    hosts: Sequence[str] = (),
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``shape``: factors other than those of the layout.
+    ``shape``: factors other than those of the layout. ``hosts``: of all ranks; by default they share one.
     """
     place = Place.of(shape or layout.mesh, rank)
     lines: dict[tuple[str, Strand], Line] = {}
@@ -98,7 +111,8 @@ def build_mesh(
         stages = range(layout.pp // 2 if layout.copies > 1 else 1)
         pairs = [[line[n], line[-1 - n]] for line in place.mesh.groups(("pp",)) for n in stages]
         ends = _my_group(pairs, rank, timeout)
-    return Mesh(layout=layout, rank=rank, place=place, lines=lines, channels=channels, ends=ends)
+    topology = Topology(place.mesh, hosts)
+    return Mesh(layout, rank, place, topology, lines, channels, ends)
 
 
 def _line_group(place: Place, axis: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from braid.actors.config import Config
+from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers
 
@@ -16,6 +17,8 @@ class Rendezvous:
     address: str
     port: int
     generation: int
+    hosts: tuple[str, ...] = ()
+    """Of all ranks, by rank: what is exchanged within one stays inside a node. Empty: there is one host."""
     copies_shift: int = 0
     """Copies of a rank's state go to the rank so much further on; 0: to nobody."""
 
@@ -102,6 +105,8 @@ class RunPlan:
     """Measured times of operators alone, by their names in the profile; empty without one."""
     profile: str = ""
     """The source of the profile that decisions were made with: hardware that ranks are checked against."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """Where that profile says that the mesh's axes lie."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Further files for the run directory: what decisions were made with (``profile.json``, ...)."""
     serial: SerialStep | None = None
@@ -176,6 +181,8 @@ class Samples:
     """The class of every collective of the graphs: equal kind, axis and size."""
     transfers: Mapping[str, list[tuple[int, int]]]
     """Payload bytes and time, by ``AXIS/KIND``."""
+    streams: Mapping[str, Stream]
+    """What this rank's groups exchange goes over, by axis."""
     norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
     hardware: str

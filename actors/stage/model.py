@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from braid.actors.stage.layers import (
     LayerDefinition,
@@ -64,7 +63,7 @@ class StageModel:
         )
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
-        self._tied: nn.Parameter | None = None
+        self._tied: StageParameter | None = None
         for chunk in layout.chunks_of(place.position["pp"]):
             self.chunks[chunk] = tuple(self._build_chunk(chunk))
 
@@ -84,16 +83,21 @@ class StageModel:
     ) -> PartInstance:
         for entry in modules.values():
             for attribute, slices in entry.slices.items():
-                parameter = getattr(entry.module, attribute)
+                parameter = entry.module.get_parameter(attribute)
                 tied = self.shape.tied_head and slices[0].source.name == "embedding.weight"
                 if tied and self._tied is not None:
-                    setattr(entry.module, attribute, self._tied)
+                    setattr(entry.module, attribute, self._tied.tensor)
+                    self._tied.operators.append((entry.module, attribute))
                     continue
-                if tied:
-                    self._tied = parameter
                 held = StageParameter(
-                    tensor=parameter, slices=slices, chunk=chunk, shared=tied and self.layout.ends_apart
+                    tensor=parameter,
+                    slices=slices,
+                    chunk=chunk,
+                    shared=tied and self.layout.ends_apart,
+                    operators=[(entry.module, attribute)],
                 )
+                if tied:
+                    self._tied = held
                 assert set(held.factors) <= set(self.context.place.mesh.cut), slices[0].source.name
                 self.parameters.append(held)
         return PartInstance(

@@ -51,7 +51,7 @@ class Optimizer:
         """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
         self.masters: list[Tensor] = [_master(p.tensor) for p in parameters]
         for master, parameter in zip(self.masters, parameters, strict=True):
-            gradient: Tensor = parameter.tensor.main_grad  # type: ignore[attr-defined]
+            gradient = parameter.gradient
             if gradient.dtype == master.dtype:
                 master.grad = gradient
             else:

@@ -91,7 +91,7 @@ class OperatorModule:
     slices: Mapping[str, tuple[ParameterSlice, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StageParameter:
     """A parameter as one rank holds it.
 
@@ -103,6 +103,23 @@ class StageParameter:
     slices: tuple[ParameterSlice, ...]
     chunk: int
     shared: bool = False
+    operators: list[tuple[ComputeOperator, str]] = field(default_factory=list)
+    """Those that compute with it, and its name there."""
+
+    def __post_init__(self) -> None:
+        self._gradient: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """Where its gradient is added up: its shape, perhaps a wider dtype."""
+        assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, total: Tensor) -> None:
+        self._gradient = total
+        for operator, name in self.operators:
+            operator.gradients[name] = total
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from braid.kernels.collectives.primitives import (
     swap,
 )
 from braid.scheduling.lowering.split import WAYS, chunked_gemms
-from braid.scheduling.operators import Graph, Operator, Part, Precision, Stream
+from braid.scheduling.operators import Graph, Operator, Part, Precision
 from braid.scheduling.schedule import Direction, Strand
 
 Values = dict[str, Any]
@@ -119,6 +119,7 @@ class Profiler:
                         self._random.seed(f"{self.seed} {turn} {name} {beside}")
                         self._pass(self.parts[name], next(self._instances[name]), beside, counts=turn >= 0)
         transfers = self._transfers(rounds)
+        busy = [axis for axis, size in self.mesh.place.mesh.factors if size > 1]
         norms, updates = (
             [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
         )
@@ -129,6 +130,7 @@ class Profiler:
             handling=dict(self._handling),
             spare_of=dict(self._spare_of),
             transfers=transfers,
+            streams={axis: self.mesh.stream(axis) for axis in busy},
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             hardware=hardware(self.model.context.device),
@@ -229,7 +231,7 @@ class Profiler:
     def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
         assert operator.axis is not None
         launch = COLLECTIVES[operator.kind](x, self.mesh.lines[operator.axis, Strand.ALPHA])
-        return self.streams.start(operator.stream, launch, awaited_next=awaited_next)
+        return self.streams.start(self.mesh.stream(operator.axis), launch, awaited_next=awaited_next)
 
     def _beside_transfer(
         self, call: Callable[..., Any], arguments: list[Any], key: str, name: str, counts: bool
@@ -278,7 +280,7 @@ class Profiler:
             assert self._message is not None
             x, peer = self._message
             launch = swap(x, peer, self._neighbours)
-            return self.streams.start(Stream.INTER, launch, awaited_next=False, lane="profile")
+            return self.streams.start(self.mesh.stream_to(peer), launch, awaited_next=False, lane="profile")
         spare = self._spares[name]
         return self._start(spare.operator, spare.x, awaited_next=False)
 
@@ -348,7 +350,7 @@ class Profiler:
     def _alone(self, axis: str, launch: Launch) -> int:
         dist.barrier(self.mesh.group(axis))
         begin = self.streams.mark()
-        transfer = self.streams.start(Stream.INTER, launch, awaited_next=True)
+        transfer = self.streams.start(self.mesh.stream(axis), launch, awaited_next=True)
         self.streams.wait(transfer)
         transfer.take()
         return self._between(begin, self.streams.mark())
@@ -365,7 +367,7 @@ class Profiler:
         out = partial(send, x, peer, line.toward(stage, other), 0)
         back = partial(receive, x, peer, line.toward(other, stage), 0)
         for turn in (out, back) if stage < other else (back, out):
-            transfer = self.streams.start(Stream.INTER, turn(), awaited_next=True)
+            transfer = self.streams.start(self.mesh.stream_to(other), turn(), awaited_next=True)
             self.streams.wait(transfer)
             transfer.take()
         return self._between(begin, self.streams.mark()) // 2

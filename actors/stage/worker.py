@@ -102,6 +102,7 @@ class Worker(Logged, Rank):
             strands=schedule.strands,
             tied_ends=plan.shape.tied_head and layout.ends_apart,
             timeout=timeout,
+            hosts=rendezvous.hosts,
         )
         self._build(plan, schedule)
         self._join_others(config, rendezvous, timeout)

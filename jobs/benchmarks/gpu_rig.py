@@ -45,6 +45,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.schedule_text import parse_sides
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.topology import Topology
 
 LEAD_CYCLES: Final = 2_000_000
 """About a millisecond in which a GPU spins while the host issues what is to be timed."""
@@ -150,8 +151,7 @@ class Rig:
                     tensor.normal_(0.0, INITIAL_DEVIATION, generator=generator)
                 else:
                     tensor.fill_(1.0)
-            gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(self.dtype))
-            tensor.main_grad = gradient  # type: ignore[attr-defined]
+            parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(self.dtype))
         return model
 
     @property
@@ -170,7 +170,7 @@ class Rig:
         lines = {("tp", strand): cast(Line, self.link) for strand in Strand}
         place = Place(self.layout.mesh, {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0})
         rank = self.layout.rank_at(place.position)
-        return Mesh(layout=self.layout, rank=rank, place=place, lines=lines, channels={}, ends=None)
+        return Mesh(self.layout, rank, place, Topology(self.layout.mesh), lines, channels={}, ends=None)
 
     @cached_property
     def compute(self) -> "torch.cuda.Stream | None":
@@ -232,8 +232,7 @@ class Rig:
 
     def gradients(self) -> list[Tensor]:
         """The buffers of all weight gradients."""
-        tensors = [parameter.tensor for parameter in self.model.parameters]
-        return [tensor.main_grad for tensor in tensors]  # type: ignore[attr-defined]
+        return [parameter.gradient for parameter in self.model.parameters]
 
     def chain(self, pairs: int, orders: Mapping[str, Order]) -> Schedule:
         """A forward pass, paired blocks (forward of the next, backward of the one before), a backward pass.

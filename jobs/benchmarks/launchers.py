@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.rank import Rank
-from braid.actors.stage.worker import Rendezvous, RunPlan
+from braid.actors.stage.worker import RunPlan
 from braid.jobs.benchmarks.cases import Case, Spread
 from braid.jobs.session import ray_session
 
@@ -111,7 +112,5 @@ def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
         for name, launcher in ((RAY, RayLauncher(config)), (PROCESSES, ProcessLauncher(config))):
             group = groups[name] = launcher.start(config.layout().ranks)
             stack.callback(group.shutdown)
-            port = group.call(0, Rank.open_store, config.cluster.group_timeout_s)
-            meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
-            group.call_all(Rank.setup, plan, meeting)
+            group.call_all(Rank.setup, plan, rendezvous(group, config.cluster.group_timeout_s))
         yield groups

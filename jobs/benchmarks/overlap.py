@@ -16,6 +16,7 @@ from typing import Any
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import (
     build_schedule,
     model_graphs,
@@ -24,7 +25,7 @@ from braid.actors.controller.planning import (
 )
 from braid.actors.controller.processes import ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
-from braid.actors.stage.messages import Rendezvous, RunPlan, StepResult
+from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.benchmarks.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
@@ -343,8 +344,7 @@ def _import_paths() -> list[str]:
 
 
 def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
-    port = group.call(0, Rank.open_store, plan.config.cluster.group_timeout_s)
-    meeting = Rendezvous(address=group.addresses[0], port=port, generation=1)
+    meeting = rendezvous(group, plan.config.cluster.group_timeout_s)
     if isinstance(plan, PeerPlan):
         group.call_all(PeerRank.setup, plan, meeting)
     else:

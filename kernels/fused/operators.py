@@ -14,7 +14,7 @@ from braid.kernels.operators.attention import Attention, rotary_tables
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.operator import accumulate_sum, main_grad
+from braid.kernels.operators.operator import accumulate_sum
 from braid.kernels.operators.residual import Residual
 
 
@@ -37,7 +37,9 @@ class TritonRMSNorm(RMSNorm):
         self, dy_tD: Tensor, x_tD: Tensor, rstd_t1: Tensor, d_skip_tD: Tensor | None = None
     ) -> None:
         """Accumulate the weight's gradient."""
-        norm_gradient.norm_weight_gradient(dy_tD, x_tD, rstd_t1.reshape(1, -1), main_grad(self.weight), None)
+        norm_gradient.norm_weight_gradient(
+            dy_tD, x_tD, rstd_t1.reshape(1, -1), self.gradients["weight"], None
+        )
 
 
 class TritonLayerNorm(LayerNorm):
@@ -60,7 +62,7 @@ class TritonLayerNorm(LayerNorm):
     ) -> None:
         """Accumulate the gradients of weight and bias."""
         norm_gradient.norm_weight_gradient(
-            dy_tD, x_tD, statistics_t2.t().contiguous(), main_grad(self.weight), main_grad(self.bias)
+            dy_tD, x_tD, statistics_t2.t().contiguous(), self.gradients["weight"], self.gradients["bias"]
         )
 
 
@@ -74,7 +76,7 @@ class TritonResidual(Residual):
     def weight_gradient(self, dy_tD: Tensor) -> None:
         """Accumulate the bias's gradient."""
         assert self.bias is not None, "a residual connection without bias has no weight gradient"
-        norm_gradient.bias_dropout_add_gradient(dy_tD, None, 0.0, main_grad(self.bias))
+        norm_gradient.bias_dropout_add_gradient(dy_tD, None, 0.0, self.gradients["bias"])
 
 
 class TritonSwiGLU(SwiGLU):
@@ -117,9 +119,9 @@ class TritonLinear(Linear):
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
         """Accumulate dyᵀ x in the product's epilogue, and the sum of dy if there is a bias."""
-        gemm.accumulate_product(main_grad(self.weight), dy_TO, x_TI, self.num_sms)
+        gemm.accumulate_product(self.gradients["weight"], dy_TO, x_TI, self.num_sms)
         if self.bias is not None:
-            accumulate_sum(self.bias, dy_TO)
+            accumulate_sum(self.gradients["bias"], dy_TO)
 
 
 class TritonAttention(Attention):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from braid.kernels.operators.operator import ComputeOperator, accumulate
+from braid.kernels.operators.operator import ComputeOperator
 
 
 class Graph:
@@ -89,9 +89,9 @@ class AutogradOperator(ComputeOperator):
         """Map (gradients of the outputs..., graph) to the gradients of the floating-point inputs."""
         *d_outputs, graph = values
         inputs = graph.inputs
-        parameters = [] if self.splits_weight_gradient else self._trained()
-        gradients = graph.gradients(d_outputs, (*inputs, *parameters))
-        _accumulate_all(parameters, gradients[len(inputs) :])
+        parameters = {} if self.splits_weight_gradient else self._trained()
+        gradients = graph.gradients(d_outputs, (*inputs, *parameters.values()))
+        self._accumulate(parameters, gradients[len(inputs) :])
         d_inputs = zip(inputs, gradients, strict=False)
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in d_inputs)
 
@@ -101,13 +101,12 @@ class AutogradOperator(ComputeOperator):
             return
         *d_outputs, graph = values
         parameters = self._trained()
-        _accumulate_all(parameters, graph.gradients(d_outputs, parameters))
+        self._accumulate(parameters, graph.gradients(d_outputs, tuple(parameters.values())))
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-
-def _accumulate_all(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            accumulate(parameter, gradient)
+    def _accumulate(self, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                self.gradients[name].add_(gradient)

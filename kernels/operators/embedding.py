@@ -4,19 +4,18 @@ Legend: T all tokens of the micro-batch, t this rank's slice of them, D hidden.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from braid.kernels.operators.operator import ComputeOperator, empty_parameter, main_grad
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 from braid.kernels.operators.vocabulary import VocabularyShard
 
 
-def _accumulate_rows(parameter: nn.Parameter, row_T: Tensor, d_TD: Tensor) -> None:
-    """Add each d_D to its row of ``main_grad``, in an order that is the same on every run.
+def _accumulate_rows(total_VD: Tensor, row_T: Tensor, d_TD: Tensor) -> None:
+    """Add each d_D to its row of a sum of gradients, in an order that is the same on every run.
 
     ``index_add_`` keeps an order on the CPU only; elsewhere an accumulating ``index_put_`` does, by sorting.
     """
-    total_VD = main_grad(parameter)
     d_TD = d_TD.to(total_VD.dtype)
     if d_TD.device.type == "cpu":
         total_VD.index_add_(0, row_T, d_TD)
@@ -55,7 +54,7 @@ class VocabularyEmbedding(ComputeOperator):
         row_T, outside_T = self.shard.locate(tokens_T)
         if outside_T is not None:
             d_TD = d_TD.masked_fill(outside_T.unsqueeze(-1), 0)
-        _accumulate_rows(self.weight, row_T, d_TD)
+        _accumulate_rows(self.gradients["weight"], row_T, d_TD)
 
 
 class PositionEmbedding(ComputeOperator):
@@ -88,7 +87,7 @@ class PositionEmbedding(ComputeOperator):
 
     def weight_gradient(self, dy_tD: Tensor) -> None:
         """Accumulate dy into the rows of its positions; deterministic."""
-        _accumulate_rows(self.weight, self._positions(dy_tD), dy_tD)
+        _accumulate_rows(self.gradients["weight"], self._positions(dy_tD), dy_tD)
 
     def _positions(self, x_tD: Tensor) -> Tensor:
         first = self.token_offset

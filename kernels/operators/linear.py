@@ -46,6 +46,6 @@ class Linear(ComputeOperator):
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
         """Accumulate dyᵀ x, and the sum of dy over the tokens if there is a bias."""
-        accumulate_product(self.weight, dy_TO, x_TI)
+        accumulate_product(self.gradients["weight"], dy_TO, x_TI)
         if self.bias is not None:
-            accumulate_sum(self.bias, dy_TO)
+            accumulate_sum(self.gradients["bias"], dy_TO)

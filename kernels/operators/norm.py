@@ -9,7 +9,7 @@ torch's native layer norm, which read each operand once.
 import torch
 from torch import Tensor
 
-from braid.kernels.operators.operator import ComputeOperator, accumulate, empty_parameter
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 
 _native_layer_norm = torch.ops.aten.native_layer_norm.default
 _native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -58,7 +58,7 @@ class RMSNorm(ComputeOperator):
         self, dy_tD: Tensor, x_tD: Tensor, rstd_t1: Tensor, d_skip_tD: Tensor | None = None
     ) -> None:
         """Accumulate the sum over tokens of dy * x * rstd; takes what ``input_gradient`` takes."""
-        accumulate(self.weight, self._layer_norm_backward(dy_tD, x_tD, rstd_t1, 1))
+        self.gradients["weight"].add_(self._layer_norm_backward(dy_tD, x_tD, rstd_t1, 1))
 
     def _layer_norm_backward(self, dy_tD: Tensor, x_tD: Tensor, rstd_t1: Tensor, wanted: int) -> Tensor:
         """Gradient number ``wanted`` (0 input, 1 weight) of a layer norm whose means are all 0."""
@@ -103,8 +103,8 @@ class LayerNorm(ComputeOperator):
     ) -> None:
         """Accumulate the gradients of weight and bias; takes what ``input_gradient`` takes."""
         _, d_weight_D, d_bias_D = self._backward(dy_tD, x_tD, statistics_t2, [False, True, True])
-        accumulate(self.weight, d_weight_D)
-        accumulate(self.bias, d_bias_D)
+        self.gradients["weight"].add_(d_weight_D)
+        self.gradients["bias"].add_(d_bias_D)
 
     def _backward(
         self, dy_tD: Tensor, x_tD: Tensor, statistics_t2: Tensor, mask: list[bool]

@@ -6,7 +6,7 @@ operator reads, in that order, and stores what comes back under the names that t
 
     forward         graph values read              -> tuple of graph values written
     input_gradient  gradients and saved values     -> tuple of gradients
-    weight_gradient gradients and saved values     -> None; adds into ``parameter.main_grad``
+    weight_gradient gradients and saved values     -> None; adds to what `ComputeOperator.gradients` holds
 
 None of the three runs under autograd: the executor calls them under `torch.no_grad` (not
 `torch.inference_mode`, under which no local graph can be recorded). An operator that is easier to write
@@ -25,6 +25,12 @@ from torch import Tensor, nn
 class ComputeOperator(nn.Module):
     """Base of all compute operators; see the module's docstring for the contract."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: dict[str, Tensor] = {}
+        """Where the gradient of every parameter is added up, by the parameter's name; whoever trains sets it:
+        shape of the parameter, perhaps a wider dtype."""
+
     def forward(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
         """Compute the operator's outputs: first what the graph passes on, then what it saves."""
         raise NotImplementedError
@@ -34,36 +40,23 @@ class ComputeOperator(nn.Module):
         raise NotImplementedError
 
     def weight_gradient(self, *values: Any, **optional: Any) -> None:
-        """Add the gradients of the operator's parameters to their ``main_grad``."""
+        """Add to ``gradients``."""
         raise NotImplementedError
 
 
-def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The buffer that the worker attached to the parameter: its shape, perhaps a wider dtype."""
-    buffer: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return buffer
-
-
-def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's ``main_grad`` (shape of the parameter, its own dtype)."""
-    main_grad(parameter).add_(gradient)
-
-
-def accumulate_product(parameter: nn.Parameter, dy_TO: Tensor, x_TI: Tensor) -> None:
-    """Add dyᵀ x (outputs x inputs) to ``main_grad``, inside the GEMM where the dtypes allow it.
+def accumulate_product(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
+    """Add dyᵀ x (outputs x inputs) to a sum of gradients, inside the GEMM where the dtypes allow it.
 
     T tokens, O output features, I input features.
     """
-    total_OI = main_grad(parameter)
     if total_OI.dtype == dy_TO.dtype:
         total_OI.addmm_(dy_TO.t(), x_TI)
     else:
         total_OI.add_(dy_TO.t() @ x_TI)
 
 
-def accumulate_sum(parameter: nn.Parameter, dy_TO: Tensor) -> None:
-    """Add the sum of dy over the T tokens to ``main_grad`` (O), without a temporary where dtypes allow it."""
-    total_O = main_grad(parameter)
+def accumulate_sum(total_O: Tensor, dy_TO: Tensor) -> None:
+    """Add the sum of dy over the T tokens, without a temporary where the dtypes allow it."""
     if total_O.dtype == dy_TO.dtype:
         total_O.addmv_(dy_TO.t(), dy_TO.new_ones(dy_TO.shape[0]))
     else:

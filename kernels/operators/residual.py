@@ -37,4 +37,4 @@ class Residual(ComputeOperator):
     def weight_gradient(self, dy_tD: Tensor) -> None:
         """Accumulate the bias's gradient; only an operator with a bias has one."""
         assert self.bias is not None, "a residual connection without bias has no weight gradient"
-        accumulate_sum(self.bias, dy_tD)
+        accumulate_sum(self.gradients["bias"], dy_tD)

@@ -12,10 +12,11 @@ import pytest
 
 from braid.actors.config import Config
 from braid.actors.controller.group import WorkerError, WorkerGroup
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.host_state import take
-from braid.actors.stage.messages import Held, Rendezvous, RunPlan
+from braid.actors.stage.messages import Held, RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Worker
 from braid.scheduling.schedule_text import write
@@ -60,11 +61,7 @@ class Ranks:
         if self._generation:
             self.all(Rank.leave)
         self._generation += 1
-        port = self.group.call(0, Rank.open_store, 60.0)
-        meeting = Rendezvous(
-            address=self.group.addresses[0], port=port, generation=self._generation, copies_shift=shift
-        )
-        self.all(Rank.setup, self.plan, meeting)
+        self.all(Rank.setup, self.plan, rendezvous(self.group, 60.0, self._generation, shift))
 
     def begin(self, shift: int) -> None:
         """Meet, and train from the beginning."""

@@ -27,6 +27,7 @@ from braid.scheduling.lowering.split import gathers_of, split_collectives
 from braid.scheduling.operators import Graph, Kind, Part
 from braid.scheduling.schedule import Block, Pass, PassKind, Schedule, Side, Strand
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.topology import Topology
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 TP = 4
@@ -71,7 +72,7 @@ class Bench:
         place = Place(self._layout.mesh, {"pp": MIDDLE, "dp": 0, "cp": 0, "tp": 0})
         lines: Any = {("tp", Strand.ALPHA): object()}
         rank = self._layout.rank_at(place.position)
-        mesh = Mesh(layout=self._layout, rank=rank, place=place, lines=lines, channels={}, ends=None)
+        mesh = Mesh(self._layout, rank, place, Topology(self._layout.mesh), lines, channels={}, ends=None)
         model = StageModel(
             shape=self.shape,
             layout=self._layout,
@@ -82,13 +83,10 @@ class Bench:
         )
         self._binder = Binder(model, mesh, streams, Recorder(streams), COLLECTIVES)
         ((layer,),) = model.chunks.values()
-        self._parameters = {
-            f"{name}.{own}": parameter
-            for name, module in layer.modules.items()
-            for own, parameter in module.named_parameters()
-        }
-        for parameter in self._parameters.values():
-            parameter.data = 0.1 * self.random(*parameter.shape)
+        self._modules = layer.modules
+        for module in self._modules.values():
+            for parameter in module.parameters():
+                parameter.data = 0.1 * self.random(*parameter.shape)
         self.x, self.dy = (self.random(self.sizes.local_tokens, shape.hidden) for _ in range(2))
 
     def random(self, *shape: int) -> Tensor:
@@ -128,8 +126,8 @@ class Bench:
     @torch.no_grad()
     def run(self, part: Part) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What is there after the forward pass, and after the backward pass: gradients by name."""
-        for parameter in self._parameters.values():
-            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        for module in self._modules.values():
+            module.gradients = {name: torch.zeros_like(one) for name, one in module.named_parameters()}
         (frame, forward), (_, backward) = self.bound(part)
         registers: list[Any] = [None] * len(frame.names)
         assert frame.input is not None
@@ -141,7 +139,11 @@ class Bench:
         registers[frame.output], registers[frame.output_gradient] = None, self.dy
         for operation in backward:
             operation([registers], PASSES)
-        gradients = {name: one.main_grad.clone() for name, one in self._parameters.items()}  # type: ignore[attr-defined]
+        gradients = {
+            f"{name}.{own}": total
+            for name, module in self._modules.items()
+            for own, total in module.gradients.items()
+        }
         left = _held(frame, registers)
         assert list(left) == ["d.x"], "every value is let go of"
         return saved, {**gradients, **left}

@@ -45,7 +45,7 @@ def start(config: Config, profile: Profile) -> tuple[RunPlan, list[Any]]:
     overlap = config.overlap.model_copy(update={"profile": path})
     launcher: Any = None
     config = config.model_copy(update={"overlap": overlap})
-    made = plan_run(config, config.check(VOCABULARY), "data", launcher, (), shown.append)
+    made = plan_run(config, config.check(VOCABULARY), "data", launcher, shown.append)
     return made, [one for one in shown if isinstance(one, Chosen)]
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from braid.actors.controller.group import WorkerError
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
@@ -27,16 +28,12 @@ def test_ranks_meet_though_one_of_them_has_tried_alone(tmp_path: Path) -> None:
 
     group = ProcessLauncher(config).start(2)
 
-    def meeting(generation: int) -> Rendezvous:
-        port = group.call(0, Rank.open_store, 60.0)
-        return Rendezvous(address=group.addresses[0], port=port, generation=generation, copies_shift=0)
-
     try:
         for generation in (1, 2):
             with pytest.raises(WorkerError, match="timeout"):
-                group.call(0, Rank.setup, plan(1.0), meeting(generation))
+                group.call(0, Rank.setup, plan(1.0), rendezvous(group, 60.0, generation))
             group.call_all(Rank.leave)
-        group.call_all(Rank.setup, plan(60.0), meeting(3))
+        group.call_all(Rank.setup, plan(60.0), rendezvous(group, 60.0, 3))
         assert sum(result.loss_sum for result in group.call_all(Rank.train_step, 0)) > 0
     finally:
         group.shutdown()

@@ -127,8 +127,8 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         x, own = torch.cat([tokens(one, step) for one in group]), tokens(rank, step)
         (piece,) = w.slices
         y = x @ piece.of_local(w.tensor).detach().T
-        w.tensor.main_grad.add_(y.T @ x)  # type: ignore[attr-defined]
-        b.tensor.main_grad.add_(own.sum(0))  # type: ignore[attr-defined]
+        w.gradient.add_(y.T @ x)
+        b.gradient.add_(own.sum(0))
         parts = torch.stack([y.square().sum() / 2, (own @ b.tensor.detach()).sum()])
         dist.all_reduce(parts)
         for reduce in (Reduce(0, "toy"), Reduce(0, "dp")):

@@ -70,6 +70,7 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
             "pp/send_receive": [(1000, 3_000), (9000, 11_000), (1000, 3_100), (9000, 10_900)],
             "tp/all_reduce": [(1000, 20_000), (9000, 21_000)],
         },
+        streams={"tp": Stream.INTRA, "pp": Stream.INTER},
         norm_ns_per_parameter=[1.0, 0.5, 2.0],
         optimizer_ns_per_parameter=[2.0, 3.0, 4.0],
         hardware="CPU made up",
@@ -149,9 +150,9 @@ def test_an_operator_in_the_middle_of_a_transfer_runs_beside_it_as_long_as_it_la
 def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path) -> None:
     """Real ranks on loopback: two processes, gloo."""
     config = config_of(tmp_path)
-    shape = config.check(VOCABULARY)
-    assert known_profile(config, shape) is None
-    found = find_or_measure(config, shape, ProcessLauncher(config))
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    assert known_profile(config, shape, launcher) is None
+    found = find_or_measure(config, shape, launcher)
     assert not found.reused
     assert found.path.is_file()
     parts = model_graphs(config, shape)
@@ -165,17 +166,18 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     assert again.reused
     assert again.profile == found.profile
     keys = {
-        profile_key(other, other.check(VOCABULARY), (machine,))
+        profile_key(other, other.check(VOCABULARY), (machine,), {"tp": stream})
         for machine in ("a", "b")
+        for stream in (Stream.INTRA, Stream.INTER)
         for other in (
             config,
             config_of(tmp_path, model={"hidden": 64}),
             config_of(tmp_path, train={"dtype": "fp64"}),
         )
     }
-    assert len(keys) == 6
+    assert len(keys) == 12
     found.path.write_text("{}", encoding="utf-8")
-    assert known_profile(config, shape) is None, "a damaged profile is measured anew"
+    assert known_profile(config, shape, launcher) is None, "a damaged profile is measured anew"
     # Decisions made with it: all schedules are ranked, the serial one is no faster than the best.
     made = decide(config_of(tmp_path, overlap={"schedule": "auto"}), shape, found.profile)
     ranked, serial = list(made.candidates), made.serial

@@ -96,6 +96,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_chunk() -> None
         handling={},
         spare_of={},
         transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
+        streams={"tp": Stream.INTRA},
         norm_ns_per_parameter=[1.0],
         optimizer_ns_per_parameter=[1.0],
         hardware="test",

@@ -152,6 +152,14 @@ class KeptRanks:
         """As for ranks that are started anew."""
         return self._fresh.capacity(group, avoid)
 
+    def machines(self) -> list[str]:
+        """This one."""
+        return self._fresh.machines()
+
+    def hosts(self, ranks: int) -> list[str]:
+        """One host."""
+        return self._fresh.hosts(ranks)
+
     def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""
         return _Lent(self._idle.pop(ranks, None) or self._fresh.start(ranks), self._idle)
@@ -171,7 +179,7 @@ class _Lent:
 
     def __init__(self, group: WorkerGroup, idle: dict[int, WorkerGroup]) -> None:
         self._group, self._idle = group, idle
-        self.addresses, self.describe = group.addresses, group.describe
+        self.addresses, self.hosts, self.describe = group.addresses, group.hosts, group.describe
         self.call, self.call_all = group.call, group.call_all
         self.expect, self.interrupt, self.replace = group.expect, group.interrupt, group.replace
 

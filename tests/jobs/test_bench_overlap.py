@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher, enter_namespace
-from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.hosts import HostsError, check_hosts, two_hosts
@@ -244,10 +245,7 @@ def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> 
         with two_hosts(100) as link:
             group = ProcessLauncher(config, link.places(2)).start(2)
             try:
-                port = group.call(0, Rank.open_store, 60.0)
-                group.call_all(
-                    Rank.setup, plan, Rendezvous(address=group.addresses[0], port=port, generation=1)
-                )
+                group.call_all(Rank.setup, plan, rendezvous(group, 60.0))
                 steps = []
                 for step in range(4):
                     if slows and step == 2:

@@ -14,7 +14,7 @@ from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.operator import ComputeOperator, main_grad
+from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.operators.residual import Residual
 
 Values = Sequence[Tensor]
@@ -42,12 +42,12 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def prepare(operator: ComputeOperator, main_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Give every parameter random values and a random ``main_grad``; return copies of the latter by name."""
+    """Give every parameter random values and a random sum of gradients; return copies of the latter."""
     before = {}
     for name, parameter in operator.named_parameters():
         torch.nn.init.normal_(parameter)
-        parameter.main_grad = torch.randn(parameter.shape, dtype=main_dtype)  # type: ignore[attr-defined]
-        before[name] = main_grad(parameter).clone()
+        operator.gradients[name] = torch.randn(parameter.shape, dtype=main_dtype)
+        before[name] = operator.gradients[name].clone()
     return before
 
 
@@ -97,8 +97,8 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def _check_parameters(
     operator: ComputeOperator, before: Mapping[str, Tensor], gradients: Values, tolerance: float
 ) -> None:
-    for (name, parameter), gradient in zip(operator.named_parameters(), gradients, strict=True):
-        assert_close(main_grad(parameter), before[name].double() + 2 * gradient, tolerance)
+    for (name, _), gradient in zip(operator.named_parameters(), gradients, strict=True):
+        assert_close(operator.gradients[name], before[name].double() + 2 * gradient, tolerance)
 
 
 def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid.kernels.operators.activation import SwiGLU
 from braid.kernels.operators.attention import Attention
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.operator import ComputeOperator, main_grad
+from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.operators.residual import Residual
 from tests.kernels.cases import EPSILON, assert_close
 
@@ -30,17 +30,12 @@ def double(*shape: int) -> Tensor:
 
 
 def load(operator: ComputeOperator, **values: Tensor) -> ComputeOperator:
-    """Set parameters, and their ``main_grad`` to zero."""
+    """Set parameters, and the sums of their gradients to zero."""
     for name, value in values.items():
         parameter = operator.get_parameter(name)
         parameter.data.copy_(value)
-        parameter.main_grad = torch.zeros_like(value)
+        operator.gradients[name] = torch.zeros_like(value)
     return operator
-
-
-def gradient(parameter: nn.Parameter | None) -> Tensor:
-    assert parameter is not None
-    return main_grad(parameter)
 
 
 def parts(x: Tensor, tp: int, dim: int) -> Sequence[Tensor]:
@@ -71,7 +66,7 @@ def test_mlp_by_columns_and_rows(tp, seed, tokens, hidden, share):
         (d_gu,) = activation.input_gradient(d_a, gu)
         first.weight_gradient(d_gu, x_TD)
         (dx,) = first.input_gradient(d_gu)
-        return y, dx, *gradient(first.weight).chunk(2), gradient(second.weight)
+        return y, dx, *first.gradients["weight"].chunk(2), second.gradients["weight"]
 
     expected = run(gate, up, down)
     ranks = zip(parts(gate, tp, 0), parts(up, tp, 0), parts(down, tp, 1), strict=True)
@@ -138,7 +133,7 @@ def test_vocabulary_by_uneven_rows(seed, tokens, cut):
         )
         (partial_TD,) = operator(tokens_T)
         operator.weight_gradient(d_TD, tokens_T)
-        return partial_TD, gradient(operator.weight)
+        return partial_TD, operator.gradients["weight"]
 
     expected = run(weight, 0)
     ranks = [run(shard, sum(cut[:rank])) for rank, shard in enumerate(weight.split(cut))]
@@ -160,7 +155,7 @@ def test_norm_by_tokens(tp, kind):
         y_tD, statistics = operator(x_tD)
         (dx_tD,) = operator.input_gradient(dy_tD, x_tD, statistics)
         operator.weight_gradient(dy_tD, x_tD, statistics)
-        return y_tD, dx_tD, *[gradient(p) for p in operator.parameters()]
+        return y_tD, dx_tD, *operator.gradients.values()
 
     expected = run(x, dy)
     shards = zip(parts(x, tp, 0), parts(dy, tp, 0), strict=True)
@@ -188,7 +183,7 @@ def test_positions_and_bias_by_tokens(tp, seed, sequence, share):
         (d_sum,) = positions.input_gradient(dy)
         positions.weight_gradient(dy)
         residual.weight_gradient(d_sum)
-        return y, gradient(positions.weight), gradient(residual.bias)
+        return y, positions.gradients["weight"], residual.gradients["bias"]
 
     expected = run(branch_TD, x_TD, dy_TD, 0)
     shards = zip(*[parts(x, tp, 0) for x in (branch_TD, x_TD, dy_TD)], strict=True)

@@ -24,11 +24,12 @@ from braid.actors.config import CheckpointConfig, Config, parse_config
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointStore
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.tokenizer import load_tokenizer
@@ -189,9 +190,7 @@ def _ranks(config: Config) -> Iterator[_Legs]:
         stack.callback(directory.close)
         group = ProcessLauncher(config).start(config.layout().ranks)
         stack.callback(group.shutdown)
-        port = group.call(0, Rank.open_store, config.cluster.group_timeout_s)
-        meeting = Rendezvous(address=group.addresses[0], port=port, generation=_GENERATION)
-        group.call_all(Rank.setup, plan, meeting)
+        group.call_all(Rank.setup, plan, rendezvous(group, config.cluster.group_timeout_s, _GENERATION))
         legs = _Legs(group, directory, manifest_facts(config.layout(), {}, shape))
         stack.callback(legs.close)
         yield legs

@@ -1,0 +1,154 @@
+"""Where ranks are decides what goes inside a node and what between nodes, whatever order they started in."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import Place, ProcessLauncher
+from braid.actors.controller.profiling import find_or_measure
+from braid.actors.controller.records import Event, Started
+from braid.actors.stage.messages import RunPlan
+from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.mesh import MeshShape
+from braid.scheduling.operators import Stream
+from braid.scheduling.schedule_text import write
+from braid.scheduling.trace import length_ns, merge
+from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+
+SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
+"""The node of every bundle."""
+
+
+def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
+    """A run's events and its spans."""
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
+    events = list(Controller(plan, launcher, RunOptions()).run())
+    traces = TraceFolder(config.run_directory / "trace")
+    traces.refresh()
+    return events, traces
+
+
+def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> None:
+    """Every span of a transfer is labelled by the hosts of the ranks that it joins."""
+    seen = 0
+    for step in traces.steps:
+        for span in traces.spans(step):
+            if span.stream is Stream.COMPUTE:
+                continue
+            name, place = span.operator, mesh.position(span.rank)
+            what, _, axis = name.partition(" ")
+            axis = "pp" if what == "send" else axis or "tp"
+            ranks = mesh.members(place, (axis,))
+            crosses = len({hosts[rank] for rank in ranks}) > 1
+            assert span.stream is (Stream.INTER if crosses else Stream.INTRA), (name, span.rank, axis)
+            seen += 1
+    assert seen > 100
+
+
+def places(*hosts: str) -> list[Place]:
+    return [Place(machine=host) for host in hosts]
+
+
+def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
+    """tp 2 inside each of two nodes, dp 2 between them."""
+    config = small_config(
+        tmp_path / "runs", parallel={"tp": 2, "dp": 2}, train={"steps": 2}, overlap={"schedule": "wavelet"}
+    )
+    launcher = ProcessLauncher(config, places("a", "a", "b", "b"))
+    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
+    assert not [note for event in events if isinstance(event, Started) for note in event.notes]
+    check_spans(traces, config.layout().mesh, ["a", "a", "b", "b"])
+    for rank in range(4):
+        spans = [span for span in traces.spans(1) if span.rank == rank]
+        for stream in Stream:
+            assert length_ns(merge((s.start_ns, s.end_ns) for s in spans if s.stream is stream)) > 0
+
+
+def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> None:
+    """The profile, and with it the plan, knows; who trains is told; results are what they were."""
+    losses = []
+    for number, hosts in enumerate((("a", "b"), ("a", "a"))):
+        config = small_config(tmp_path / f"runs{number}", parallel={"tp": 2}, train={"steps": 2})
+        shape = config.check(BYTES_VOCABULARY)
+        launcher = ProcessLauncher(config, places(*hosts))
+        profile = find_or_measure(config, shape, launcher).profile
+        inter = hosts == ("a", "b")
+        assert profile.streams == {"tp": Stream.INTER if inter else Stream.INTRA}
+        assert profile.classes["layer/attention_gather"] == ("inter" if inter else "intra")
+        events, traces = run(config, prepare_text(tmp_path / f"data{number}", 7, files=4), launcher)
+        check_spans(traces, config.layout().mesh, hosts)
+        (notes,) = [event.notes for event in events if isinstance(event, Started)]
+        assert bool(notes) == inter
+        if inter:
+            assert (
+                "1 of 1 tensor-parallel groups lie over several nodes (rank 0 on a, rank 1 on b)" in notes[0]
+            )
+        losses.append([event.record.loss for event in events if hasattr(event, "record")])
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def four_nodes() -> Iterator[Any]:
+    """A Ray cluster on this machine: four nodes of two ranks, and a head without any."""
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for number in range(4):
+            cluster.add_node(num_cpus=2, resources={f"place{number}": 1.0}, wait=False)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # eight actors on two cores
+def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
+    """Ranks are numbered by node and GPU, not as bundles come: tensor groups lie inside nodes."""
+    from braid.actors.controller.placement import RayLauncher
+
+    class Scrambled(RayLauncher):
+        """Hands out bundles in an order of the test's."""
+
+        group: WorkerGroup
+
+        def _bundles(self, ranks: int, avoid: Sequence[str]) -> list[dict[str, float]]:
+            bundles = super()._bundles(ranks, avoid)
+            return [{**bundle, f"place{node}": 0.01} for bundle, node in zip(bundles, SCRAMBLED, strict=True)]
+
+        def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+            self.group = super().start(ranks, avoid)
+            return self.group
+
+    config = small_config(
+        tmp_path / "runs",
+        parallel={"tp": 2, "dp": 2, "pp": 2},
+        train={"steps": 2},
+        cluster={"launcher": "ray", "cpus_per_rank": 1.0, "placement_timeout_s": 60.0},
+    )
+    launcher = Scrambled(config)
+    mesh = config.layout().mesh
+    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
+    hosts = launcher.group.hosts
+    assert len(set(hosts)) == 4
+    assert [hosts[rank] for rank in range(0, 8, 2)] == [hosts[rank] for rank in range(1, 8, 2)]
+    assert not [note for event in events if isinstance(event, Started) for note in event.notes]
+    check_spans(traces, mesh, hosts)
+    forecast = launcher.hosts(8)
+    assert [forecast.index(host) for host in forecast] == [hosts.index(host) for host in hosts]
