@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Final
 
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
 
 MOST_FUSED: Final = 8

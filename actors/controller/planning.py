@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
-from braid.scheduling.layers import axes_on, built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.split import WAYS
 from braid.scheduling.operators import Part, Stream
@@ -32,6 +32,7 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import axes_on, part_sizes
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import check, linked
 

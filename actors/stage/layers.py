@@ -1,7 +1,7 @@
 """The built-in layers as modules, and the protocol by which a user's own layer plugs in.
 
-A layer definition gives two things that must fit each other: the operator graph (`part`) and, for every
-operator with a module, the module with the global names of its parameters (`modules`).
+A layer definition gives two things that must fit each other: the operator graph, written forward (`graph`),
+and, for every operator with a module, the module with the global names of its parameters (`modules`).
 """
 
 import hashlib
@@ -25,8 +25,9 @@ from braid.actors.stage.parameters import (
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
-from braid.scheduling.layers import PartSizes, transformer_layer
-from braid.scheduling.operators import Part
+from braid.scheduling.layer_builder import LayerBuilder
+from braid.scheduling.layers import transformer_layer
+from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape
 
 TENSOR = ("tp",)
@@ -64,7 +65,7 @@ class ModuleContext:
         bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
         return OperatorModule(module=module, slices={"weight": weight, "bias": bias})
 
-    def columns(self, names: dict[str, int], inputs: int, *, bias: bool) -> OperatorModule:
+    def columns(self, names: dict[str, int], inputs: int, *, bias: bool = False) -> OperatorModule:
         """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
         weights = [
             GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
@@ -90,16 +91,14 @@ class ModuleContext:
         )
         return OperatorModule(module=module, slices={"weight": slices})
 
-    def residual(self, bias_name: str) -> OperatorModule:
-        """The residual addition, with the bias of the row-parallel weight before it if the family has one."""
-        hidden = self.shape.hidden
-        module = self.operators.residual(
-            hidden=hidden, bias=self.shape.biases, device=self.device, dtype=self.dtype
-        )
-        if not self.shape.biases:
+    def residual(self, bias_name: str = "") -> OperatorModule:
+        """An addition; with the bias of the row-parallel weight before it, where the family has biases."""
+        hidden, bias = self.shape.hidden, bool(bias_name) and self.shape.biases
+        module = self.operators.residual(hidden=hidden, bias=bias, device=self.device, dtype=self.dtype)
+        if not bias:
             return OperatorModule(module=module)
-        bias = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
-        return OperatorModule(module=module, slices={"bias": bias})
+        slices = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
+        return OperatorModule(module=module, slices={"bias": slices})
 
     def attention(self) -> OperatorModule:
         """This rank's heads."""
@@ -121,8 +120,8 @@ class ModuleContext:
 class LayerDefinition(Protocol):
     """A kind of layer; see `docs/examples/parallel_layer.py` for one of a user's own."""
 
-    def part(self, sizes: PartSizes) -> Part:
-        """The operator graph; its name must be ``layer``, its input ``x``."""
+    def graph(self, g: LayerBuilder) -> str:
+        """Write the operators, from ``g.input()`` on; returns the value that the layer hands on."""
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
         """For every operator that has a module, the module of layer ``index``, by the operator's name."""
@@ -131,9 +130,9 @@ class LayerDefinition(Protocol):
 class TransformerLayer:
     """The pre-norm Llama or GPT layer, as ``model.family`` says."""
 
-    def part(self, sizes: PartSizes) -> Part:
-        """The graph of `braid.scheduling.layers.transformer_layer`."""
-        return transformer_layer(sizes)
+    def graph(self, g: LayerBuilder) -> str:
+        """That of `braid.scheduling.layers.transformer_layer`."""
+        return transformer_layer(g)
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
         """Modules of the 14 operators but for the collectives."""

@@ -16,15 +16,18 @@ from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.fusion import chunk_parts
-from braid.scheduling.layers import PartSizes, embedding, head
+from braid.scheduling.layer_builder import LayerBuilder
+from braid.scheduling.layers import embedding, head
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Part
+from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 
 def model_parts(sizes: PartSizes, definition: LayerDefinition, recompute: str) -> dict[str, Part]:
     """The graphs of embedding, layer and head under a recompute policy, by name."""
-    parts = (embedding(sizes), definition.part(sizes), head(sizes))
+    g = LayerBuilder("layer", sizes)
+    parts = (embedding(sizes), g.build(definition.graph(g)), head(sizes))
     return {part.name: with_recompute(part, recompute) for part in parts}
 
 

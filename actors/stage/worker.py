@@ -40,10 +40,10 @@ from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.family import operator_family
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.validate import linked
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -25,7 +25,7 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.streams import CudaStreams, Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import with_ends, with_transfers
 from braid.scheduling.lowering.programs import Order, own_program, program_of
@@ -44,6 +44,7 @@ from braid.scheduling.schedule import (
     Strand,
 )
 from braid.scheduling.schedule_text import parse_sides
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.analytic import analytic_profile, axis_groups, axis_placements
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
 
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -14,7 +14,7 @@ from itertools import product
 from braid.scheduling.analytic import analytic_profile, axis_placements
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.code import Code
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
@@ -27,6 +27,7 @@ from braid.scheduling.profile import Profile, UnknownCostError, with_chunks
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import check, linked
 

@@ -19,13 +19,14 @@ from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.code import Compute, Frame, Operation, Start, Wait
-from braid.scheduling.layers import part_sizes, transformer_layer
+from braid.scheduling.layers import layer_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.programs import chunked_program
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.lowering.split import gathers_of, split_collectives
 from braid.scheduling.operators import Graph, Kind, Part
 from braid.scheduling.schedule import Block, Pass, PassKind, Schedule, Side, Strand
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
@@ -167,7 +168,7 @@ def test_chunks_compute_what_the_whole_does(
 ) -> None:
     """To rounding: a GEMM of few rows may add in another order than one of many."""
     bench = Bench(shape, streams, seed=ways)
-    part = with_recompute(transformer_layer(bench.sizes), recompute)
+    part = with_recompute(layer_part(bench.sizes), recompute)
     assert bench.sizes.local_tokens == 8
     whole, chunked = bench.run(part), bench.run(in_chunks(part, ways))
     for expected, found in zip(whole, chunked, strict=True):
@@ -180,7 +181,7 @@ def test_chunks_compute_what_the_whole_does(
 
 def test_operators_that_need_more_than_what_was_gathered_are_refused(streams: HostStreams) -> None:
     bench = Bench(LLAMA, streams, seed=0)
-    part = in_chunks(transformer_layer(bench.sizes), 2)
+    part = in_chunks(layer_part(bench.sizes), 2)
     for reads, writes in (((), ("x",)), (("x",), ())):
         operators = tuple(
             replace(op, reads=(*op.reads, *reads), writes=(*op.writes, *writes))

@@ -20,8 +20,8 @@ from braid.actors.stage import exchange
 from braid.actors.stage.hub_files import HubDirectory, check_initial
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.presets.hugging_face import hugging_face_config
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
 

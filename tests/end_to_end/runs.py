@@ -41,8 +41,8 @@ from braid.jobs.benchmarks.plain_torch import (
 )
 from braid.jobs.corpus import Corpus
 from braid.jobs.prepare import prepare
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.schedule_text import write
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 BYTES_VOCABULARY = 257

@@ -3,6 +3,7 @@
 import importlib.util
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,12 @@ from braid.jobs.benchmarks.plain_torch import (
     load_named,
 )
 from braid.jobs.cli import main
-from braid.scheduling.layers import part_sizes
-from braid.scheduling.operators import Kind
+from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.graph_builder import GraphBuilder
+from braid.scheduling.layer_builder import LayerBuilder
+from braid.scheduling.operators import Kind, Part
+from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.end_to_end.command import ROOT, write_config
 from tests.end_to_end.runs import prepare_text, run_layout, sample_ids, windows
@@ -94,21 +99,64 @@ def test_own_layer_against_autograd(tmp_path: Path, tp: int, schedule: str, reco
     assert run.losses == pytest.approx(plain_losses(run.shape, settings, data, batches), rel=1e-9)
 
 
-def test_own_layer_has_half_the_collectives() -> None:
-    shape = ModelShape(
-        family="llama",
-        hidden=64,
-        ffn=128,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        vocabulary=320,
-        sequence=32,
+SHAPE = ModelShape(
+    family="llama",
+    hidden=64,
+    ffn=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocabulary=320,
+    sequence=32,
+)
+
+
+def part_of(reference: str | None, sizes: PartSizes) -> Part:
+    g = LayerBuilder("layer", sizes)
+    return g.build(load_layer(reference).graph(g))
+
+
+def priced_by_hand(sizes: PartSizes) -> Part:
+    """The example's graph with FLOPs and sizes as they were written before these followed from shapes."""
+    shape, tp, tokens, local = sizes.shape, sizes.tp, sizes.tokens, sizes.local_tokens
+    qkv, hidden = shape.query_width + 2 * shape.kv_width, shape.hidden
+    g = GraphBuilder("layer", sizes.axes)
+    x = g.input("x", local * hidden)
+    n = g.norm("norm", x, local, statistics_each=1)
+    n = g.gather("gather", n, "tp")
+    a = g.gemm("qkv", n, tokens * qkv // tp, 2 * tokens * hidden * qkv // tp)
+    scores = 2 * tokens * shape.sequence * shape.query_width // tp
+    statistics = tokens * shape.heads // tp
+    a = g.attention("attention", a, tokens * shape.query_width // tp, scores, tokens * qkv // tp, statistics)
+    a = g.gemm("projection", a, tokens * hidden, 2 * tokens * shape.query_width * hidden // tp)
+    m = g.gemm("mlp_in", n, tokens * shape.ffn // tp, 2 * tokens * hidden * shape.ffn // tp)
+    m = g.custom("activation", (m,), tokens * shape.ffn // tp, saved_elements=tokens * shape.ffn // tp)
+    m = g.gemm("mlp_out", m, tokens * hidden, 2 * tokens * shape.ffn * hidden // tp)
+    both = g.scatter("scatter", g.residual("sum", a, m), "tp")
+    return g.build(g.residual("residual", both, x))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("sequence", [32, 96])
+def test_prices_follow_from_shapes(tp: int, sequence: int) -> None:
+    """To 1e-9 those of a graph that was priced by hand: times, bytes that are sent, bytes that are kept."""
+    layout = ParallelLayout(tp=tp)
+    sizes = part_sizes(replace(SHAPE, kv_heads=4, sequence=sequence), layout, 3)
+    own, theirs = part_of(REFERENCE, sizes), priced_by_hand(sizes)
+    ours, by_hand = (
+        analytic_profile(cluster_preset("a100x8"), layout, {"layer": part}).solo_ns for part in (own, theirs)
     )
-    sizes = part_sizes(shape, ParallelLayout(tp=2), 1)
-    own = load_layer(REFERENCE).part(sizes)
-    built_in = load_layer(None).part(sizes)
+    assert ours == pytest.approx(by_hand, rel=1e-9)
+    assert own.saved_bytes(2) == theirs.saved_bytes(2)
+    moved = [[op.bytes for op in part.forward.operators] for part in (own, theirs)]
+    assert moved[0] == moved[1]
+    assert len(EXAMPLE.read_text().splitlines()) <= 50
+
+
+def test_own_layer_has_half_the_collectives() -> None:
+    sizes = part_sizes(SHAPE, ParallelLayout(tp=2), 1)
+    own, built_in = part_of(REFERENCE, sizes), part_of(None, sizes)
     for graph, twin in ((own.forward, built_in.forward), (own.backward, built_in.backward)):
         count = sum(op.kind.communicates for op in graph.operators)
         assert count * 2 == sum(op.kind.communicates for op in twin.operators)

@@ -13,7 +13,7 @@ import numpy as np
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import sent_bytes
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.memory import DTYPE_BYTES, stage_parameters
 from braid.scheduling.operators import Graph, Kind, Pass
@@ -23,6 +23,7 @@ from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from tests.papers.dhelix import BATCH_TOKENS, PAPER
 from tests.papers.rows import (

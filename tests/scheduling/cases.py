@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from braid.scheduling.code import Code
-from braid.scheduling.layers import built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule, with_update
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, PairMethod
 from braid.scheduling.lowering.programs import Order, graph_of
@@ -31,6 +31,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.schedule_text import parse_sides, write_step
 from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.validate import linked
 

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.graph_builder import AxisPlacement
-from braid.scheduling.layers import PartSizes, transformer_layer
+from braid.scheduling.layers import layer_part
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Start, Wait
 from braid.scheduling.schedule_text import parse, parse_action, parse_sides, write, write_sides, write_step
+from braid.scheduling.sizes import PartSizes
 from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
 
 LAYER = model_parts(tp=2)["layer"]
@@ -29,9 +30,7 @@ Values = Mapping[int, set[str]]
 def ring_layer() -> Part:
     """A layer with tensor parallelism inside the node and ring attention between nodes."""
     axes = {"tp": AxisPlacement(degree=2), "cp": AxisPlacement(degree=4, stream=Stream.INTER)}
-    return transformer_layer(
-        PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", axes=axes, ep=1)
-    )
+    return layer_part(PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", axes=axes, ep=1))
 
 
 def acting(action: Action) -> Compute | Start | Wait:

@@ -25,7 +25,6 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.code import Code, Operation
-from braid.scheduling.layers import part_sizes
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
@@ -34,6 +33,7 @@ from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import decisions
 from braid.scheduling.schedule import Reduce, Step, Strand
 from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
 from braid.scheduling.sweep import Sweep
 from braid.scheduling.validate import ScheduleError, check_memory, linked

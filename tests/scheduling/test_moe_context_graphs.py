@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from braid.scheduling.code import Compute, Node, Start
 from braid.scheduling.graph_builder import AxisPlacement
-from braid.scheduling.layers import PartSizes, built_in_parts, part_sizes
+from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
 from braid.scheduling.schedule import Reduce
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import GPT, LLAMA, in_turn, setting_for

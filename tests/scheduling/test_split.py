@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.fusion import fuse
 from braid.scheduling.graph_builder import AxisPlacement
-from braid.scheduling.layers import PartSizes, built_in_parts, transformer_layer
+from braid.scheduling.layers import built_in_parts, layer_part
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.lowering.split import WAYS, split_collectives
@@ -17,6 +17,7 @@ from braid.scheduling.planner.decide import Outcome, evaluate, modelled
 from braid.scheduling.profile import Profile, TransferFit, with_chunks
 from braid.scheduling.schedule import Barrier, PassKind, Schedule, Side, Start
 from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import ScheduleError, linked
 from tests.scheduling.cases import (
@@ -57,7 +58,7 @@ def layers() -> dict[str, Part]:
         "llama": model_parts(LLAMA, 2)["layer"],
         "gpt": model_parts(GPT, 2)["layer"],
         "full": model_parts(LLAMA, 2, "full")["layer"],
-        **{name: transformer_layer(s) for name, s in sizes.items()},
+        **{name: layer_part(s) for name, s in sizes.items()},
     }
 
 
