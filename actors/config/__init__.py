@@ -51,40 +51,42 @@ def _one_of(options: Iterable[str]) -> AfterValidator:
 class DataConfig(Section):
     """The corpus. `PYTHON_STDLIB` among the files stands for the sources of Python's standard library."""
 
+    # paths, patterns, folders or URLs; python-stdlib: Python's sources
     files: tuple[str, ...] = (PYTHON_STDLIB,)
-    exclude: tuple[str, ...] = ()
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    exclude: tuple[str, ...] = ()  # patterns of files to leave out
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
     tokenizer: str = BYTES  # or the path of a Hugging Face tokenizer.json
-    text_field: str = "text"
-    encoding_errors: Literal["strict", "replace", "skip"] = "strict"
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
+    text_field: str = "text"  # of JSON lines and Parquet: where the text is
+    encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
     directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
 
 
 class TrainConfig(Section):
     """Steps, batch and optimizer."""
 
-    steps: Positive = 100
+    steps: Positive = 100  # optimizer steps of the whole run
     global_batch: Positive = 16  # samples per step
     micro_batch: Positive = 4  # samples per micro-batch
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # of weights and activations; bf16 keeps fp32 masters
     # triton: its kernels; auto: those of them that were measured to win, on CUDA; else PyTorch's
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    seed: int = 0
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    min_lr_fraction: Fraction = 0.1
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    seed: int = 0  # of initial weights and the order of samples
+    lr: Annotated[float, Field(gt=0)] = 1e-3  # peak learning rate of AdamW
+    min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
+    warmup_steps: Annotated[int, Field(ge=0)] = 10  # over which the learning rate rises
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
+    # of a layer's values for its backward pass; fine repeats no collective
     recompute: Annotated[str, _one_of(RECOMPUTE_POLICIES)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
     # of a sum lie within a factor of 2^25 or so
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
-    validation_samples: Positive = 64
+    validation_samples: Positive = 64  # of each validation
 
 
 class ParallelConfig(Section):
@@ -96,12 +98,12 @@ class ParallelConfig(Section):
     ``zero`` are planned and simulated only: a run wants 1, 1 and 0.
     """
 
-    dp: Positive = 1
-    tp: Positive = 1
-    pp: Positive = 1
-    cp: Positive = 1
-    ep: Positive = 1
-    auto: bool = False
+    dp: Positive = 1  # data: replicas, each with its share of the batch
+    tp: Positive = 1  # tensor: matrices are cut, and tokens between them
+    pp: Positive = 1  # pipeline: stages of consecutive layers
+    cp: Positive = 1  # context: the sequence is cut
+    ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
+    auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=1)] = 0  # 1: optimizer states cut over data-parallel ranks
     context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
     late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
@@ -130,9 +132,10 @@ class OverlapConfig(Section):
     is simulated to be fastest, or needs less memory and is within 2 % of it.
     """
 
+    # what runs beside what; auto: the fastest
     schedule: Annotated[str, _one_of((*SCHEDULES, AUTO))] = "megatron"
-    schedule_file: Path | None = None
-    plan: Path | None = None
+    schedule_file: Path | None = None  # a schedule's text, from `braid schedule --output`
+    plan: Path | None = None  # decisions to repeat, from `braid plan --output` or a run's plan.yaml
     profile: Path | None = None  # measured costs to use instead of the run's own profile
     # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
     memory_slack: Annotated[float, Field(ge=0)] | None = None
@@ -151,8 +154,8 @@ class OverlapConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = "run"
-    runs: Path = Path("runs")
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = "run"  # of the run and its folder
+    runs: Path = Path("runs")  # the folder of all runs, of prepared data and of profiles
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

@@ -10,13 +10,13 @@ from braid.actors.config.model import Positive, Section
 class ClusterConfig(Section):
     """Where ranks run."""
 
-    launcher: Literal["ray", "processes"] = "ray"
+    launcher: Literal["ray", "processes"] = "ray"  # Ray actors, or plain processes of this machine
     address: str | None = None  # of a Ray cluster; default: $RAY_ADDRESS, else a private local one
     allow_unauthenticated: bool = False  # join a cluster beyond loopback that takes orders without a token
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # of process groups; auto: NCCL on GPUs, else gloo
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
-    threads_per_rank: Positive = 1
+    threads_per_rank: Positive = 1  # CPU threads that a rank computes with
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
@@ -40,10 +40,10 @@ class WandbConfig(Section):
     """A run of Weights & Biases beside this one; ``wandb: online`` is short for ``wandb: {mode: online}``."""
 
     mode: Literal["off", "offline", "online"] = "off"  # offline: kept in runs/NAME/wandb, for `wandb sync`
-    project: str = "braid"
+    project: str = "braid"  # where the run appears
     entity: str | None = None  # user or team; default: that of the key
-    group: str | None = None
-    tags: tuple[str, ...] = ()
+    group: str | None = None  # of runs that belong together
+    tags: tuple[str, ...] = ()  # to find it by
 
     @model_validator(mode="before")
     @classmethod
@@ -57,7 +57,7 @@ class WandbConfig(Section):
 class TelemetryConfig(Section):
     """What is written down while training."""
 
-    progress: bool = True
+    progress: bool = True  # bars and a line per step in the terminal
     spans: bool = True  # begin and end of every operator; without them there are no numbers of overlap
     trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
     tensorboard: bool = False  # also event files in runs/NAME/tensorboard

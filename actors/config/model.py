@@ -26,22 +26,23 @@ class ModelConfig(Section):
     Sizes that are left out follow from ``hidden``.
     """
 
-    preset: str | None = None
+    preset: str | None = None  # sizes of a known model (`braid presets`); keys that are given change it
+    # RMSNorm, SwiGLU, rotary; LayerNorm, GELU, biases, positions; or experts
     family: Literal["llama", "gpt", "moe"] = "llama"
-    hidden: Positive = 256
-    layers: Positive = 4
-    heads: Positive = 8
+    hidden: Positive = 256  # width of the residual stream
+    layers: Positive = 4  # transformer layers
+    heads: Positive = 8  # attention heads
     kv_heads: Positive | None = None  # default: heads (no grouping)
     head_dim: Positive | None = None  # default: hidden / heads
     ffn: Positive | None = None  # default: 4 x hidden (gpt), 8/3 x hidden rounded up to 64 (llama)
     vocabulary: Positive | None = None  # default: the tokenizer's, rounded up to 64
-    sequence: Positive = 256
-    tied_head: bool = False
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    sequence: Positive = 256  # tokens of a sample
+    tied_head: bool = False  # the output matrix is the table of token embeddings
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added to the variance in norms
+    rotary_base: Annotated[float, Field(gt=0)] = 10000.0  # base of the wavelengths of rotary positions
     experts: Annotated[int, Field(ge=0)] = 0  # family moe, which is planned and simulated only
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
-    capacity_factor: Annotated[float, Field(gt=0)] = 1.0
+    capacity_factor: Annotated[float, Field(gt=0)] = 1.0  # tokens that an expert may take, over the average
     # a layer of your own: "package.module:Class" or "file.py:Class"
     layer: str | None = None
     # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)

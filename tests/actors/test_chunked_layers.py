@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.bindings import Binder, Bound
+from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.code import Compute, Frame, Operation, Start, Wait

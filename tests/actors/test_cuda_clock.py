@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from braid.actors.stage import streams
-from braid.actors.stage.streams import CudaStreams
+from braid.actors.stage.cuda_streams import CudaStreams
 
 MINUTE = 60_000_000_000
 

@@ -22,6 +22,7 @@ from braid.actors.controller.recovery import newest_common
 from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.exchange import _read
+from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.hub_files import StoredTensor
 from braid.actors.stage.mesh import build_mesh, make_world
@@ -29,7 +30,6 @@ from braid.actors.stage.messages import Held, Rendezvous, Rescue
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import GlobalParameter, Place, StageParameter, cut, whole
 from braid.actors.stage.rescue import held_slices, write_slices
-from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.schedule import Reduce

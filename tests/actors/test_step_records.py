@@ -5,8 +5,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import HostStreams, Transfer
+from braid.actors.stage.streams import Transfer
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Pass, PassKind, Strand
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, communication

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from braid.actors.stage.streams import HostStreams, Transfer
+from braid.actors.stage.gloo_streams import HostStreams
+from braid.actors.stage.streams import Transfer
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.operators import Stream
 

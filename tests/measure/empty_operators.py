@@ -17,9 +17,10 @@ import torch
 
 import braid.actors.stage.bindings as bindings
 from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import NoUpdate
-from braid.actors.stage.streams import HostStreams, Transfer
+from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.operators import Stream

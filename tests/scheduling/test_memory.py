@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.held import NoUpdate, held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.streams import HostStreams
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.code import Code, Operation
 from braid.scheduling.lowering.lower import training_schedule
