@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check golden bench setup clean
+.PHONY: help demo test test-fast check golden bench setup clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -26,8 +26,13 @@ setup: $(VENV)/.ready  ## make the environment
 demo: setup  ## see what hiding communication is worth: two ranks over an emulated slow link, three minutes
 	$(BIN)/braid demo
 
-test: setup  ## run all tests, two files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+test: setup  ## run all tests, in two processes
+	$(PYTEST) --durations 15
+
+test-fast: setup  ## run the tests that take no more than a few seconds each
+	$(PYTEST) -m "not slow"
 
 check: setup  ## formatting, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -60,7 +60,8 @@ def _plan_degrees(
     """Tensor-parallel degrees of the layers from measured blocks (Oases)."""
     from braid.jobs import planning, planning_view
     from braid.scheduling.block_profile import read_block_profile
-    from braid.scheduling.planner.tensor_degrees import plan_degrees, problem_from_profile
+    from braid.scheduling.planner.degree_problem import problem_from_profile
+    from braid.scheduling.planner.tensor_degrees import plan_degrees
 
     job = planning.request(config, overrides, cluster, nodes)
     blocks = read_block_profile(profile, sequence=job.model.sequence)

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from braid.scheduling import schedule as text
 from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
-from braid.scheduling.operators import Graph, Part, Value
+from braid.scheduling.operators import Graph, Part, Stream, Value
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Action, Pass, PassKind, Side
 
@@ -193,7 +193,9 @@ def operations_of(
         match action:
             case text.Compute():
                 operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
-            case text.Start():
+            case text.Start(_, stream):
+                if stream is Stream.COMPUTE:
+                    raise ValueError(f"program {side}: {op.name}: no collective runs on the compute stream")
                 lone = following == (text.Wait(op.name, action.turn), turn, place)
                 operations.append(Start(what=node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
             case text.Wait():

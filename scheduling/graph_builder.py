@@ -86,12 +86,12 @@ class GraphBuilder:
         """
         y = self._value(f"{name}.out", self.elements(x))
         statistics = self._value(f"{name}.statistics", tokens * statistics_each, Precision.STATISTIC)
-        self._emit(name, Kind.NORM, (x,), (y, statistics))
+        op = self._emit(name, Kind.NORM, (x,), (y, statistics))
 
         def reverse() -> None:
             skip = self._partial(x)
             reads = (f"d.{y}", x, statistics, *((skip,) if skip else ()))
-            gradient = _gradient(name, "grad", Kind.NORM, Pass.GRADIENT, reads)
+            gradient = _gradient(op, "grad", Pass.GRADIENT, reads)
             self._backward.append(replace(gradient, writes=(self._arrive(x),)))
 
         self._reverse.append(reverse)
@@ -100,14 +100,8 @@ class GraphBuilder:
     def gemm(self, name: str, x: str, elements: int, flops: int, kind: Kind = Kind.GEMM) -> str:
         """Multiply by a weight (of every expert: ``GROUPED_GEMM``); both gradients are operators."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, kind, (x,), (y,), flops=flops)
-
-        def reverse() -> None:
-            d_y = f"d.{y}"
-            self._contribute(_gradient(name, "dgrad", kind, Pass.INPUT_GRADIENT, (d_y,), flops), (x,))
-            self._backward.append(_gradient(name, "wgrad", kind, Pass.WEIGHT_GRADIENT, (d_y, x), flops))
-
-        self._reverse.append(reverse)
+        op = self._emit(name, kind, (x,), (y,), flops=flops)
+        self._both_gradients(op, (f"d.{y}",), (x,), (x,))
         return y
 
     def attention(
@@ -126,62 +120,51 @@ class GraphBuilder:
         """
         y = self._value(f"{name}.out", elements)
         saved = self._value(f"{name}.saved", saved_elements, statistics=saved_statistics, keeps=y)
-        self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
-        gradient = _gradient(
-            name, "grad", Kind.ATTENTION, Pass.INPUT_GRADIENT, (f"d.{y}", saved), flops=2 * flops
-        )
+        op = self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
+        gradient = _gradient(op, "grad", Pass.INPUT_GRADIENT, (f"d.{y}", saved), flops=2 * flops)
         self._reverse.append(lambda: self._contribute(gradient, (qkv, *more)))
         return y
 
     def router(self, name: str, x: str, tokens: int, experts: int, top_k: int) -> tuple[str, str]:
         """Score ``experts`` for every token: the weights of the chosen (differentiable) and the choice."""
-        flops = 2 * tokens * self.elements(x) // max(1, tokens) * experts
+        flops = 2 * self.elements(x) * experts
         gates = self._value(f"{name}.out", tokens * top_k, Precision.STATISTIC)
         choice = self._value(f"{name}.choice", tokens * top_k, Precision.INDEX)
         scores = self._value(f"{name}.scores", tokens * experts, Precision.STATISTIC)
-        self._emit(name, Kind.ROUTER, (x,), (gates, choice, scores), flops=flops)
-
-        def reverse() -> None:
-            d_scores = (f"d.{gates}", scores)
-            gradient = _gradient(name, "dgrad", Kind.ROUTER, Pass.INPUT_GRADIENT, d_scores, flops)
-            self._contribute(gradient, (x,))
-            self._backward.append(
-                _gradient(name, "wgrad", Kind.ROUTER, Pass.WEIGHT_GRADIENT, (*d_scores, x), flops)
-            )
-
-        self._reverse.append(reverse)
+        op = self._emit(name, Kind.ROUTER, (x,), (gates, choice, scores), flops=flops)
+        self._both_gradients(op, (f"d.{gates}", scores), (x,), (x,))
         return gates, choice
 
     def permute(self, name: str, x: str, choice: str, elements: int) -> str:
         """Bring a copy of every token into the order of each expert that it visits."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.PERMUTE, (x, choice), (y,))
-        gradient = _gradient(name, "grad", Kind.PERMUTE, Pass.INPUT_GRADIENT, (f"d.{y}", choice))
+        op = self._emit(name, Kind.PERMUTE, (x, choice), (y,))
+        gradient = _gradient(op, "grad", Pass.INPUT_GRADIENT, (f"d.{y}", choice))
         self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
     def unpermute(self, name: str, x: str, gates: str, choice: str, elements: int) -> str:
         """Bring tokens back into their order and add what their experts made of them, weighted."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
+        op = self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
         reads = (f"d.{y}", x, gates, choice)
-        gradient = _gradient(name, "grad", Kind.PERMUTE, Pass.INPUT_GRADIENT, reads)
+        gradient = _gradient(op, "grad", Pass.INPUT_GRADIENT, reads)
         self._reverse.append(lambda: self._contribute(gradient, (x, gates)))
         return y
 
     def activation(self, name: str, x: str, elements: int) -> str:
         """Apply a pointwise (possibly gated) function without parameters."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.ACTIVATION, (x,), (y,))
-        gradient = _gradient(name, "grad", Kind.ACTIVATION, Pass.INPUT_GRADIENT, (f"d.{y}", x))
+        op = self._emit(name, Kind.ACTIVATION, (x,), (y,))
+        gradient = _gradient(op, "grad", Pass.INPUT_GRADIENT, (f"d.{y}", x))
         self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
     def residual(self, name: str, branch: str, skip: str) -> str:
         """Add a branch (and its bias, if the module has one) to the residual stream."""
         y = self._value(f"{name}.out", self.elements(skip))
-        self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
-        gradient = _gradient(name, "grad", Kind.RESIDUAL, Pass.GRADIENT, (f"d.{y}",))
+        op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
+        gradient = _gradient(op, "grad", Pass.GRADIENT, (f"d.{y}",))
         self._reverse.append(lambda: self._contribute(gradient, (branch, skip), alias=f"d.{y}"))
         return y
 
@@ -198,37 +181,29 @@ class GraphBuilder:
         """A user's own module (`AutogradOperator`): one output, one opaque saved value."""
         y = self._value(f"{name}.out", elements)
         saved = self._value(f"{name}.saved", saved_elements)
-        self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
+        op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
         receivers = tuple(x for x in reads if x not in self._constants)
-
-        def reverse() -> None:
-            sources = (f"d.{y}", saved)
-            # All of the backward's FLOPs stand here unless the weights' share is an operator of its own.
-            share = flops if splits_weight_gradient else 2 * flops
-            self._contribute(
-                _gradient(name, "dgrad", Kind.CUSTOM, Pass.INPUT_GRADIENT, sources, share), receivers
-            )
-            if splits_weight_gradient:
-                self._backward.append(
-                    _gradient(name, "wgrad", Kind.CUSTOM, Pass.WEIGHT_GRADIENT, sources, flops)
-                )
-
-        self._reverse.append(reverse)
+        sources = (f"d.{y}", saved)
+        if splits_weight_gradient:
+            self._both_gradients(op, sources, (), receivers)
+        else:  # one operator, with the FLOPs of both
+            gradient = _gradient(op, "dgrad", Pass.INPUT_GRADIENT, sources, 2 * flops)
+            self._reverse.append(lambda: self._contribute(gradient, receivers))
         return y
 
     def embedding(self, name: str, tokens: str, elements: int) -> str:
         """Look tokens up in this rank's rows of the vocabulary."""
         y = self._value(f"{name}.out", elements)
-        self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
-        gradient = _gradient(name, "wgrad", Kind.EMBEDDING, Pass.WEIGHT_GRADIENT, (f"d.{y}", tokens))
+        op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
+        gradient = _gradient(op, "wgrad", Pass.WEIGHT_GRADIENT, (f"d.{y}", tokens))
         self._reverse.append(lambda: self._backward.append(gradient))
         return y
 
     def positions(self, name: str, x: str) -> str:
         """Add learned positions."""
         y = self._value(f"{name}.out", self.elements(x))
-        self._emit(name, Kind.EMBEDDING, (x,), (y,))
-        gradient = _gradient(name, "grad", Kind.EMBEDDING, Pass.GRADIENT, (f"d.{y}",))
+        op = self._emit(name, Kind.EMBEDDING, (x,), (y,))
+        gradient = _gradient(op, "grad", Pass.GRADIENT, (f"d.{y}",))
         self._reverse.append(lambda: self._contribute(gradient, (x,), alias=f"d.{y}"))
         return y
 
@@ -241,12 +216,11 @@ class GraphBuilder:
         statistics = self._value(f"{module}.out", 3 * tokens, Precision.STATISTIC)
         partition = self._value(f"{name}.partition", tokens, Precision.STATISTIC)
         loss = self._value(name, 1, Precision.STATISTIC)
-        self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
+        op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
         gathered = self._collective(f"{name}_gather", Kind.ALL_GATHER, statistics, "tp")
         self._emit(name, Kind.CROSS_ENTROPY, (gathered,), (loss, partition))
         reads = (logits, partition, targets, scale)
-        gradient = _gradient(module, "grad", Kind.CROSS_ENTROPY, Pass.INPUT_GRADIENT, reads)
-        gradient = replace(gradient, name=f"{name}.grad")
+        gradient = replace(_gradient(op, "grad", Pass.INPUT_GRADIENT, reads), name=f"{name}.grad")
         self._reverse.append(lambda: self._contribute(gradient, (logits,), alias=logits))
         return loss
 
@@ -269,20 +243,9 @@ class GraphBuilder:
 
         A whole all-gather would repeat: only what the next step needs is there at a time.
         """
-        placement = self.axes[axis]
         y = self._value(f"{name}.out", elements)
-        self._emit(
-            name,
-            Kind.SEND_RECEIVE,
-            (x,),
-            (y,),
-            stream=placement.stream,
-            axis=axis,
-            sent_bytes=2 * elements,
-        )
-        gradient = replace(
-            self._forward[-1], name=f"{name}.grad", phase=Pass.INPUT_GRADIENT, reads=(f"d.{y}",)
-        )
+        op = self._emit(name, Kind.SEND_RECEIVE, (x,), (y,), axis=axis, sent_bytes=2 * elements)
+        gradient = _gradient(op, "grad", Pass.INPUT_GRADIENT, (f"d.{y}",))
         self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
@@ -292,15 +255,12 @@ class GraphBuilder:
         y = self._collective(name, kind, x, axis, elements)
         if y != x:
             forward = self._forward[-1]
-            gradient = replace(
-                forward, name=f"{name}.grad", kind=backward, phase=Pass.INPUT_GRADIENT, reads=(f"d.{y}",)
-            )
+            gradient = replace(_gradient(forward, "grad", Pass.INPUT_GRADIENT, (f"d.{y}",)), kind=backward)
             self._reverse.append(lambda: self._contribute(gradient, (x,)))
         return y
 
     def _collective(self, name: str, kind: Kind, x: str, axis: str, elements: int | None = None) -> str:
-        placement = self.axes.get(axis, AxisPlacement())
-        degree = placement.degree
+        degree = self.axes.get(axis, AxisPlacement()).degree
         if degree == 1:
             return x
         gathers = kind is Kind.ALL_GATHER
@@ -311,7 +271,7 @@ class GraphBuilder:
         y = self._value(f"{name}.out", result, precision)
         # In a ring, and pairwise, each rank sends all parts of the whole but one.
         sent = precision.bytes_each(2) * whole * (degree - 1) // degree
-        self._emit(name, kind, (x,), (y,), stream=placement.stream, axis=axis, sent_bytes=sent)
+        self._emit(name, kind, (x,), (y,), axis=axis, sent_bytes=sent)
         return y
 
     # -- machinery ---------------------------------------------------------------------------------------
@@ -324,29 +284,39 @@ class GraphBuilder:
         writes: tuple[str, ...],
         *,
         flops: int = 0,
-        stream: Stream = Stream.COMPUTE,
         axis: str | None = None,
         sent_bytes: int = 0,
-    ) -> None:
+    ) -> Operator:
         """Append a forward operator."""
         if len(set(reads)) < len(reads):
             raise ValueError(f"{self.name}: operator {name} reads the same value twice: {', '.join(reads)}")
         for x in reads:
             self._readers[x] = self._readers.get(x, 0) + 1
-        self._forward.append(
-            Operator(
-                name=name,
-                kind=kind,
-                phase=Pass.FORWARD,
-                module=name,
-                reads=reads,
-                writes=writes,
-                stream=stream,
-                axis=axis,
-                flops=flops,
-                bytes=sent_bytes,
-            )
+        op = Operator(
+            name=name,
+            kind=kind,
+            phase=Pass.FORWARD,
+            module=name,
+            reads=reads,
+            writes=writes,
+            stream=self.axes[axis].stream if axis else Stream.COMPUTE,
+            axis=axis,
+            flops=flops,
+            bytes=sent_bytes,
         )
+        self._forward.append(op)
+        return op
+
+    def _both_gradients(
+        self, op: Operator, reads: tuple[str, ...], inputs: tuple[str, ...], receivers: tuple[str, ...]
+    ) -> None:
+        """Gradients of values, from ``reads``, and of weights, from these and the operator's ``inputs``."""
+
+        def reverse() -> None:
+            self._contribute(_gradient(op, "dgrad", Pass.INPUT_GRADIENT, reads), receivers)
+            self._backward.append(_gradient(op, "wgrad", Pass.WEIGHT_GRADIENT, (*reads, *inputs)))
+
+        self._reverse.append(reverse)
 
     def _partial(self, x: str) -> str | None:
         """The partial gradient of ``x`` that has arrived so far, if any."""
@@ -374,10 +344,15 @@ class GraphBuilder:
         self._backward.append(replace(operator, writes=writes))
         for (x, partial), part in zip(partials.items(), writes, strict=True):
             if partial:
-                addition = _gradient(
-                    operator.module, f"{x}.add", Kind.ADD, Pass.INPUT_GRADIENT, (partial, part)
+                addition = Operator(
+                    name=f"{operator.module}.{x}.add",
+                    kind=Kind.ADD,
+                    phase=Pass.INPUT_GRADIENT,
+                    module=operator.module,
+                    reads=(partial, part),
+                    writes=(self._arrive(x),),
                 )
-                self._backward.append(replace(addition, writes=(self._arrive(x),)))
+                self._backward.append(addition)
 
     def build(self, output: str) -> Part:
         """Close the part whose result is ``output`` and derive its backward graph."""
@@ -404,18 +379,16 @@ class GraphBuilder:
 
     def _check_gradients(self) -> None:
         for op in self._backward:
-            for name in op.reads:
-                if name not in self._values:
-                    raise ValueError(
-                        f"{self.name}: {op.name} needs {name}, which no operator writes; "
-                        f"use every operator's result, once more or as the part's output"
-                    )
+            if missing := [name for name in op.reads if name not in self._values]:
+                raise ValueError(
+                    f"{self.name}: {op.name} needs {missing[0]}, which no operator writes; "
+                    f"use every operator's result, once more or as the part's output"
+                )
 
 
 def _gradient(
-    module: str, suffix: str, kind: Kind, phase: Pass, reads: tuple[str, ...], flops: int = 0
+    op: Operator, suffix: str, phase: Pass, reads: tuple[str, ...], flops: int | None = None
 ) -> Operator:
-    """A backward operator of a module; what it writes is added by whoever emits it."""
-    return Operator(
-        name=f"{module}.{suffix}", kind=kind, phase=phase, module=module, reads=reads, writes=(), flops=flops
-    )
+    """A backward operator, of as many FLOPs as its forward one; who emits it says what it writes."""
+    name, flops = f"{op.name}.{suffix}", op.flops if flops is None else flops
+    return replace(op, name=name, phase=phase, reads=reads, writes=(), flops=flops)

@@ -27,6 +27,18 @@ def pytest_report_header() -> str:
     return f"BRAID_TEST_SEED={SEED}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
+
+    With the long ones at the end, one process would wait for the other's last test.
+    """
+    for item in items:
+        alone = item.get_closest_marker("alone") is not None
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is None, item.path not in slow))
+
+
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written instead of compared."""

@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.elastic import Change
 from braid.actors.controller.group import Collector, Launcher, NoRoomError, WorkerError, WorkerGroup
 from braid.actors.controller.homes import Homes, begun_mark
+from braid.actors.controller.interruptions import Interruptions
 from braid.actors.controller.last_trace import last_trace
 from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.meeting import placement_notes, rendezvous
@@ -33,20 +33,13 @@ from braid.actors.controller.records import (
     Started,
     StepRecord,
 )
-from braid.actors.controller.recovery import (
-    Changed,
-    Failure,
-    cost_of_a_failure,
-    in_words,
-    partner_shift,
-    timed,
-)
+from braid.actors.controller.recovery import Changed, Failure, cost_of_a_failure, in_words, partner_shift
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.rescue import rescue
 from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.restoring import data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.controller.steps import SpikeError, Spikes, StepClock, Stepper
+from braid.actors.controller.steps import StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
@@ -97,25 +90,17 @@ class Controller:
         self._config: Config = plan.config
         self._replan = replan
         self._resizing = Resizing(plan.config, launcher, plan.shape.vocabulary)
-        self._changed: Changed | None = None
-        """The change that the present generation was formed for."""
         self._launcher = launcher
         self._options = options
         self._stop = threading.Event()
         self._generation = 0
-        failure = plan.config.failure
-        self._budget = RestartBudget(failure.max_restarts, failure.refill_steps)
-        self._spikes = Spikes(RestartBudget(failure.max_restarts, failure.refill_steps))
-        self._tries = 0
-        """Failures since a step was done last."""
+        self._interruptions = Interruptions(plan.config.failure)
         self._step_now = 0
         """Steps that are done."""
         self._trained = False
         """Whether a step was done since this controller began."""
         self._goes_on = False
         """Whether there is a state to go on from."""
-        self._failure: Failure | None = None
-        """What the present generation was formed for."""
         self._drained = False
 
     def stop(self) -> None:
@@ -130,7 +115,7 @@ class Controller:
         directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
         try:
             self._generation = directory.last_generation
-            self._failure = directory.unfinished() if resume else None
+            self._interruptions.failure = directory.unfinished() if resume else None
             homes = Homes.of(config, directory.identity)
             saver = Saver(homes, directory, config.checkpoint)
             try:
@@ -215,19 +200,10 @@ class Controller:
             )
             if error.user_error:
                 raise
-            if self._stop.is_set() or not self._goes_on_after(error):
+            if self._stop.is_set() or not self._interruptions.goes_on_after(error):
                 places.directory.note("failed", self._step_now, self._generation, failure.text)
                 raise
             return failure
-
-    def _goes_on_after(self, error: WorkerError) -> bool:
-        """Whether a failure is one that the run puts up with: another try of a recovery costs nothing."""
-        if isinstance(error, SpikeError):
-            return True
-        self._tries += 1
-        if self._tries > 1 and self._config.failure.max_restarts:
-            return self._tries <= self._config.failure.max_tries
-        return self._budget.spend()
 
     # -- other numbers of ranks ----------------------------------------------------------------------------
 
@@ -236,63 +212,49 @@ class Controller:
         assert self._replan is not None
         before = self._config.layout()
         new = Changed(change.reason, self._step_now, time.time(), before.ranks, change.degrees.ranks)
-        self._changed = new if self._changed is None else self._changed.then(new)
+        self._interruptions.change(new)
         config = change.degrees.of(self._config)
         text = f"{change.reason}; from {before.describe()} to {config.layout().describe()}"
         places.directory.note("resized", self._step_now, self._generation, text)
         yield Incident(kind="resized", text=text, step=self._step_now)
-        with timed(self._changed, "plan"):
+        with self._interruptions.timed("plan"):
             self._plan = self._replan(config, self._launcher)
         self._config = self._plan.config
-        self._failure = None
 
     # -- failures --------------------------------------------------------------------------------------------
 
     def _prepare_restart(self, group: WorkerGroup, failure: Failure, places: _Places) -> Iterator[Event]:
-        """Stop what still runs and tell of it; lost ranks are replaced when the next generation meets.
-
-        Failures in a row, none of which trained a step, are waited for longer and longer.
-        """
-        with timed(failure, "interrupt"):
-            gone = group.interrupt()
-        failure.gone = tuple(gone)
+        """Stop what still runs and tell of it; lost ranks are replaced when the next generation meets."""
+        self._interruptions.failure = failure
+        with self._interruptions.timed("interrupt"):
+            failure.gone = tuple(group.interrupt())
         places.saver.abandon()
-        backoff = self._config.failure.backoff_s
-        wait = backoff * 2 ** (self._tries - 2) if self._tries > 1 else 0.0
-        text = f"{failure.text}; {in_words(gone)}, all ranks go on as a new generation"
-        if self._tries:
-            text += f" (restart {self._budget}" + (f", try {self._tries})" if self._tries > 1 else ")")
+        text = f"{failure.text}; {in_words(failure.gone)}, all ranks go on as a new generation"
+        text += self._interruptions.counted
         places.directory.note("restarted", failure.step, self._generation, text)
         yield Incident(kind="restarted", text=text, step=failure.step)
-        self._stop.wait(wait)
-        self._failure = failure
+        self._stop.wait(self._interruptions.wait_s)
 
     def _recovered(self, directory: RunDirectory, first_step: int) -> None:
-        """A step is done: the first one after a failure, perhaps."""
-        failure, self._failure = self._failure, None
-        self._tries = 0
-        self._budget.step_done(self._step_now)
-        self._spikes.budget.step_done(self._step_now)
+        """A step is done: the first one after a failure or change, perhaps."""
         now = time.time()
-        if failure is not None:
-            failure.parts["first step"] = now - failure.time - sum(failure.parts.values())
-            directory.incident(**failure.facts(now, first_step, self._generation))
-        changed, self._changed = self._changed, None
-        if changed is not None and self._resizing.membership is not None:
-            changed.parts["first step"] = now - changed.time - sum(changed.parts.values())
-            self._resizing.membership.cost_s = now - changed.time
-            directory.incident(**changed.facts(now, first_step, self._generation))
+        for over in self._interruptions.step_done(self._step_now, now):
+            directory.incident(**over.facts(now, first_step, self._generation))
+            if isinstance(over, Changed) and self._resizing.membership is not None:
+                self._resizing.membership.cost_s = now - over.time
 
     def _train(self, group: WorkerGroup, places: _Places) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
-        self._rendezvous(group)
+        self._meet(group)
         facts = group.call(0, Rank.data_facts)
         plan, layout = self._plan, self._config.layout()
-        with timed(self._failure or self._changed, "restore"):
-            done, notes = restore(group, places.homes, plan, facts, self._failure, goes_on=self._goes_on)
+        failure = self._interruptions.failure
+        with self._interruptions.timed("restore"):
+            done, notes = restore(group, places.homes, plan, facts, failure, goes_on=self._goes_on)
         saver.resumed(done)
         notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
-        directory.describe(self._config, plan.shape, plan.schedule, _cluster(group), plan.files)
+        cluster = {"controller": os.getpid(), **group.describe()}
+        directory.describe(self._config, plan.shape, plan.schedule, cluster, plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
         yield from self._claim_mirror(places)
         group.call_all(Rank.stream_spans, places.collector.target, self._generation)
@@ -312,7 +274,7 @@ class Controller:
         step = self._step_now = done
         yield from saver.step_done(group, step, self._generation, described)
         clock = StepClock(self._last_end(records))
-        stepper = Stepper(plan, group, self._generation, facts, self._spikes, clock)
+        stepper = Stepper(plan, group, self._generation, facts, self._interruptions.spikes, clock)
         change: Change | None = None
         while step < last and not self._stop.is_set() and change is None:
             event, told = stepper.run(step, last, list(records))
@@ -402,24 +364,23 @@ class Controller:
         directory.note("finished", step, self._generation, "complete" if complete else "stopped early")
         yield Finished(complete=complete, report=report)
 
-    def _rendezvous(self, group: WorkerGroup) -> None:
-        if self._failure is not None:
-            with timed(self._failure, "replace"):
-                group.replace(self._failure.gone)
-        with timed(self._failure or self._changed, "rendezvous"):
-            self._meet(group)
-
     def _meet(self, group: WorkerGroup) -> None:
-        if self._failure is not None:
-            group.call_all(Rank.leave)
-        self._generation += 1
-        group.expect(self._config.cluster.group_timeout_s)
-        group.call_all(Rank.open_log, str(self._config.run_directory), self._generation)
-        shift = partner_shift(group.hosts, self._config.layout().mesh)
-        meeting = rendezvous(group, self._config.cluster.group_timeout_s, self._generation, shift)
-        group.call_all(Rank.setup, self._plan, meeting)
-        if self._config.overlap.profile is not None:
-            check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
+        """A new generation: lost ranks are replaced, and all of them find each other."""
+        failure, timeout_s = self._interruptions.failure, self._config.cluster.group_timeout_s
+        if failure is not None:
+            with self._interruptions.timed("replace"):
+                group.replace(failure.gone)
+        with self._interruptions.timed("rendezvous"):
+            if failure is not None:
+                group.call_all(Rank.leave)
+            self._generation += 1
+            group.expect(timeout_s)
+            group.call_all(Rank.open_log, str(self._config.run_directory), self._generation)
+            shift = partner_shift(group.hosts, self._config.layout().mesh)
+            meeting = rendezvous(group, timeout_s, self._generation, shift)
+            group.call_all(Rank.setup, self._plan, meeting)
+            if self._config.overlap.profile is not None:
+                check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
 
     def _expect(self, group: WorkerGroup, records: Sequence[StepRecord]) -> None:
         """How long ranks may be without progress, now that steps have been seen."""
@@ -429,8 +390,3 @@ class Controller:
     def _described(self, facts: dict[str, Any]) -> dict[str, Any]:
         """What manifests of checkpoints say beside their files."""
         return manifest_facts(self._config.layout(), data_cursor(self._config, facts), self._plan.shape)
-
-
-def _cluster(group: WorkerGroup) -> dict[str, Any]:
-    """The contents of ``cluster.json``."""
-    return {"controller": os.getpid(), **group.describe()}

@@ -209,24 +209,9 @@ class ActorGroup(WatchedGroup):
         return start_stage(rank, options)
 
     def _number(self, ranks: Sequence[int]) -> None:
-        """Give ranks that have just been started their numbers, in the order of their nodes and GPUs.
-
-        Nodes that hold other ranks come first, in the order of these, so that a rank which replaces a lost
-        one joins its group where it can.
-        """
+        """Give ranks that have just been started their numbers."""
         self._find_nodes()
-        new = set(ranks)
-        first: dict[str, int] = {}
-        for rank, node in enumerate(self._nodes):
-            if rank not in new:
-                first.setdefault(node["node"], rank)
-        at_end = len(self._nodes)
-
-        def place(rank: int) -> tuple[Any, ...]:
-            node = self._nodes[rank]
-            return first.get(node["node"], at_end), node["address"], node["node"], node["gpus"], rank
-
-        order = sorted(ranks, key=place)
+        order = numbered(self._nodes, ranks)
         for own in (self._actors, self._bundle_of, self._nodes):
             values: list[Any] = [own[rank] for rank in order]
             for rank, value in zip(ranks, values, strict=True):
@@ -322,6 +307,32 @@ class ActorGroup(WatchedGroup):
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
+
+
+def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
+    """Which of the actors that were started as ``ranks`` gets which of these numbers, in their order.
+
+    By node and GPU, so that inner axes lie inside nodes. One that replaces a lost rank beside others takes
+    the number that is nearest to one of theirs. ``nodes``: of all ranks.
+    """
+
+    def place(rank: int) -> tuple[Any, ...]:
+        node = nodes[rank]
+        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
+
+    free, waiting = list(ranks), sorted(ranks, key=place)
+    taken: dict[int, int] = {}
+    for actor in list(waiting):
+        beside = [
+            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
+        ]
+        if beside:
+            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
+            taken[nearest] = actor
+            free.remove(nearest)
+            waiting.remove(actor)
+    taken |= dict(zip(free, waiting, strict=True))
+    return [taken[rank] for rank in ranks]
 
 
 def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:

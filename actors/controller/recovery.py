@@ -1,8 +1,6 @@
-"""Where the state comes from after a failure, and what the failure was. Pure but for the clock."""
+"""Where the state comes from after a failure, and what the failure was. Pure."""
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,15 +96,6 @@ def cost_of_a_failure(config: Config) -> str:
         return f"a failure costs {alone} of training (checkpoint.every, checkpoint.every_s)"
     step = "the step under way" if copies == 1 else f"at most {copies} steps"
     return f"a lost rank costs {step} (checkpoint.copies_every), all ranks {alone} of training"
-
-
-@contextlib.contextmanager
-def timed(cause: Failure | Changed | None, part: str) -> Iterator[None]:
-    """Add the time of a block to those of a recovery or change, if there is one."""
-    begin = time.monotonic()
-    yield
-    if cause is not None:
-        cause.parts[part] = time.monotonic() - begin
 
 
 def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:

@@ -3,35 +3,20 @@
 Every method (PyTorch DDP, ZeRO 1 to 3, out-of-order backpropagation, Centauri) gives tasks for the three
 streams of a rank; `simulate` runs any of them. No stream slows another down here: contention is the pair
 profile's business, and the same for every method.
-
-A *use* is one pass of one micro-batch over one unit; sizes are per rank, payloads of whole tensors.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 
-from braid.scheduling.cluster import ClusterSpec, Group
+from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.layer import Priority
-from braid.scheduling.planner.model import Choice, Method, Step, Unit, choices
-from braid.scheduling.planner.operation import STREAM_OF, Task, chain_ns, makespan_ns, run_in_order
-from braid.scheduling.planner.partition import Collective, Stage, partition_space, stage_ns
+from braid.scheduling.planner.model import Choice, Method, Step, choices
+from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.planner.step_builder import StepBuilder, StepTask, Use
 from braid.scheduling.trace import Span
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTask(Task):
-    """A task with its place in the step; ``bytes`` are those of a collective's payload."""
-
-    operator: str
-    step: int
-    micro_batch: int
-    layer: int
-    bytes: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +67,7 @@ def step_tasks(
     method: Method, step: Step, cluster: ClusterSpec, choice: Choice, steps: int = 1
 ) -> tuple[StepTask, ...]:
     """The tasks of so many optimizer steps; the order on every stream is theirs in the result."""
-    builder = _Builder(step, cluster, choice)
+    builder = StepBuilder(step, cluster, choice)
     for number in range(steps):
         if method.shards_parameters:
             _sharded_step(builder, method, number)
@@ -121,146 +106,8 @@ def serialised(tasks: Sequence[StepTask]) -> tuple[StepTask, ...]:
     return (ordered[0], *(replace(b, after=(a.name,)) for a, b in pairwise(ordered)))
 
 
-@dataclass(frozen=True)
-class _Use:
-    """One pass of one micro-batch over one unit; the prefix of its tasks' names."""
-
-    step: int
-    micro_batch: int
-    layer: int
-    unit: Unit
-
-    @property
-    def weight(self) -> tuple[int, str]:
-        """Which of the model's weights it is."""
-        return self.layer, self.unit.name
-
-    def task(self, operator: str, chunk: int | str = 0) -> str:
-        return f"{self.step}.{self.micro_batch}.{self.layer}.{self.unit.name}.{operator}.{chunk}"
-
-
-class _Builder:
-    """Collects tasks per stream, in static order."""
-
-    def __init__(self, step: Step, cluster: ClusterSpec, choice: Choice) -> None:
-        self.step, self.cluster, self.choice = step, cluster, choice
-        self.queues: dict[Stream, list[StepTask]] = defaultdict(list)
-        self.consumed: list[tuple[float, str]] = []
-        """Bytes of every part gathered so far and the task that lets go of it."""
-        self.pending: dict[tuple[int, str], tuple[_Use, list[str]]] = {}
-        """Units, by layer and name, that the step before has not updated yet; the ends of their gradients."""
-        self.gathered: dict[tuple[int, str], list[tuple[str, ...]]] = {}
-        """What the parts of a unit's first forward pass wait for."""
-        self._stages = cache(self._find_stages)
-
-    def uses(self, step: int, micro_batch: int) -> list[_Use]:
-        """The units of all layers in the order of the forward pass."""
-        layers = range(self.step.layers)
-        return [_Use(step, micro_batch, layer, unit) for layer in layers for unit in self.step.units]
-
-    def compute(self, use: _Use, operator: str, chunk: int, chunks: int, after: Iterable[str] = ()) -> str:
-        """Part of a forward pass (or of a gradient) of a unit's matrix product."""
-        ns = chain_ns(self.cluster.gpu, (use.unit.matmul,), 1 / chunks)
-        return self._add(
-            use, operator, chunk, Stream.COMPUTE, ns, after, flops=use.unit.matmul.flops // chunks
-        )
-
-    def attached(self, use: _Use, backward: bool) -> None:
-        """The operators of a unit that have no weights, if any."""
-        ns = use.unit.attached_backward_ns if backward else use.unit.attached_forward_ns
-        if ns:
-            self._add(use, "attached_backward" if backward else "attached", 0, Stream.COMPUTE, ns)
-
-    def update(self, use: _Use, sharded: bool, after: Iterable[str]) -> str:
-        """The optimizer on a unit's parameters, or on this rank's share of them."""
-        share = self.step.group.size if sharded else 1
-        ns = use.unit.parameters * self.step.optimizer_ns_per_parameter / share
-        launched = round(self.cluster.gpu.launch_ns + ns)
-        return self._add(use, "optimizer", 0, Stream.COMPUTE, launched, after)
-
-    def collective(
-        self,
-        use: _Use,
-        operator: str,
-        kind: Kind,
-        part: tuple[int, int],
-        after: Iterable[str],
-        group: Group | None = None,
-    ) -> str:
-        """All stages of a part (number, of how many) of a unit's collective; the name of the last.
-
-        Without ``group`` it is that of the step and the payload the unit; else the rank's shard of it.
-        """
-        chunk, chunks = part
-        payload = use.unit.parameters * self.step.element_bytes
-        if group is None:
-            group = self.step.group
-        else:
-            payload = -(-payload // self.step.group.size)
-        if group.size == 1:
-            return self._add(use, operator, chunk, Stream.INTRA, 0, after)
-        name = ""
-        for number, stage in enumerate(self._stages(kind, payload, group)):
-            ns = self.cluster.gpu.launch_ns + stage_ns(self.cluster, stage, chunks)
-            waits = (name,) if number else after
-            label = f"{chunk}.{number}"
-            sent = round(stage.payload_bytes / chunks)
-            name = self._add(use, operator, label, STREAM_OF[stage.group.level], ns, waits, sent=sent)
-        return name
-
-    def room(self, size: float, budget: float) -> tuple[str, ...]:
-        """The task that must end before another part of so many bytes is within the budget."""
-        held = size
-        for bytes_held, task in reversed(self.consumed):
-            held += bytes_held
-            if held > budget:
-                return (task,)
-        return ()
-
-    def _find_stages(self, kind: Kind, payload: int, group: Group) -> tuple[Stage, ...]:
-        """Direct, or nodes x ranks of a node in the order that sends least between nodes."""
-        space = partition_space(Collective(kind=kind, payload_bytes=payload), group, self.cluster)
-        mesh = (group.nodes, group.per_node)
-        if not self.choice.hierarchical or 1 in mesh:
-            return space.schemes[0].stages
-        found = [scheme.stages for scheme in space.schemes if scheme.mesh == mesh and scheme.chunks == 1]
-
-        def between(stages: tuple[Stage, ...]) -> tuple[float, int]:
-            inter = [stage.payload_bytes for stage in stages if stage.group.per_node == 1]
-            return sum(inter), len(stages)
-
-        return min(found, key=between)
-
-    def _add(
-        self,
-        use: _Use,
-        operator: str,
-        chunk: int | str,
-        stream: Stream,
-        ns: int,
-        after: Iterable[str] = (),
-        *,
-        sent: int = 0,
-        flops: int = 0,
-    ) -> str:
-        task = StepTask(
-            name=use.task(operator, chunk),
-            stream=stream,
-            ns=ns,
-            after=tuple(after),
-            operator=f"{use.unit.name}.{operator}.{chunk}",
-            step=use.step,
-            micro_batch=use.micro_batch,
-            layer=use.layer,
-            bytes=sent,
-            flops=flops,
-        )
-        self.queues[stream].append(task)
-        return task.name
-
-
 def _backward(
-    builder: _Builder, use: _Use, chunks: int, parts: int = 1, gathered: Sequence[str] = ()
+    builder: StepBuilder, use: Use, chunks: int, parts: int = 1, gathered: Sequence[str] = ()
 ) -> list[str]:
     """Both gradients of a unit by the chosen priority; the tasks of the weight gradient."""
     builder.attached(use, backward=True)
@@ -275,7 +122,7 @@ def _backward(
     return weights
 
 
-def _sharded_step(builder: _Builder, method: Method, number: int) -> None:
+def _sharded_step(builder: StepBuilder, method: Method, number: int) -> None:
     """ZeRO 3 and its partitioned form: a unit is gathered, used and let go of.
 
     ZeRO 3 gathers a unit while the one before computes. Centauri gathers parts as far ahead as the same
@@ -319,7 +166,7 @@ def _sharded_step(builder: _Builder, method: Method, number: int) -> None:
 class _ShardedUse:
     """A use of a unit that is gathered for it, unless it is still there."""
 
-    use: _Use
+    use: Use
     backward: bool
     again: bool
     """The use before was of the same unit."""
@@ -327,9 +174,9 @@ class _ShardedUse:
     """Start of the names of the tasks after which the parts are let go of."""
 
 
-def _sharded_uses(builder: _Builder, number: int) -> list[_ShardedUse]:
+def _sharded_uses(builder: StepBuilder, number: int) -> list[_ShardedUse]:
     """All uses of a step in order: forward and backward of every micro-batch."""
-    order: list[tuple[_Use, bool]] = []
+    order: list[tuple[Use, bool]] = []
     for micro_batch in range(builder.step.micro_batches):
         forward = builder.uses(number, micro_batch)
         order += [(use, False) for use in forward] + [(use, True) for use in reversed(forward)]
@@ -337,7 +184,7 @@ def _sharded_uses(builder: _Builder, number: int) -> list[_ShardedUse]:
     last = ""
     for n, (use, backward) in reversed(list(enumerate(order))):
 
-        def same(other: int, use: _Use = use) -> bool:
+        def same(other: int, use: Use = use) -> bool:
             return 0 <= other < len(order) and order[other][0].weight == use.weight
 
         if not same(n + 1):
@@ -346,7 +193,7 @@ def _sharded_uses(builder: _Builder, number: int) -> list[_ShardedUse]:
     return uses[::-1]
 
 
-def _gather_part(builder: _Builder, sharded: _ShardedUse, c: int, budget: float, whole: bool) -> str:
+def _gather_part(builder: StepBuilder, sharded: _ShardedUse, c: int, budget: float, whole: bool) -> str:
     """Gather a part of a unit once there is room for it and it is up to date."""
     use, chunks = sharded.use, builder.choice.chunks
     size = use.unit.parameters / chunks
@@ -359,13 +206,13 @@ def _gather_part(builder: _Builder, sharded: _ShardedUse, c: int, budget: float,
     return builder.collective(use, label, Kind.ALL_GATHER, (c, chunks), after)
 
 
-def _replicated_step(builder: _Builder, method: Method, number: int, final: bool) -> None:
+def _replicated_step(builder: StepBuilder, method: Method, number: int, final: bool) -> None:
     """Every rank holds all parameters: gradients are reduced behind the backward pass."""
     step, choice = builder.step, builder.choice
     kind = Kind.REDUCE_SCATTER if choice.substituted else Kind.ALL_REDUCE
     # A baseline's update waits for all gradients, and its next forward pass for all parameters.
     one_by_one = method in (Method.CENTAURI, Method.OOO_BACKPROP)
-    reduced: dict[_Use, list[str]] = defaultdict(list)
+    reduced: dict[Use, list[str]] = defaultdict(list)
     for micro_batch in range(step.micro_batches):
         uses = builder.uses(number, micro_batch)
         last = micro_batch == step.micro_batches - 1
@@ -389,7 +236,7 @@ def _replicated_step(builder: _Builder, method: Method, number: int, final: bool
         _gather_updated(builder, order, one_by_one)
 
 
-def _replicated_forward(builder: _Builder, use: _Use) -> None:
+def _replicated_forward(builder: StepBuilder, use: Use) -> None:
     """Forward pass of a unit, after whatever the step before has left to wait for."""
     if use.weight in builder.pending:
         before, reduced = builder.pending.pop(use.weight)
@@ -401,8 +248,8 @@ def _replicated_forward(builder: _Builder, use: _Use) -> None:
 
 
 def _replicated_backward(
-    builder: _Builder, uses: Sequence[_Use], delayed: int, chunks: int
-) -> Iterator[tuple[_Use, list[str]]]:
+    builder: StepBuilder, uses: Sequence[Use], delayed: int, chunks: int
+) -> Iterator[tuple[Use, list[str]]]:
     """Backward pass of all units; yields the parts of every weight gradient in the order of their making."""
     for use in reversed(uses):
         if use.layer >= delayed:
@@ -415,7 +262,7 @@ def _replicated_backward(
             yield use, [builder.compute(use, "weight_gradient", c, chunks) for c in range(chunks)]
 
 
-def _gather_updated(builder: _Builder, order: Sequence[_Use], one_by_one: bool) -> None:
+def _gather_updated(builder: StepBuilder, order: Sequence[Use], one_by_one: bool) -> None:
     """All-gather of the updated parameters, and what the next forward pass waits for."""
     chunks = builder.choice.chunks
     updates = tuple(use.task("optimizer") for use in order)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from braid.scheduling.cluster import Group
+from braid.scheduling.planner.chain import ChainOperator
 from braid.scheduling.planner.layer import Priority
-from braid.scheduling.planner.partition import CHUNK_COUNTS, ChainOperator
+from braid.scheduling.planner.partition import CHUNK_COUNTS
 from braid.scheduling.records import require_positive
 
 

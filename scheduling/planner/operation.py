@@ -14,9 +14,9 @@ from typing import Final
 from braid.scheduling import physics
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, Level
 from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.chain import ChainOperator, chain_ns, compute_ns
 from braid.scheduling.planner.partition import (
     CHUNK_COUNTS,
-    ChainOperator,
     Collective,
     Scheme,
     Stage,
@@ -70,19 +70,6 @@ def reversed_in_time(tasks: Sequence[Task]) -> tuple[Task, ...]:
         for name in task.after:
             followers[name].append(task.name)
     return tuple(replace(task, after=tuple(followers[task.name])) for task in reversed(tasks))
-
-
-def compute_ns(gpu: Gpu, flops: float, traffic_bytes: float) -> int:
-    """Time of an operator with its launch: bound by arithmetic at its size's efficiency, or by memory."""
-    ns = traffic_bytes / (gpu.memory_bytes_per_s * gpu.memory_efficiency) * 1e9
-    if flops:
-        ns = max(ns, flops / (gpu.peak_flops_per_s * gpu.gemm.at(flops)) * 1e9)
-    return round(gpu.launch_ns + ns)
-
-
-def chain_ns(gpu: Gpu, chain: Iterable[ChainOperator], share: float = 1.0) -> int:
-    """Time of a share of every operator of a chain."""
-    return sum(compute_ns(gpu, op.flops * share, op.traffic_bytes * share) for op in chain)
 
 
 def algorithm_1(

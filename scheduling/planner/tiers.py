@@ -10,11 +10,12 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Kind, Operator, Part, Pass
 from braid.scheduling.plan import CollectiveNote, TierNote
+from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul
 from braid.scheduling.planner.layer import BackwardCosts, decide_priority
 from braid.scheduling.planner.model import LaunchCosts, decide_launch
 from braid.scheduling.planner.operation import Overlap, schedule_operation
 from braid.scheduling.planner.orders import Bench
-from braid.scheduling.planner.partition import ChainOperator, Collective, Dim, Role, matmul
+from braid.scheduling.planner.partition import Collective
 from braid.scheduling.simulate import Simulation
 
 

@@ -1,18 +1,14 @@
 """How many failures a run puts up with, against a plain account of them."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.config import FailureConfig
 from braid.actors.controller.budget import RestartBudget
-from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerError
-from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.interruptions import Interruptions
 from braid.actors.controller.steps import SpikeError
-from braid.actors.stage.messages import RunPlan
-from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
@@ -59,18 +55,15 @@ def test_never_more_than_there_are(most: int, refill: int, events: list[bool]) -
         assert put_up_with <= most + step // refill
 
 
-def test_tries_of_a_recovery_and_spikes_have_counts_of_their_own(tmp_path: Path) -> None:
-    config = small_config(tmp_path, failure={"max_restarts": 2, "max_tries": 4})
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule="", data="")
-    controller = Controller(plan, ProcessLauncher(config), RunOptions())
+def test_tries_of_a_recovery_and_spikes_have_counts_of_their_own() -> None:
+    interruptions = Interruptions(FailureConfig(max_restarts=2, max_tries=4))
     lost, spike = WorkerError(0, "its process ended"), SpikeError(0, "the loss is high")
-    assert [controller._goes_on_after(lost) for _ in range(5)] == [True] * 4 + [False], (
+    assert [interruptions.goes_on_after(lost) for _ in range(5)] == [True] * 4 + [False], (
         "tries of one recovery"
     )
-    assert controller._budget.spent == 1
-    assert all(controller._goes_on_after(spike) for _ in range(10))
-    assert controller._budget.spent == 1
+    assert interruptions.budget.spent == 1
+    assert all(interruptions.goes_on_after(spike) for _ in range(10))
+    assert interruptions.budget.spent == 1
     for going_on in (True, False):
-        controller._tries = 0  # a step was done
-        assert controller._goes_on_after(lost) == going_on
+        assert interruptions.step_done(0, now=0.0) == []
+        assert interruptions.goes_on_after(lost) == going_on

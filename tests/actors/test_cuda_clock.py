@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from braid.actors.stage import streams
+from braid.actors.stage import cuda_streams
 from braid.actors.stage.cuda_streams import CudaStreams
 
 MINUTE = 60_000_000_000
@@ -31,7 +31,7 @@ class Event:
 def clock(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(streams, "_record", lambda stream: Event(0))
+    monkeypatch.setattr(cuda_streams, "_record", lambda stream: Event(0))
     return CudaStreams(torch.device("cuda"))
 
 

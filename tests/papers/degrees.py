@@ -20,14 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from braid.scheduling.block_profile import BlockProfile, read_block_profile
-from braid.scheduling.planner.tensor_degrees import (
+from braid.scheduling.planner.degree_problem import (
     DegreeCosts,
     DegreeProblem,
     PassCosts,
+    problem_from_profile,
+)
+from braid.scheduling.planner.tensor_degrees import (
     brute_force,
     describe_degrees,
     plan_degrees,
-    problem_from_profile,
     strategy_memory_bytes,
 )
 from tests.papers.oases import DEVICES, Comparison, compare

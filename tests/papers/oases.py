@@ -9,13 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
-from braid.scheduling.planner.tensor_degrees import (
-    DegreeProblem,
-    plan_degrees,
-    problem_from_profile,
-    strategy_cost,
-    strategy_memory_bytes,
-)
+from braid.scheduling.planner.degree_problem import DegreeProblem, problem_from_profile
+from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
 from tests.papers.sub_batch import (
     SubBatching,
     layer_times,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
 from braid.scheduling.operators import Stream
-from braid.scheduling.planner.tensor_degrees import PassCosts
+from braid.scheduling.planner.degree_problem import PassCosts
 from tests.papers.sub_batch import (
     BlockTimes,
     Operation,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from braid.scheduling.cluster import ClusterSpec, Group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.chain import Dim, chain_ns, matmul
 from braid.scheduling.planner.data_parallel import (
     StepResult,
-    StepTask,
     schedule_step,
     serialised,
     simulate,
@@ -21,8 +21,8 @@ from braid.scheduling.planner.data_parallel import (
 )
 from braid.scheduling.planner.layer import Priority
 from braid.scheduling.planner.model import Choice, Method, Step, Unit, choices, state_bytes
-from braid.scheduling.planner.operation import chain_ns, makespan_ns, run_in_order
-from braid.scheduling.planner.partition import Dim, matmul
+from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.planner.step_builder import StepTask
 from braid.scheduling.records import from_mapping, to_mapping
 from tests.papers.centauri import report, rows
 from tests.scheduling.test_partition import centauri_cluster

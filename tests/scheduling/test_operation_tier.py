@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from braid.scheduling.cluster import Group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.chain import Dim, chain_ns, matmul, pointwise
 from braid.scheduling.planner.operation import (
     OperationDecision,
     Overlap,
     Task,
     algorithm_1,
-    chain_ns,
     makespan_ns,
     reversed_in_time,
     run_in_order,
@@ -22,7 +22,7 @@ from braid.scheduling.planner.operation import (
     scheduled_ns,
     scheme_tasks,
 )
-from braid.scheduling.planner.partition import Collective, Dim, matmul, partition_space, pointwise
+from braid.scheduling.planner.partition import Collective, partition_space
 from braid.scheduling.records import from_mapping, to_mapping
 from tests.scheduling.test_partition import centauri_cluster
 

@@ -10,21 +10,17 @@ from hypothesis import strategies as st
 from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Group, Level, Link
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind
+from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul, pointwise
 from braid.scheduling.planner.partition import (
     CHUNK_COUNTS,
-    ChainOperator,
     Collective,
     Coverage,
-    Dim,
     PartitionSpace,
     Primitive,
-    Role,
     Scheme,
     Stage,
     balanced_meshes,
-    matmul,
     partition_space,
-    pointwise,
     primitive_ns,
     stage_ns,
     sub_groups,

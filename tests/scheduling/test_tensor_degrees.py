@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize, read_block_profile
-from braid.scheduling.planner.tensor_degrees import (
+from braid.scheduling.planner.degree_problem import (
     MEMORY_UNIT_BYTES,
     DegreeCosts,
     DegreeProblem,
     PassCosts,
+    problem_from_profile,
+    replica_batch,
+)
+from braid.scheduling.planner.tensor_degrees import (
     brute_force,
     describe_degrees,
     plan_degrees,
-    problem_from_profile,
-    replica_batch,
     strategy_cost,
     strategy_memory_bytes,
     uniform,

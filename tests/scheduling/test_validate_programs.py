@@ -96,10 +96,10 @@ def run_an_unknown_operator(at: Place) -> None:
     at.list.insert(n, replace(at.list[n], operator="nothing"))
 
 
-@damage("runs on intra", COLLECTIVE)
-def use_another_stream(at: Place) -> None:
+@damage("no collective runs on the compute stream", COLLECTIVE)
+def use_the_compute_stream(at: Place) -> None:
     n = at.some(Start)
-    at.list[n] = replace(at.list[n], stream=[Stream.INTER, Stream.COMPUTE][at.number(0, 1)])
+    at.list[n] = replace(at.list[n], stream=Stream.COMPUTE)
 
 
 @damage("is not started", COLLECTIVE)

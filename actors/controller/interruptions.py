@@ -1,0 +1,71 @@
+"""What interrupts a run: failures, of which it puts up with only so many, and changes of its ranks."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from braid.actors.config import FailureConfig
+from braid.actors.controller.budget import RestartBudget
+from braid.actors.controller.group import WorkerError
+from braid.actors.controller.recovery import Changed, Failure
+from braid.actors.controller.steps import SpikeError, Spikes
+
+
+class Interruptions:
+    """Those of one run: how many more it puts up with, and what became of the last one."""
+
+    def __init__(self, config: FailureConfig) -> None:
+        self._config = config
+        self.budget = RestartBudget(config.max_restarts, config.refill_steps)
+        self.spikes = Spikes(RestartBudget(config.max_restarts, config.refill_steps))
+        self._tries = 0
+        """Failures since a step was done last."""
+        self.failure: Failure | None = None
+        """What the present generation was formed for, until a step is done."""
+        self._changed: Changed | None = None
+        """The change that it was formed for, until a step is done."""
+
+    def goes_on_after(self, error: WorkerError) -> bool:
+        """Whether a failure is one that the run puts up with: another try of a recovery costs nothing."""
+        if isinstance(error, SpikeError):
+            return True
+        self._tries += 1
+        if self._tries > 1 and self._config.max_restarts:
+            return self._tries <= self._config.max_tries
+        return self.budget.spend()
+
+    @property
+    def wait_s(self) -> float:
+        """Before the next try: failures in a row, none of which trained a step, are waited for longer."""
+        return self._config.backoff_s * 2 ** (self._tries - 2) if self._tries > 1 else 0.0
+
+    @property
+    def counted(self) -> str:
+        """The failures so far, to add to a text about the last one."""
+        tries = f", try {self._tries}" if self._tries > 1 else ""
+        return f" (restart {self.budget}{tries})" if self._tries else ""
+
+    def change(self, changed: Changed) -> None:
+        """The next generation has other ranks, and state from a checkpoint."""
+        self._changed = changed if self._changed is None else self._changed.then(changed)
+        self.failure = None
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of a block to those of the failure or change, if there is one."""
+        cause = self.failure or self._changed
+        begin = time.monotonic()
+        yield
+        if cause is not None:
+            cause.parts[part] = time.monotonic() - begin
+
+    def step_done(self, step: int, now: float) -> list[Failure | Changed]:
+        """So many steps are done: the failure and the change that are over with it."""
+        self._tries = 0
+        self.budget.step_done(step)
+        self.spikes.budget.step_done(step)
+        over = [one for one in (self.failure, self._changed) if one is not None]
+        self.failure = self._changed = None
+        for one in over:
+            one.parts["first step"] = now - one.time - sum(one.parts.values())
+        return over
