@@ -20,6 +20,7 @@ class OperatorDifference:
 
     operator: str
     stream: str
+    """``intra`` where all of its executions were inside nodes, ``inter`` where one was not."""
     first_count: int
     second_count: int
     first_ns: float
@@ -61,15 +62,15 @@ def compare_traces(first: Iterable[Span], second: Iterable[Span]) -> TraceCompar
     by_name = [_by_name(found) for found in spans]
     ranks = [len({span.rank for span in found}) for found in spans]
     rows = []
-    for operator, stream in sorted(set(by_name[0]) | set(by_name[1])):
-        alike = [own.get((operator, stream), []) for own in by_name]
+    for operator in sorted(set(by_name[0]) | set(by_name[1])):
+        alike = [own.get(operator, []) for own in by_name]
         times = [[span.end_ns - span.start_ns for span in own] for own in alike]
         counts = [len(own) // max(1, len({span.rank for span in own})) for own in alike]
         totals = [sum(own) / count for own, count in zip(times, ranks, strict=True)]
         rows.append(
             OperatorDifference(
                 operator=operator,
-                stream=stream,
+                stream=max(span.stream.value for own in alike for span in own),
                 first_count=counts[0],
                 second_count=counts[1],
                 first_ns=median(times[0]) if times[0] else 0.0,
@@ -81,10 +82,11 @@ def compare_traces(first: Iterable[Span], second: Iterable[Span]) -> TraceCompar
     return TraceComparison(first=_totals(spans[0]), second=_totals(spans[1]), operators=tuple(rows))
 
 
-def _by_name(spans: Iterable[Span]) -> Mapping[tuple[str, str], list[Span]]:
-    found: dict[tuple[str, str], list[Span]] = defaultdict(list)
+def _by_name(spans: Iterable[Span]) -> Mapping[str, list[Span]]:
+    """By operator alone: of one axis, some groups may lie inside nodes and others between them."""
+    found: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        found[span.operator, span.stream.value].append(span)
+        found[span.operator].append(span)
     return found
 
 

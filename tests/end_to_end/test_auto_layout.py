@@ -10,6 +10,8 @@ from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
 from tests.end_to_end.command import braid, write_config, write_corpus
 
+pytestmark = pytest.mark.alone
+
 
 def config_of(**sections: object) -> Config:
     return parse_config(
@@ -62,12 +64,14 @@ def test_of_many_layouts_the_most_promising() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
-def test_a_run_takes_the_fastest_and_its_plan_repeats_it(tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize(("launcher", "parallel"), [("processes", "auto"), ("ray", {"auto": True, "pp": 1})])
+def test_a_run_takes_the_fastest_and_its_plan_repeats_it(
+    tmp_path: Path, launcher: str, parallel: object
+) -> None:
     write_corpus(tmp_path)
-    write_config(tmp_path, train={"steps": 4}, parallel="auto", overlap={"schedule": "auto"})
+    write_config(tmp_path, train={"steps": 4}, parallel=parallel, overlap={"schedule": "auto"})
     common = ("train", "run.yaml", "--launcher", launcher, "--set", "cluster.cpus_per_rank=1")
-    first = braid(tmp_path, *common)
+    first = braid(tmp_path, *common, timeout=240)
     assert first.code == 0, first.errors
     run = tmp_path / "runs" / "run"
     plan = read_plan(run / "plan.yaml")

@@ -35,6 +35,9 @@ QUICK = {
 """Ray notices a lost node in seconds."""
 
 
+pytestmark = pytest.mark.alone
+
+
 @pytest.fixture
 def nodes() -> Iterator[Any]:
     """A Ray cluster of nodes with one CPU each, on this machine, whose head has none."""

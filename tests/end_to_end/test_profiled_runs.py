@@ -11,6 +11,9 @@ from tests.end_to_end.command import braid, write_config, write_corpus
 MODEL = {"hidden": 32, "layers": 2, "heads": 4, "sequence": 32}
 
 
+pytestmark = pytest.mark.alone
+
+
 def prepare(folder: Path, **sections: Any) -> None:
     write_corpus(folder)
     sections = {"parallel": {"tp": 2}, **sections}
@@ -107,23 +110,3 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
     assert outcome.code == 2
     assert "nothing.json" in outcome.errors
     assert not (tmp_path / "runs" / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}], ids=["tp2", "pp2", "dp2", "tp2pp2"]
-)
-def test_everything_predicted_is_measured_and_the_reverse(tmp_path: Path, parallel: dict[str, int]) -> None:
-    """One name for an operation, in the simulator and on the ranks; and as many of it."""
-    prepare(tmp_path, parallel=parallel, overlap={"schedule": "braid"}, train={"steps": 3})
-    trained = braid(tmp_path, "train", "run.yaml", "--set", "model.layers=4")
-    assert trained.code == 0, trained.errors
-    traces = [f"runs/run/trace/{name}.json" for name in ("predicted", "measured")]
-    compared = braid(tmp_path, "compare", *traces, "--json")
-    assert compared.code == 0, compared.errors
-    rows = json.loads(compared.output)["operators"]
-    assert len(rows) > 20
-    alone = [row["operator"] for row in rows if not row["first_count"] or not row["second_count"]]
-    assert not alone, "rows without a partner"
-    differing = {r["operator"]: (r["first_count"], r["second_count"]) for r in rows}
-    assert not {name: pair for name, pair in differing.items() if pair[0] != pair[1]}

@@ -96,8 +96,11 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("processes", signal.SIGINT), ("processes", signal.SIGTERM), ("ray", signal.SIGINT)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)  # SIGTERM on Ray: test_elastic.py
 def test_a_signal_saves_and_leaves_nothing_running(
     folder: Path, launcher: str, number: signal.Signals
 ) -> None:

@@ -29,6 +29,9 @@ from tests.end_to_end.command import braid, environment
 SMALL = ("--hidden", "64", "--layers", "1", "--tokens", "32", "--micro-batches", "4", "--rounds", "2")
 
 
+pytestmark = pytest.mark.alone
+
+
 def require_hosts() -> None:
     """Skip, and say why, where hosts cannot be made."""
     try:
@@ -188,12 +191,14 @@ def test_without_root_connections_are_paced(tmp_path: Path) -> None:
     """The command becomes another user once its modules are there, which others may not be able to read."""
     (tmp_path / "home").mkdir()
     tmp_path.chmod(0o777)
+    few = ("--schedules", "megatron,braid", "--no-peers", "--json")
+    words = ["braid", "bench", "overlap", *SMALL, "--link-mbit", "200", *few]
     code = (
         "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
         "import braid.jobs.benchmarks.hosts as hosts\n"
         "from braid.jobs.cli import main\n"
         "hosts.os.geteuid = lambda: 65534\n"
-        f"sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--link-mbit', '200', '--json']!r}; main()"
+        f"sys.argv = {words!r}; main()"
     )
     outcome = run_code(tmp_path, code)
     assert outcome.returncode == 0, outcome.stderr
@@ -204,7 +209,7 @@ def test_without_root_connections_are_paced(tmp_path: Path) -> None:
         row["schedule"]: row["loss"] for row in result["rows"] if not row["schedule"].startswith("torch")
     }
     assert len(set(losses.values())) == 1, losses
-    assert len(losses) > 4
+    assert len(losses) == 2
 
 
 def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
