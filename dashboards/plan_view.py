@@ -75,7 +75,7 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
                 "turn": action.turn,
                 "side": side.kind.value,
                 "stream": action.stream.value if isinstance(action, Start) else None,
-                "late": side.kind is PassKind.END,
+                "left": side.kind is PassKind.END,
                 "ns": solo.get(measured_key(side.run, action.operator)),
             }
         )

@@ -7,7 +7,10 @@ import socket
 import stat
 import struct
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 _SIOCGIFADDR = 0x8915
 _SO_MAX_PACING_RATE = 47
@@ -34,6 +37,20 @@ def bind_gloo(address: str) -> None:
     """Make gloo use the interface of ``address``, unless the user chose one."""
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def store_on(address: str, timeout: timedelta) -> dist.TCPStore:
+    """Host a store on a free port of one address; by itself torch would listen on all that this machine has."""
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+    )
 
 
 class Connections:

@@ -28,7 +28,7 @@ from braid.actors.stage.log import Logged
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel, model_parts
-from braid.actors.stage.network import Connections, bind_gloo
+from braid.actors.stage.network import Connections, bind_gloo, store_on
 from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler
@@ -79,9 +79,7 @@ class Worker(Logged, Rank):
 
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
-        self._store = dist.TCPStore(
-            self.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        self._store = store_on(self.address, timedelta(seconds=timeout_s))
         return int(self._store.port)
 
     def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> None:

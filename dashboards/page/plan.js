@@ -37,7 +37,7 @@ function facts(state) {
 }
 
 function pairingHelp() {
-  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: put off by the layer or the block before (L in the schedule)." });
+  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: an end that the layer or the block before has left (L in the schedule)." });
 }
 
 /** Boxes one after the other, rails from start to wait, bonds between a rail and what the other pass computes. */
@@ -99,25 +99,25 @@ function strands({ sides, actions }) {
     const upper = !rail.turn;
     const y = upper ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
     const alone = !boxes.some((box) => box.x < rail.end && box.x + box.wide > rail.x);
-    const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden, ...lateFrame(rail) });
-    picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to", ...lateNote(rail)]));
+    const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden, ...endFrame(rail) });
+    picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to", ...endNote(rail)]));
   }
   for (const box of boxes) {
     const upper = !box.turn;
     const fill = upper ? colours.strands[1][0] : colours.strands[2][0];
     const y = upper ? top : bottom;
     const group = svg("g", {});
-    group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, ...lateFrame(box) }));
+    group.append(svg("rect", { x: box.x, y, width: box.wide, height: 24, rx: 5, fill, ...endFrame(box) }));
     const most = Math.floor((box.wide - 6) / 6);
     const name = box.operator.split("/").at(-1);
     if (most > 2) group.append(label(box.x + 4, y + 16, name.length > most ? `${name.slice(0, most - 1)}…` : name, upper ? "#001a2b" : "#201500"));
-    picture.append(named(group, [box.operator, ["pass", PASSES[box.side]], ["alone", nanoseconds(box.ns)], ...lateNote(box)]));
+    picture.append(named(group, [box.operator, ["pass", PASSES[box.side]], ["alone", nanoseconds(box.ns)], ...endNote(box)]));
   }
   return el("div", { class: "strands", tabindex: 0, role: "group", "aria-label": "Pairing; scroll sideways" }, picture);
 }
 
-const lateFrame = ({ late }) => (late ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
-const lateNote = ({ late }) => (late ? ["put off by the layer or the block before"] : []);
+const endFrame = ({ left }) => (left ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
+const endNote = ({ left }) => (left ? ["an end that the layer or the block before has left"] : []);
 
 /** Give overlapping rails lanes of their own; returns how many there are. */
 function stack(rails) {

@@ -35,7 +35,7 @@ class _DualPipeStage:
         self._chunks = (stage, 2 * stages - 1 - stage)
         self._forwards = [0, 0]
         self._backwards = [0, 0]
-        self._owed: list[Pass] = []
+        self._waiting: list[Pass] = []
         self._order: list[Block] = []
 
     def order(self) -> list[Block]:
@@ -69,7 +69,7 @@ class _DualPipeStage:
         for _ in range(behind):
             self._weights()
             self._backward(0, split=True)
-        while self._owed:
+        while self._waiting:
             self._weights()
         return self._order
 
@@ -87,13 +87,13 @@ class _DualPipeStage:
     def _backward(self, which: int, *, split: bool = False) -> None:
         one = self._next_backward(which)
         if split:
-            self._owed.append(one)
+            self._waiting.append(one)
             one = backward_pass(one.micro_batch, one.chunk, PassKind.INPUT)
         self._order += alone(one)
 
     def _weights(self) -> None:
-        if self._owed:
-            one = self._owed.pop(0)
+        if self._waiting:
+            one = self._waiting.pop(0)
             self._order += alone(backward_pass(one.micro_batch, one.chunk, PassKind.WEIGHT))
 
     def _pair(self, forward: int, backward: int) -> None:
@@ -118,7 +118,7 @@ class _ZeroBubble:
         self._layout, self._m = layout, micro_batches
         self._orders: list[list[Pass]] = [[] for _ in range(layout.pp)]
         self._ends: dict[Pass, int] = {}
-        self._owed: list[list[Pass]] = [[] for _ in range(layout.pp)]
+        self._waiting: list[list[Pass]] = [[] for _ in range(layout.pp)]
         self._alive = [0] * layout.pp
         self._next = {(chunk, direction): 0 for chunk in range(layout.chunks) for direction in Direction}
 
@@ -142,7 +142,7 @@ class _ZeroBubble:
             inputs = backward_pass(m, chunk, PassKind.INPUT)
             if m < self._m and self._ready(inputs, slot):
                 self._next[chunk, Direction.BACKWARD] += 1
-                self._owed[stage].append(backward_pass(m, chunk, PassKind.WEIGHT))
+                self._waiting[stage].append(backward_pass(m, chunk, PassKind.WEIGHT))
                 return inputs
         for chunk in (late, early):
             m = self._next[chunk, Direction.FORWARD]
@@ -152,9 +152,9 @@ class _ZeroBubble:
                 self._next[chunk, Direction.FORWARD] += 1
                 self._alive[stage] += chunk == early
                 return ahead
-        if not self._owed[stage]:
+        if not self._waiting[stage]:
             return None
-        weights = self._owed[stage].pop(0)
+        weights = self._waiting[stage].pop(0)
         self._alive[stage] -= weights.chunk == early
         return weights
 

@@ -15,7 +15,7 @@ from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.beam import beam_order
-from braid.scheduling.planner.late import gives_gradient, late_sets, run_order
+from braid.scheduling.planner.ends import gives_gradient, possible_ends, run_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -26,7 +26,7 @@ from braid.scheduling.planner.list_schedule import (
     turns_order,
 )
 from braid.scheduling.planner.pairing import Pairing, pair
-from braid.scheduling.planner.strands import PairProblem, joint_problem, pair_problem, put_off
+from braid.scheduling.planner.strands import PairProblem, joint_problem, leaving, pair_problem
 from braid.scheduling.profile import Profile
 from braid.scheduling.rounds import rounds
 from braid.scheduling.schedule import PassKind, Schedule, Side, Sides
@@ -70,9 +70,9 @@ def decisions(bench: Bench) -> list[Decision]:
     That fills blocks which follow each other better. What the last one leaves runs by itself, or (both are
     tried) in the backward pass by itself that follows.
     """
-    found = [_decide(bench, tails=False)]
+    found = [_decide(bench, whole_ends=False)]
     if bench.setting.kind.pairs is PairMethod.ORDER and bench.setting.fused:
-        other = _decide(bench, tails=True)
+        other = _decide(bench, whole_ends=True)
         if _several(other[0]) != _several(found[0][0]):
             found.append(other)
         found += [(ends, note) for choices, note in found if (ends := _with_ends(bench, choices)) != choices]
@@ -83,7 +83,7 @@ def _several(choices: Choices) -> dict[str, Order]:
     return {sides: order for sides, order in choices.orders.items() if "|" in sides}
 
 
-def _decide(bench: Bench, *, tails: bool) -> Decision:
+def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
     kind, orders = bench.setting.kind, dict[str, Order]()
     note = None
     if kind.searched:
@@ -93,7 +93,7 @@ def _decide(bench: Bench, *, tails: bool) -> Decision:
     if bench.setting.pipeline == "twins":
         orders |= _twin_orders(bench)
     if kind.pairs is not None and bench.setting.fused:
-        pairings, note = _decide_runs(bench, tails=tails)
+        pairings, note = _decide_runs(bench, whole_ends=whole_ends)
         orders |= pairings
     elif kind.pairs is not None:
         sides, order, note = decide_pairing(layer_pair(bench), kind.pairs)
@@ -139,12 +139,12 @@ def _with_ends(bench: Bench, choices: Choices) -> Choices:
     for text, order in choices.orders.items():
         sides = text.split("|")
         if len(sides) > 1 and sides[0].startswith("F:") and sides[1].startswith("B:"):
-            late = frozenset(step.removeprefix("2:") for step in order if step.startswith("2:"))
-            left[sides[1].removeprefix("B:")].add(late)
+            names = frozenset(step.removeprefix("2:") for step in order if step.startswith("2:"))
+            left[sides[1].removeprefix("B:")].add(names)
     for name, sets in left.items():
-        if len(sets) == 1 and (late := next(iter(sets))):
+        if len(sets) == 1 and (names := next(iter(sets))):
             graph = bench.parts[name].backward
-            end = Graph(operators=tuple(op for op in graph.operators if op.name in late))
+            end = Graph(operators=tuple(op for op in graph.operators if op.name in names))
             problem = joint_problem([graph, end], bench.profile, first=1)
             orders[write_sides([Side(_B, name), Side(_L, name)])] = _order_alone(problem)
     return replace(choices, orders=orders)
@@ -159,7 +159,7 @@ def layer_pair(bench: Bench) -> PairProblem:
     return pair_problem(layer.forward, layer.backward, bench.profile)
 
 
-def _decide_runs(bench: Bench, *, tails: bool) -> tuple[dict[str, Order], PairingNote | None]:
+def _decide_runs(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], PairingNote | None]:
     """An order for every pair of runs that blocks bring together; the note is of the longest pair."""
     setting = bench.setting
     if setting.kind.pairs is not PairMethod.ORDER:
@@ -170,10 +170,10 @@ def _decide_runs(bench: Bench, *, tails: bool) -> tuple[dict[str, Order], Pairin
     for (first, second), goes_on in _meeting_runs(bench).items():
         ahead, behind = bench.parts[first], bench.parts[second]
         problem = pair_problem(ahead.forward, behind.backward, bench.profile)
-        tail = tails and goes_on and not gives_gradient(behind)
-        late, found = run_order(problem, goes_on=goes_on, tail=tail)
-        sides = _pair_sides(first, second, late)
-        orders[write_sides(sides)] = order_steps(problem, found.operators, late)
+        whole = whole_ends and goes_on and not gives_gradient(behind)
+        end, found = run_order(problem, goes_on=goes_on, whole=whole)
+        sides = _pair_sides(first, second, end)
+        orders[write_sides(sides)] = order_steps(problem, found.operators, end)
         turns = issue_ns(problem, turns_order(problem))
         notes.append(
             PairingNote(
@@ -188,9 +188,9 @@ def _decide_runs(bench: Bench, *, tails: bool) -> tuple[dict[str, Order], Pairin
     return orders, max(notes, key=lambda note: note.serial_ns, default=None)
 
 
-def _pair_sides(first: str, second: str, late: Collection[str]) -> Sides:
+def _pair_sides(first: str, second: str, end: Collection[str]) -> Sides:
     sides = Side(_F, first), Side(_B, second)
-    return (*sides, Side(_L, second)) if late else sides
+    return (*sides, Side(_L, second)) if end else sides
 
 
 def _meeting_runs(bench: Bench) -> dict[tuple[str, str], bool]:
@@ -227,7 +227,7 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Ord
 
     ``ORDER`` takes the better of the list schedule and the segments between barriers.
     """
-    segments, late, found = _searched(problem)
+    segments, end, found = _searched(problem)
     in_turns = issue_ns(problem, turns_order(problem))
     prices = {
         PairMethod.ORDER: found.ns,
@@ -239,10 +239,10 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Ord
         chosen = PairMethod.BARRIERS
     order: Order = ()
     if chosen is PairMethod.ORDER:
-        order = order_steps(problem, found.operators, late)
+        order = order_steps(problem, found.operators, end)
     elif chosen is PairMethod.BARRIERS:
         order = segment_steps(segments)
-    sides = _pair_sides("layer", "layer", late if chosen is PairMethod.ORDER else ())
+    sides = _pair_sides("layer", "layer", end if chosen is PairMethod.ORDER else ())
     others = {str(other): ns for other, ns in prices.items() if other is not chosen}
     others["serial"] = problem.serial_ns
     runner_up = min(others, key=others.__getitem__)
@@ -259,15 +259,15 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Ord
 
 @lru_cache(maxsize=1024)
 def _searched(problem: PairProblem) -> tuple[Pairing, tuple[str, ...], IssueOrder]:
-    """Segments between barriers, the weight gradients that are put off without them, and the order then.
+    """Segments between barriers, the end that is left without them, and the order then.
 
     Kept: layouts and schedules of a search often have layers in common.
     """
     segments = pair(problem)
     start = pairing_order(problem, segments)
-    found = [(late, list_schedule(put_off(problem, late), [start])) for late in late_sets(problem)]
-    late, best = min(found, key=lambda one: round(one[1].ns))
-    return segments, late, best
+    found = [(end, list_schedule(leaving(problem, end), [start])) for end in possible_ends(problem)]
+    end, best = min(found, key=lambda one: round(one[1].ns))
+    return segments, end, best
 
 
 def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
@@ -275,21 +275,21 @@ def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
 
     `ValueError` for layers that it would take too long for.
     """
-    late, best = min(
-        ((late, exact_order(put_off(problem, late))) for late in late_sets(problem)),
+    end, best = min(
+        ((end, exact_order(leaving(problem, end))) for end in possible_ends(problem)),
         key=lambda one: one[1].ns,
     )
-    return _pair_sides("layer", "layer", late), order_steps(problem, best.operators, late), best.ns
+    return _pair_sides("layer", "layer", end), order_steps(problem, best.operators, end), best.ns
 
 
-def order_steps(problem: PairProblem, order: tuple[int, ...], late: tuple[str, ...] = ()) -> Order:
+def order_steps(problem: PairProblem, order: tuple[int, ...], end: tuple[str, ...] = ()) -> Order:
     """An order of issue as the steps of a decision."""
     forward, backward = problem.forward.names, problem.backward.names
     count = len(forward)
     return tuple(
         write_step(0, forward[op])
         if op < count
-        else write_step(2 if backward[op - count] in late else 1, backward[op - count])
+        else write_step(2 if backward[op - count] in end else 1, backward[op - count])
         for op in order
     )
 

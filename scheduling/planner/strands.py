@@ -123,16 +123,16 @@ class PairProblem:
         return max(loads)
 
 
-def put_off(problem: PairProblem, names: Collection[str]) -> PairProblem:
-    """The problem with operators of the backward pass before in the place of this one's.
+def leaving(problem: PairProblem, end: Collection[str]) -> PairProblem:
+    """The problem with the end of the backward pass before in the place of this one's.
 
-    Paired programs follow each other, so what one puts off has all it needs from the next one's begin, but
-    for what is put off as well. Nothing that stays may need what is put off.
+    Paired programs follow each other, so the end that one leaves has all it needs from the next one's begin,
+    but for what belongs to it too. Nothing that stays may need it.
     """
     graph = problem.backward
-    late = sum(1 << n for n, name in enumerate(graph.names) if name in names)
-    before = tuple(mask & late if late >> n & 1 else mask for n, mask in enumerate(graph.before))
-    assert not any(mask & late for n, mask in enumerate(graph.before) if not late >> n & 1)
+    left = sum(1 << n for n, name in enumerate(graph.names) if name in end)
+    before = tuple(mask & left if left >> n & 1 else mask for n, mask in enumerate(graph.before))
+    assert not any(mask & left for n, mask in enumerate(graph.before) if not left >> n & 1)
     return replace(problem, backward=replace(graph, before=before))
 
 

@@ -2,10 +2,12 @@
 
 import socket
 import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from braid.actors.stage.network import _SO_MAX_PACING_RATE, Connections
+from braid.actors.stage.network import _SO_MAX_PACING_RATE, Connections, store_on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
 
@@ -47,3 +49,16 @@ def test_what_was_closed_meanwhile_is_left_alone() -> None:
     connections.shut()
     assert other.recv(1) == b""
     other.close()
+
+
+def test_a_store_listens_on_one_address_alone() -> None:
+    store = store_on("127.0.0.1", timedelta(seconds=5))
+    store.set("key", "value")
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        (address, port), state = line.split()[1].split(":"), line.split()[3]
+        if int(port, 16) == store.port and state == "0A":  # listening
+            assert address == "0100007F"
+            break
+    else:
+        raise AssertionError("nothing listens")
+    assert not any(f":{store.port:04X} " in line for line in Path("/proc/net/tcp6").read_text().splitlines())

@@ -95,7 +95,7 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
             assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
 
 
-def test_what_is_put_off_is_marked_in_the_pairing(finished: Path) -> None:
+def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
     schedule = read_schedule(finished)
     assert schedule is not None
     ((sides, program),) = ((s, p) for s, p in schedule.programs.items() if len(s) > 1)
@@ -105,7 +105,7 @@ def test_what_is_put_off_is_marked_in_the_pairing(finished: Path) -> None:
     (pair,) = read(finished).state()["schedule"]["pairs"]
     assert pair["sides"] == ["F:layer", "B:layer", "L:layer"]
     assert [action.get("side") for action in pair["actions"]] == wanted
-    assert [action.get("late", False) for action in pair["actions"]] == [one == "L" for one in wanted]
+    assert [action.get("left", False) for action in pair["actions"]] == [one == "L" for one in wanted]
 
 
 def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
@@ -316,7 +316,7 @@ def test_time_in_some_intervals_and_in_no_others(
 def test_what_is_put_off_is_marked(finished: Path) -> None:
     text = (finished / "schedule.txt").read_text(encoding="utf-8")
     state = read(finished).state()
-    marked = [one for pair in state["schedule"]["pairs"] for one in pair["actions"] if one.get("late")]
+    marked = [one for pair in state["schedule"]["pairs"] for one in pair["actions"] if one.get("left")]
     assert marked
     assert all(f"{one['verb']} 2:{one['operator']}" in text for one in marked)
     assert len(marked) == text.count(" 2:")

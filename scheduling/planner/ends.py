@@ -1,9 +1,9 @@
-"""What of a backward pass is put off to the paired program that follows, and the orders that come of it.
+"""Ends of backward passes that paired programs leave to the next one, and the orders that come of it.
 
-At its end a paired block has nothing left to hide its last collectives behind. What is put off is hidden
-in the next block, and hides what is there: blocks overlap like the iterations of a software pipeline. Weight
-gradients are needed by nothing in their pass, so they can always wait; so can the whole end of a backward
-pass that gives its gradient to nobody: of one that ends with the embedding.
+When a paired block is nearly over, nothing is there to hide its last collectives behind. An end that it
+leaves is hidden in the next block, and hides what is there: blocks overlap like the iterations of a software
+pipeline. Weight gradients are needed by nothing in their pass, so they can always be left; so can all that
+comes last in a backward pass that gives its gradient to nobody: one that stops at the embedding.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from functools import lru_cache
 from braid.scheduling.operators import Part
 from braid.scheduling.planner.beam import beam_order
 from braid.scheduling.planner.list_schedule import IssueOrder, improved
-from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits, put_off
+from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits, leaving
 
 BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
 """Widths and shares of communication (`beam_order`) for orders in which blocks overlap. What each finds is
@@ -24,33 +24,33 @@ MANY = 100
 
 def gives_gradient(part: Part) -> bool:
     """Whether something before a part needs the gradient of its input."""
-    ends = {f"d.{name}" for name in part.inputs if name not in part.constants}
-    return any(ends & set(op.writes) for op in part.backward.operators)
+    gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
+    return any(gradients & set(op.writes) for op in part.backward.operators)
 
 
 @lru_cache(maxsize=1024)
 def run_order(
-    problem: PairProblem, *, goes_on: bool, tail: bool = False
+    problem: PairProblem, *, goes_on: bool, whole: bool = False
 ) -> tuple[tuple[str, ...], IssueOrder]:
     """The best order for two runs, and what it leaves to the next paired block, where they go on.
 
-    tail: it leaves the end of the backward pass, whose input must need no gradient; else it may leave weight
-    gradients of the last layer.
+    whole: it leaves all that comes last in the backward pass, whose input must need no gradient; else it may
+    leave weight gradients of the last layer.
     """
-    if goes_on and tail:
-        late = _tail(problem.backward)
-        ring = put_off(problem, late)
+    if goes_on and whole:
+        end = _whole_end(problem.backward)
+        ring = leaving(problem, end)
         beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > MANY else BEAMS
         starts = [beam_order(ring, width, (share,)) for width, share in beams]
-        return late, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
+        return end, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
     best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
     if goes_on:
         movable = _gradients(problem.backward, _last_layer(problem.backward))
-        found = beam_order(put_off(problem, movable))
+        found = beam_order(leaving(problem, movable))
         if found.ns < best[1].ns * (1 - 1e-6):
             best = movable, found
-    late, found = best
-    return late, improved(put_off(problem, late), found.operators, found.ns)
+    end, found = best
+    return end, improved(leaving(problem, end), found.operators, found.ns)
 
 
 def _last_layer(graph: StrandGraph) -> tuple[str, ...]:
@@ -65,17 +65,17 @@ def _gradients(graph: StrandGraph, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in weights)
 
 
-def _tail(graph: StrandGraph) -> tuple[str, ...]:
+def _whole_end(graph: StrandGraph) -> tuple[str, ...]:
     """The last layer's last collective, what comes after it, and the weight gradients of that layer."""
     layer = _last_layer(graph)
     streams = dict(zip(graph.names, graph.streams, strict=True))
     first = next((name for name in reversed(layer) if streams[name]), layer[-1])
-    tail, gradients = graph.names[graph.names.index(first) :], _gradients(graph, layer)
-    return tuple(name for name in graph.names if name in tail or name in gradients)
+    last, gradients = graph.names[graph.names.index(first) :], _gradients(graph, layer)
+    return tuple(name for name in graph.names if name in last or name in gradients)
 
 
-def late_sets(problem: PairProblem) -> list[tuple[str, ...]]:
-    """What may be put off to the next layer: nothing, each long weight gradient, and all of these together.
+def possible_ends(problem: PairProblem) -> list[tuple[str, ...]]:
+    """What may be left to the next layer: nothing, each long weight gradient, and all of these together.
 
     Long: a twentieth of its pass or more.
     """
