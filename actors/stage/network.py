@@ -40,7 +40,7 @@ def bind_gloo(address: str) -> None:
 
 
 def store_on(address: str, timeout: timedelta) -> dist.TCPStore:
-    """Host a store on a free port of one address; by itself torch would listen on all that this machine has."""
+    """Host a store on a free port of one address; by itself torch would listen on all of this machine's."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(
