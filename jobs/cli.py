@@ -11,15 +11,15 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
-from braid.jobs.bench_cli import bench
+from braid.jobs.benchmarks.cli import bench
 from braid.jobs.checkpoint_cli import checkpoint
 from braid.jobs.dashboard_cli import dashboard
-from braid.jobs.drill_cli import drill
+from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
-from braid.jobs.kubernetes_cli import kubernetes
+from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
-from braid.jobs.planning_cli import register
-from braid.jobs.profiling_cli import profile
+from braid.jobs.planning.cli import register
+from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.viewing_cli import report, trace
 
@@ -75,7 +75,7 @@ def train(
     """Train a model."""
     resolved = _config(config, overrides, launcher, address)
     if plan is not None:
-        from braid.jobs.planning import with_plan
+        from braid.jobs.planning.work import with_plan
 
         resolved = with_plan(resolved, plan)
     console = Console()
@@ -105,9 +105,9 @@ def train(
 
 def _dry_run(console: Console, config: Config) -> None:
     from braid.actors.stage.hub_files import check_initial
-    from braid.jobs.data_sets import check_data
-    from braid.jobs.drawing import show_dry_run
-    from braid.jobs.tokenizer import load_tokenizer
+    from braid.jobs.data.data_sets import check_data
+    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.planning.drawing import show_dry_run
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     check_initial(config.model.initial, shape)
@@ -135,9 +135,9 @@ def demo(overrides: Overrides = None) -> None:
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
-    from braid.jobs.data_sets import prepare_data
+    from braid.jobs.data.data_sets import prepare_data
+    from braid.jobs.data.executors import local_map
     from braid.jobs.display import Display
-    from braid.jobs.executors import local_map
 
     resolved = _config(config, overrides)
     with Display(Console(), live=resolved.telemetry.progress).running() as display:
@@ -147,7 +147,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
         from braid.jobs.session import ray_session
 
         with ray_session(resolved):
-            from braid.jobs.prepare_ray import ray_map
+            from braid.jobs.data.prepare_ray import ray_map
 
             prepare_data(resolved, ray_map, display.show, renew=True)
 
@@ -161,8 +161,8 @@ def schedule(
 ) -> None:
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
     from braid.actors.controller.planning import build_schedule
-    from braid.jobs.drawing import show_schedule
-    from braid.jobs.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.planning.drawing import show_schedule
     from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)

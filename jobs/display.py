@@ -15,9 +15,9 @@ from rich.text import Text
 from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
+from braid.jobs.data.prepare import Prepared
+from braid.jobs.data.prepare import Progress as Preparation
 from braid.jobs.layouts import MeasuredLayout
-from braid.jobs.prepare import Prepared
-from braid.jobs.prepare import Progress as Preparation
 from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
 
 _CURVE = "▁▂▃▄▅▆▇█"

@@ -14,10 +14,10 @@ from typing import Any
 
 from braid.actors.config.urls import is_url
 from braid.actors.stage.data import INDEX_VERSION, DataIndex
-from braid.jobs.corpus import Corpus, Source, find_sources
-from braid.jobs.executors import Executor
-from braid.jobs.files import unreadable
-from braid.jobs.tokenizer import Tokenizer, load_tokenizer
+from braid.jobs.data.corpus import Corpus, Source, find_sources
+from braid.jobs.data.executors import Executor
+from braid.jobs.data.files import unreadable
+from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
 _PIECE_BYTES = 1 << 26
 """Of a file, hashed by one task; the identity of a content depends on it."""

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from braid import __version__
 from braid.actors.config import NAME_PATTERN, Config, ConfigError
 from braid.actors.config.paths import BYTES, anchored
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.doors import check_job_server
 from braid.jobs.session import package
-from braid.jobs.tokenizer import load_tokenizer
 
 CONFIG_FILE = "run.yaml"
 STOP_SECONDS = 120

@@ -25,13 +25,13 @@ from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
-from braid.jobs.data_sets import RECORD, data_record, prepare_data
-from braid.jobs.executors import local_map
+from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
+from braid.jobs.data.executors import local_map
+from braid.jobs.data.prepare import Prepared, Progress
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
-from braid.jobs.prepare import Prepared, Progress
 from braid.jobs.session import check_lasting, ray_session
-from braid.jobs.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
 
@@ -215,7 +215,7 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
 
         from braid.actors.controller.actor import start_controller
         from braid.actors.controller.placement import RayLauncher
-        from braid.jobs.prepare_ray import ray_map
+        from braid.jobs.data.prepare_ray import ray_map
         from braid.jobs.ray_metrics import ray_metrics  # a run of processes starts without a web server
 
         launcher = RayLauncher(config)

@@ -1,6 +1,6 @@
 """The reading side of training data: a prepared folder of token shards, and the order of its samples.
 
-A prepared data set (`braid.jobs.prepare` writes it) is a folder that never changes once it is visible:
+A prepared data set (`braid.jobs.data.prepare` writes it) is a folder that never changes once it is visible:
 
     index.json            what is there: tokenizer, dtype, and for every split its shards (`DataIndex`)
     train-00000.bin ...   tokens, little-endian, nothing else; the split is the shards end to end

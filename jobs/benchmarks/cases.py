@@ -12,9 +12,9 @@ from scipy.stats import binom
 from braid.actors.config import parse_config
 from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.worker import RunPlan
-from braid.jobs.corpus import Corpus
-from braid.jobs.prepare import prepare
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.prepare import prepare
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
 
 

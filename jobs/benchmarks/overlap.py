@@ -32,7 +32,7 @@ from braid.jobs.benchmarks.hosts import PACED, Hosts, HostsError, Paced, ray_clu
 from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.planner.decide import BenchOf, anything, measured, outcome_of, outcome_of_schedule
 from braid.scheduling.planner.orders import decisions, exact_pairing, layer_pair

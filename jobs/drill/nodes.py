@@ -11,11 +11,11 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
 from braid.jobs.session import environment, own_token
-from braid.jobs.tokenizer import load_tokenizer
 
 STEPS = 1_000_000
 """Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""

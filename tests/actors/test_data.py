@@ -24,7 +24,7 @@ SIZES = [*range(1, 40), 64, 65, 127, 128, 509, 512, 1000, 1021, 1024, 4099]
 def write_data(
     folder: Path, train: list[np.ndarray], validation: list[np.ndarray] | None = None, dtype: str = "uint16"
 ) -> DataIndex:
-    """Write a data set as `braid.jobs.prepare` would, with the given shards."""
+    """Write a data set as `braid.jobs.data.prepare` would, with the given shards."""
     splits: dict[str, tuple[Shard, ...]] = {}
     for split, arrays in (("train", train), ("validation", validation or [])):
         shards = []

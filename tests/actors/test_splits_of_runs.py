@@ -10,7 +10,7 @@ from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
 from braid.actors.controller.profiling import combine
 from braid.actors.stage.messages import Samples
-from braid.jobs.planning import Request, fixed_setting
+from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.split import with_split_layers

@@ -30,7 +30,7 @@ RAY_FILES = {
     "jobs/session.py",
     "jobs/submission.py",
     "jobs/train.py",
-    "jobs/prepare_ray.py",
+    "jobs/data/prepare_ray.py",
     "jobs/benchmarks/training.py",
     "jobs/drill/nodes.py",
 }

@@ -39,8 +39,8 @@ from braid.jobs.benchmarks.plain_torch import (
     PlainTrainer,
     load_named,
 )
-from braid.jobs.corpus import Corpus
-from braid.jobs.prepare import prepare
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.prepare import prepare
 from braid.scheduling.schedule_text import write
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout

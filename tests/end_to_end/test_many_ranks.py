@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braid.jobs.planning import Request, fixed_setting
+from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate

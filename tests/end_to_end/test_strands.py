@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from braid.jobs.planning import Request, fixed_setting
+from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.plan import read_plan

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from braid.actors.stage.data import read_index
-from braid.jobs.corpus import Corpus
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.tokenizer import load_tokenizer
 
 DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' * (n * 7 % 50)}" for n in range(60)]
 

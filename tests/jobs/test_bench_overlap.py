@@ -22,7 +22,7 @@ from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.hosts import HostsError, check_hosts, two_hosts
 from braid.jobs.benchmarks.overlap import OverlapCase
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, environment
 

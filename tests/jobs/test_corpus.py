@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from braid.actors.stage.data import TokenShards, read_index
-from braid.jobs import corpus as corpus_module
-from braid.jobs import tokenise as tokenise_module
-from braid.jobs.corpus import Corpus, cut, find_sources
-from braid.jobs.prepare import prepare
+from braid.jobs.data import corpus as corpus_module
+from braid.jobs.data import tokenise as tokenise_module
+from braid.jobs.data.corpus import Corpus, cut, find_sources
+from braid.jobs.data.prepare import prepare
 from tests.jobs.corpora import (
     DOCUMENTS,
     corpus_of,

@@ -13,9 +13,9 @@ from braid.actors.config import Config, parse_config
 from braid.actors.controller.records import Incident
 from braid.actors.stage.data import read_index
 from braid.jobs import identity
-from braid.jobs.data_sets import RECORD, check_data, data_record, prepare_data
+from braid.jobs.data.data_sets import RECORD, check_data, data_record, prepare_data
+from braid.jobs.data.prepare import Prepared, Progress
 from braid.jobs.identity import Request
-from braid.jobs.prepare import Prepared, Progress
 from tests.jobs.corpora import contents, corpus_of, hidden
 
 Get = Callable[..., tuple[Prepared, list[str]]]

@@ -13,11 +13,11 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from braid.jobs import corpus as corpus_module
-from braid.jobs.corpus import cut, find_sources
-from braid.jobs.executors import Executor, local_map
+from braid.jobs.data import corpus as corpus_module
+from braid.jobs.data.corpus import cut, find_sources
+from braid.jobs.data.executors import Executor, local_map
+from braid.jobs.data.prepare import prepare
 from braid.jobs.identity import Request
-from braid.jobs.prepare import prepare
 from tests.jobs.corpora import DOCUMENTS, corpus_of, stored, write_lines, write_rows
 
 

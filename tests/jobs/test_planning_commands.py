@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from braid.jobs import planning
+from braid.jobs.planning import work as planning
 from braid.scheduling.planner.decide import modelled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -327,7 +327,7 @@ def refuse(folder: Path, message: str, *arguments: str) -> None:
 @pytest.mark.parametrize("command", ["plan", "simulate", "explain", "compare", "presets"])
 def test_planning_loads_neither_torch_nor_ray_nor_scipy(command: str) -> None:
     code = (
-        "import sys, braid.jobs.cli, braid.jobs.planning, braid.jobs.planning_view, "
+        "import sys, braid.jobs.cli, braid.jobs.planning.work, braid.jobs.planning.view, "
         "braid.scheduling.planner.explain; "
         "print(*{m.split('.')[0] for m in sys.modules} & {'torch', 'ray', 'scipy', 'triton'})"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.planning import build_schedule
-from braid.jobs.planning import Request, load_plan, make_plan, with_plan
+from braid.jobs.planning.work import Request, load_plan, make_plan, with_plan
 from braid.scheduling.planner.decide import replay
 from braid.scheduling.schedule_text import write
 from tests.scheduling.plans import cluster

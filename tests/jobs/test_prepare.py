@@ -18,12 +18,12 @@ import pytest
 
 import braid
 from braid.actors.stage.data import TokenShards
-from braid.jobs import corpus as corpus_module
-from braid.jobs.corpus import Corpus
-from braid.jobs.executors import Executor, local_map
+from braid.jobs.data import corpus as corpus_module
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.executors import Executor, local_map
+from braid.jobs.data.prepare import Progress, prepare, prepare_if_needed
+from braid.jobs.data.tokenise import document_hash
 from braid.jobs.identity import Request
-from braid.jobs.prepare import Progress, prepare, prepare_if_needed
-from braid.jobs.tokenise import document_hash
 from tests.jobs.corpora import (
     DOCUMENTS,
     contents,
@@ -237,9 +237,9 @@ def test_one_of_many_prepares_and_the_others_find_it_done(tmp_path: Path) -> Non
 
 SCRIPT = """
 import multiprocessing, sys, time
-from braid.jobs import corpus
+from braid.jobs.data import corpus
 from braid.jobs.identity import Request
-from braid.jobs.prepare import prepare_if_needed
+from braid.jobs.data.prepare import prepare_if_needed
 
 def stop(progress):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import parse_config
-from braid.jobs import corpus as corpus_module
 from braid.jobs import doors
-from braid.jobs.prepare import prepare
+from braid.jobs.data import corpus as corpus_module
+from braid.jobs.data.prepare import prepare
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
 from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
 
@@ -53,7 +53,7 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
 
 @pytest.mark.usefixtures("token")
 def test_tasks_prepare_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from braid.jobs.prepare_ray import ray_map
+    from braid.jobs.data.prepare_ray import ray_map
 
     monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
     corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))

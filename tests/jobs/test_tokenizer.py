@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from braid.jobs.prepare import prepare
-from braid.jobs.tokenizer import BytesTokenizer, HuggingFaceTokenizer
+from braid.jobs.data.prepare import prepare
+from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from tests.jobs.corpora import DOCUMENTS, corpus_of, stored_ids, train_tokenizer, write_lines
 
 

@@ -32,7 +32,7 @@ from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.scheduling.schedule_text import write
 
 ALONE, SYNCHRONOUS, ASYNCHRONOUS = "no save", "synchronous", "asynchronous"

@@ -33,7 +33,7 @@ from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import load_tokenizer
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import RECORD

@@ -13,12 +13,12 @@ from pathlib import Path
 from braid.actors.config import Config
 from braid.actors.controller.records import Incident
 from braid.actors.stage.data import DataIndex, read_index
-from braid.jobs.corpus import Corpus
-from braid.jobs.executors import Executor
-from braid.jobs.files import MissingSourcesError
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.executors import Executor
+from braid.jobs.data.files import MissingSourcesError
+from braid.jobs.data.prepare import Prepared, Progress, existing, prepare_if_needed
+from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 from braid.jobs.identity import Request, made_with
-from braid.jobs.prepare import Prepared, Progress, existing, prepare_if_needed
-from braid.jobs.tokenizer import Tokenizer, load_tokenizer
 
 RECORD = "data.json"
 """In a run's directory: where its tokens are, and which they are."""

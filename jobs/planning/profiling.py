@@ -26,8 +26,8 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
-    from braid.jobs.heat_map import heat_map, svg_map, terminal_map
-    from braid.jobs.planning import write_text
+    from braid.jobs.planning.heat_map import heat_map, svg_map, terminal_map
+    from braid.jobs.planning.work import write_text
 
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     resolved = anchored(load_config(config, [*(overrides or []), *extra]), Path.cwd())
@@ -52,8 +52,8 @@ def profile(
 def _measure(config: Config, anew: bool) -> Any:
     from braid.actors.controller.processes import ProcessLauncher
     from braid.actors.controller.profiling import find_or_measure
+    from braid.jobs.data.tokenizer import load_tokenizer
     from braid.jobs.session import ray_session
-    from braid.jobs.tokenizer import load_tokenizer
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if config.cluster.launcher == "processes":

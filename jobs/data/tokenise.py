@@ -17,8 +17,8 @@ from typing import Any, assert_never
 import numpy as np
 
 from braid.actors.stage.data import TOKEN_DTYPES, TRAIN, VALIDATION, Shard
-from braid.jobs.corpus import EncodingErrors, WorkItem, read_documents
-from braid.jobs.tokenizer import Tokenizer, load_tokenizer
+from braid.jobs.data.corpus import EncodingErrors, WorkItem, read_documents
+from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
 _PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, which bounds the memory it takes
 _SHARD_TOKENS = 1 << 27  # a shard that has so many is full

@@ -36,7 +36,7 @@ def kubernetes(
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
-    from braid.jobs.kubernetes import Setting, manifest, nodes_needed
+    from braid.jobs.kubernetes.manifests import Setting, manifest, nodes_needed
 
     # not `load_config`, which gives paths of this machine
     resolved = parse_config(read_content(config), overrides or (), source=str(config))

@@ -1,7 +1,7 @@
 """A corpus: which files it has, how they are cut into work of equal size, and the documents in them.
 
 Three formats: text (one document a file), JSON-lines (one object a line) and Parquet (one row a document);
-the first two also compressed. Files are paths, globs or URLs (`braid.jobs.files`).
+the first two also compressed. Files are paths, globs or URLs (`braid.jobs.data.files`).
 Whatever is wrong with a user's files is a ValueError of one line that names the key, the value and a remedy.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, assert_never, get_args
 from braid.actors.config import ConfigError
 from braid.actors.config.paths import PYTHON_STDLIB
 from braid.actors.config.urls import file_system, is_url
-from braid.jobs.files import File, endings, find, local, opened
+from braid.jobs.data.files import File, endings, find, local, opened
 
 Format = Literal["text", "jsonl", "parquet"]
 EncodingErrors = Literal["strict", "replace", "skip"]

@@ -37,33 +37,33 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best layout, schedule and pairing of a job on a cluster."""
-    from braid.jobs import planning, planning_view
+    from braid.jobs.planning import view, work
 
     if profile is not None and profile.suffix == ".csv":
         _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
         return
-    job = planning.request(config, overrides, cluster, nodes, profile)
-    made = planning.make_plan(job)
+    job = work.request(config, overrides, cluster, nodes, profile)
+    made = work.make_plan(job)
     if output is not None:
-        planning.write_text(output, made.to_yaml(), "--output")
+        work.write_text(output, made.to_yaml(), "--output")
     if svg is not None:
-        _draw(planning.simulate_plan(made, job.cluster, None, job.profile), svg)
+        _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
     if as_json:
-        typer.echo(json.dumps(planning_view.plan_json(made)))
+        typer.echo(json.dumps(view.plan_json(made)))
     else:
-        planning_view.show_plan(Console(), made, job.cluster)
+        view.show_plan(Console(), made, job.cluster)
 
 
 def _plan_degrees(
     config: str, cluster: str, nodes: int | None, profile: Path, overrides: list[str] | None, as_json: bool
 ) -> None:
     """Tensor-parallel degrees of the layers from measured blocks (Oases)."""
-    from braid.jobs import planning, planning_view
+    from braid.jobs.planning import view, work
     from braid.scheduling.block_profile import read_block_profile
     from braid.scheduling.planner.degree_problem import problem_from_profile
     from braid.scheduling.planner.tensor_degrees import plan_degrees
 
-    job = planning.request(config, overrides, cluster, nodes)
+    job = work.request(config, overrides, cluster, nodes)
     blocks = read_block_profile(profile, sequence=job.model.sequence)
     problem = problem_from_profile(
         blocks,
@@ -75,9 +75,9 @@ def _plan_degrees(
     )
     found = plan_degrees(problem)
     if as_json:
-        typer.echo(json.dumps(planning_view.degrees_json(found)))
+        typer.echo(json.dumps(view.degrees_json(found)))
     else:
-        planning_view.show_degrees(Console(), found, job.cluster)
+        view.show_degrees(Console(), found, job.cluster)
 
 
 def simulate(
@@ -96,19 +96,19 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Simulate one step of a configuration or a plan."""
-    from braid.jobs import planning, planning_view
+    from braid.jobs.planning import view, work
 
     outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
         from braid.scheduling.chrome_trace import chrome_trace
 
-        planning.write_text(trace, chrome_trace(outcome.simulation.spans()), "--trace")
+        work.write_text(trace, chrome_trace(outcome.simulation.spans()), "--trace")
     if svg is not None:
         _draw(outcome, svg)
     if as_json:
-        typer.echo(json.dumps(planning_view.simulation_json(outcome)))
+        typer.echo(json.dumps(view.simulation_json(outcome)))
     else:
-        planning_view.show_simulation(Console(), outcome)
+        view.show_simulation(Console(), outcome)
 
 
 def _outcome(
@@ -120,35 +120,35 @@ def _outcome(
     overrides: list[str] | None = None,
 ) -> "Outcome":
     from braid.actors.config import ConfigError
-    from braid.jobs import planning
+    from braid.jobs.planning import work
     from braid.scheduling.profile import read_profile
 
-    if planning.is_plan(reference):
+    if work.is_plan(reference):
         if overrides:
             raise ConfigError("--set changes configurations; edit the plan's YAML instead")
-        plan = planning.load_plan(reference)
+        plan = work.load_plan(reference)
         costs = None if profile is None else read_profile(profile)
-        spec = planning.cluster_of(plan, cluster, nodes)
-        return planning.simulate_plan(plan, spec, schedule, costs)
-    job = planning.request(reference, overrides, cluster or "h100", nodes, profile)
-    return planning.simulate_request(job, schedule)
+        spec = work.cluster_of(plan, cluster, nodes)
+        return work.simulate_plan(plan, spec, schedule, costs)
+    job = work.request(reference, overrides, cluster or "h100", nodes, profile)
+    return work.simulate_request(job, schedule)
 
 
 def _draw(outcome: "Outcome", path: Path) -> None:
     """Two pictures: the pipeline, and beside it (``-pair``) a paired block."""
-    from braid.jobs import planning
+    from braid.jobs.planning import work
     from braid.scheduling.draw_simulation import pair_svg, paired_run, pipeline_svg
 
     setting = outcome.bench.setting
     title = (
         f"{setting.schedule}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
     )
-    planning.write_text(path, pipeline_svg(outcome.simulation, title), "--svg")
+    work.write_text(path, pipeline_svg(outcome.simulation, title), "--svg")
     run = paired_run(outcome.simulation)
     if run is not None:
         beside = path.with_name(f"{path.stem}-pair{path.suffix}")
         title = f"{setting.schedule}: a paired block (simulated)"
-        planning.write_text(beside, pair_svg(outcome.simulation, run, title), "--svg")
+        work.write_text(beside, pair_svg(outcome.simulation, run, title), "--svg")
 
 
 def explain(
@@ -160,16 +160,16 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
-    from braid.jobs import planning, planning_view
+    from braid.jobs.planning import view, work
     from braid.scheduling.plan import read_plan
     from braid.scheduling.planner.explain import explain as answer
 
     made = read_plan(plan)
-    explanation = answer(made, planning.cluster_of(made, cluster, nodes))
+    explanation = answer(made, work.cluster_of(made, cluster, nodes))
     if as_json:
-        typer.echo(json.dumps(planning_view.explanation_json(explanation)))
+        typer.echo(json.dumps(view.explanation_json(explanation)))
     else:
-        planning_view.show_explanation(Console(), explanation)
+        view.show_explanation(Console(), explanation)
 
 
 def compare(
@@ -185,7 +185,7 @@ def compare(
 
     Traces are JSON files: runs/NAME/trace/predicted.json and measured.json, or those of simulate --trace.
     """
-    from braid.jobs import planning_view
+    from braid.jobs.planning import view
 
     if first.endswith(".json") and second.endswith(".json"):
         from braid.scheduling.compare_traces import compare_traces, read_trace
@@ -194,23 +194,23 @@ def compare(
         if as_json:
             typer.echo(json.dumps(compared.as_json()))
         else:
-            planning_view.show_traces(Console(), first, second, compared)
+            view.show_traces(Console(), first, second, compared)
         return
     outcomes = {name: _outcome(name, cluster, nodes) for name in (first, second)}
     if as_json:
         content: dict[str, Any] = {
-            "a": planning_view.simulation_json(outcomes[first]),
-            "b": planning_view.simulation_json(outcomes[second]),
+            "a": view.simulation_json(outcomes[first]),
+            "b": view.simulation_json(outcomes[second]),
         }
         content["speedup"] = content["a"]["step_seconds"] / content["b"]["step_seconds"]
         typer.echo(json.dumps(content))
     else:
-        planning_view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
+        view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
 
 
 def presets(as_json: AsJson = False) -> None:
     """List the clusters and models that are known by name, with their sources."""
-    from braid.jobs import presets_view
+    from braid.jobs.planning import presets_view
 
     if as_json:
         typer.echo(json.dumps(presets_view.presets_json()))

@@ -30,10 +30,10 @@ from braid.actors.stage.data import (
     Shard,
     read_index,
 )
-from braid.jobs.corpus import Corpus, WorkItem, cut
-from braid.jobs.executors import Executor, local_map
+from braid.jobs.data.corpus import Corpus, WorkItem, cut
+from braid.jobs.data.executors import Executor, local_map
+from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
 from braid.jobs.identity import Request
-from braid.jobs.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
 
 logger = logging.getLogger(__name__)
 

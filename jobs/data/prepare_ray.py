@@ -1,4 +1,4 @@
-"""The executor of `braid.jobs.prepare` that works as Ray tasks. The only ray import of the preparation."""
+"""The executor of `braid.jobs.data.prepare` that works as Ray tasks. The preparation's only import of ray."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -1,0 +1,1 @@
+"""Data preparation: from files and tables to token shards."""

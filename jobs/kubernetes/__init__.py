@@ -1,0 +1,1 @@
+"""Manifests of KubeRay for a run."""

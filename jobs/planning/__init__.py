@@ -1,0 +1,1 @@
+"""Plan, simulate, explain, compare, schedule, profile: what these commands do and show."""
