@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,19 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
 
-    With the long ones at the end, one process would wait for the other's last test.
+    With a long one, or a file of many, at the end, one process would wait for the other.
     """
     for item in items:
         alone = item.get_closest_marker("alone") is not None
         item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is None, item.path not in slow))
+    count = Counter(item.path for item in items)
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int, str]:
+        alone = item.get_closest_marker("alone") is not None
+        return not alone, item.path not in slow, -count[item.path], str(item.path)
+
+    items.sort(key=place)
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from tests.measure import telemetry
 def test_it_reports_price_and_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["telemetry", "--steps", "3", "--seconds", "0.5", "--json"])
+    monkeypatch.setattr("sys.argv", ["telemetry", "--steps", "5", "--seconds", "0.5", "--json"])
     telemetry.main()
     result = json.loads(capsys.readouterr().out)
     (price,) = result["prices"]
     assert price["case"] == "demo"
     assert price["spans_per_step"] > 100
-    assert price["on"]["count"] == price["off"]["count"] == price["ratio"]["count"] == 3
+    assert price["on"]["count"] == price["off"]["count"] == price["ratio"]["count"] == 5
     free, paced = result["throughputs"]
     assert free["asked_per_second"] is None
     assert free["written_per_second"] > 0
