@@ -252,7 +252,8 @@ class Controller:
         with self._interruptions.timed("restore"):
             done, notes = restore(group, places.homes, plan, facts, failure, goes_on=self._goes_on)
         saver.resumed(done)
-        notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
+        if self._config.cluster.emulated_link_mbit is None:  # else it is what the user wants to see
+            notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
         cluster = {"controller": os.getpid(), **group.describe()}
         directory.describe(self._config, plan.shape, plan.schedule, cluster, plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
