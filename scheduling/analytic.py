@@ -6,12 +6,14 @@ share of the memory bandwidth; collectives follow `braid.scheduling.collectives`
 
 from collections.abc import Mapping
 
-from braid.scheduling.cluster import ClusterSpec, Contention, Group, Level, group_of
+from braid.scheduling.cluster import ClusterSpec, Contention, Group, group_of
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.graph_builder import AxisPlacement
-from braid.scheduling.operators import Kind, Operator, Part, Stream
+from braid.scheduling.operators import Kind, Operator, Part
 from braid.scheduling.profile import Profile, TransferFit
+from braid.scheduling.sizes import axes_on
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.topology import STREAM_OF
 
 OPTIMIZER_BYTES_PER_PARAMETER = 34
 """AdamW in mixed precision reads gradient, moments and master weight (4 x 4) and writes moments, master
@@ -20,7 +22,6 @@ weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
 NORM_BYTES_PER_PARAMETER = 4
 """The norm reads the gradients."""
 
-_STREAMS = {Level.INTRA: Stream.INTRA, Level.INTER: Stream.INTER}
 _FIT_SIZES = (1e5, 1e9)
 """Bytes between which transfers are fitted by a line."""
 
@@ -46,10 +47,7 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
 def axis_placements(layout: ParallelLayout, gpus_per_node: int) -> dict[str, AxisPlacement]:
     """Degree and stream of the axes that layers communicate over."""
     groups = axis_groups(layout, gpus_per_node)
-    return {
-        axis: AxisPlacement(degree=groups[axis].size, stream=_STREAMS[groups[axis].level])
-        for axis in ("tp", "cp", "ep")
-    }
+    return axes_on(layout, {axis: STREAM_OF[group.level] for axis, group in groups.items()})
 
 
 def analytic_profile(
@@ -146,6 +144,6 @@ def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, T
         else:
             slope = latency = 0.0
         fits[f"{axis}/{kind.value}"] = TransferFit(
-            latency_ns=latency, ns_per_byte=slope, stream=_STREAMS[group.level]
+            latency_ns=latency, ns_per_byte=slope, stream=STREAM_OF[group.level]
         )
     return fits

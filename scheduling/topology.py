@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from braid.scheduling.cluster import Level
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
+
+STREAM_OF: Final = {Level.INTRA: Stream.INTRA, Level.INTER: Stream.INTER}
+"""Of what a group exchanges on a cluster that is modelled."""
 
 
 @dataclass(frozen=True)

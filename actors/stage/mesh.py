@@ -57,8 +57,9 @@ class Mesh:
 
     def stream(self, axis: str) -> Stream:
         """What this rank's group along an axis (`shared`) exchanges goes over."""
-        stages = axis in ("ends", "copies")
-        return self.topology.between(self.place.mesh.members(self.position, ("pp",) if stages else (axis,)))
+        if axis in ("ends", "copies"):
+            return self.stream_to(self.layout.pp - 1 - self.position["pp"])
+        return self.topology.between(self.place.mesh.members(self.position, (axis,)))
 
     def peer(self, stage: int) -> int:
         """The rank at this rank's place on another pipeline stage."""

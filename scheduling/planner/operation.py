@@ -9,10 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Final
 
 from braid.scheduling import physics
-from braid.scheduling.cluster import ClusterSpec, Gpu, Group, Level
+from braid.scheduling.cluster import ClusterSpec, Gpu, Group
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.chain import ChainOperator, chain_ns, compute_ns
 from braid.scheduling.planner.partition import (
@@ -24,9 +23,8 @@ from braid.scheduling.planner.partition import (
     stage_ns,
 )
 from braid.scheduling.records import require_positive
+from braid.scheduling.topology import STREAM_OF
 from braid.scheduling.trace import Interval
-
-STREAM_OF: Final = {Level.INTRA: Stream.INTRA, Level.INTER: Stream.INTER}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ from braid.scheduling.cluster import ClusterSpec, Group
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.chain import chain_ns
 from braid.scheduling.planner.model import Choice, Step, Unit
-from braid.scheduling.planner.operation import STREAM_OF, Task
+from braid.scheduling.planner.operation import Task
 from braid.scheduling.planner.partition import Collective, Stage, partition_space, stage_ns
+from braid.scheduling.topology import STREAM_OF
 
 
 @dataclass(frozen=True, kw_only=True)

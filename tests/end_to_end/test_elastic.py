@@ -1,7 +1,6 @@
 """Nodes join and leave a Ray cluster while a run trains: the run follows, with the curve of a fixed one."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from braid.actors.config import load_config
 from braid.actors.controller.group import NoRoomError, WorkerError
 from braid.actors.controller.records import read_lines
 from braid.actors.stage.rank import Rank
+from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
 
 STEPS = 100_000
@@ -40,19 +40,9 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def nodes() -> Iterator[Any]:
-    """A Ray cluster of nodes with one CPU each, on this machine, whose head has none."""
-    settings = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", **QUICK}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
+    """A Ray cluster of nodes with one CPU each."""
+    with headed_cluster(QUICK) as cluster:
         yield cluster
-    finally:
-        cluster.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def drain(address: str, node: str) -> None:

@@ -1,6 +1,5 @@
 """Where ranks are decides what goes inside a node and what between nodes, whatever order they started in."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.trace import length_ns, merge
+from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
 
 SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
@@ -44,12 +44,20 @@ def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> N
                 continue
             name, place = span.operator, mesh.position(span.rank)
             what, _, axis = name.partition(" ")
-            axis = "pp" if what == "send" else axis or "tp"
-            ranks = mesh.members(place, (axis,))
+            stage, last = place["pp"], mesh.sizes["pp"] - 1
+            if what == "send":
+                other = stage + (1 if axis == "F" else -1)
+            elif axis == "ends":
+                other = last - stage
+            else:
+                other = stage
+            ranks = [span.rank, mesh.rank_at({**place, "pp": other})]
+            if other == stage:
+                ranks = mesh.members(place, (axis or "tp",))
             crosses = len({hosts[rank] for rank in ranks}) > 1
             assert span.stream is (Stream.INTER if crosses else Stream.INTRA), (name, span.rank, axis)
             seen += 1
-    assert seen > 100
+    assert seen > 20
 
 
 def places(*hosts: str) -> list[Place]:
@@ -69,6 +77,18 @@ def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
         spans = [span for span in traces.spans(1) if span.rank == rank]
         for stream in Stream:
             assert length_ns(merge((s.start_ns, s.end_ns) for s in spans if s.stream is stream)) > 0
+
+
+def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
+    """Of three stages on the nodes a, b, a the first and the last share a table, inside a node."""
+    config = small_config(
+        tmp_path / "runs", parallel={"pp": 3}, model={"layers": 3, "tied_head": True}, train={"steps": 2}
+    )
+    hosts = ["a", "b", "a"]
+    _, traces = run(config, prepare_text(tmp_path, 7, files=4), ProcessLauncher(config, places(*hosts)))
+    check_spans(traces, config.layout().mesh, hosts)
+    found = {(span.operator.partition(" ")[2], span.stream) for span in traces.spans(1)}
+    assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
 
 
 def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> None:
@@ -96,25 +116,18 @@ def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> Non
 
 @pytest.fixture
 def four_nodes() -> Iterator[Any]:
-    """A Ray cluster on this machine: four nodes of two ranks, and a head without any."""
-    settings = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    import ray
-    from ray.cluster_utils import Cluster
+    """A Ray cluster of four nodes of two ranks each."""
+    with headed_cluster() as cluster:
+        import ray
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
         for number in range(4):
             cluster.add_node(num_cpus=2, resources={f"place{number}": 1.0}, wait=False)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
 
 
 @pytest.mark.slow
