@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check golden bench setup clean
+.PHONY: help demo test test-fast check races gpu golden bench setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -39,6 +39,12 @@ check: setup  ## formatting, lint, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+races: setup  ## the CUDA path on a model of the machine: races, lifetimes, communicators, other orders
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.races
+
+gpu:  ## the first GPU: check and measure everything with the python that is here (needs PyTorch for CUDA, no setup)
+	$(PYTHON) -m braid.jobs.bench report $(GPU)
 
 golden: setup  ## renew the golden files under tests/golden; read the difference before you commit it
 	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/fused/test_machine_code.py \

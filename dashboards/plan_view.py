@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from braid.dashboards.run_files import NotReadableError, read_text
-from braid.scheduling.fusion import measured_key
 from braid.scheduling.profile import Profile, parse_profile
 from braid.scheduling.schedule import Barrier, PassKind, Program, Schedule, Sides, Start, Wait
 from braid.scheduling.schedule_text import parse
+from braid.scheduling.units import measured_key
 
 _MOST_ACTIONS: Final = 600
 _MOST_PAIRS: Final = 4
@@ -49,8 +49,8 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
         "chunks": schedule.chunks,
         "micro_batches": schedule.micro_batches,
         "strands": [strand.value for strand in schedule.strands],
-        "fused": schedule.fused,
-        "split": schedule.split,
+        "unit_layers": schedule.unit_layers,
+        "pieces": schedule.pieces,
         "pairs": [
             {"sides": [str(side) for side in sides], "actions": _actions(sides, program, profile)}
             for sides, program in several[:_MOST_PAIRS]
@@ -76,20 +76,20 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
                 "side": side.kind.value,
                 "stream": action.stream.value if isinstance(action, Start) else None,
                 "left": side.kind is PassKind.END,
-                "ns": solo.get(measured_key(side.run, action.operator)),
+                "ns": solo.get(measured_key(side.unit, action.operator)),
             }
         )
     return made
 
 
-def effectiveness_view(profile: Profile, part: str = "layer") -> dict[str, Any] | None:
-    """Overlap effectiveness (DHelix equation 1) of a layer's compute operators (rows) beside communication.
+def effectiveness_view(profile: Profile) -> dict[str, Any] | None:
+    """Overlap effectiveness (DHelix equation 1) of layers' compute operators (rows) beside communication.
 
     Collectives with equal effects are one column. None where the profile does not say.
     """
-    keys = [key for key in profile.solo_ns if key.startswith(f"{part}/")]
-    links = [key for key in keys if profile.classes.get(key) in ("intra", "inter")]
-    compute = [key for key in keys if key not in links and profile.solo_ns[key] > 0]
+    names = profile.layer_operators
+    links = [key for key in names if profile.classes.get(key) in ("intra", "inter")]
+    compute = [key for key in names if key not in links and profile.solo_ns[key] > 0]
     alike: dict[tuple[float, ...], list[str]] = {}
     try:
         for link in links:
@@ -100,11 +100,11 @@ def effectiveness_view(profile: Profile, part: str = "layer") -> dict[str, Any] 
         return None
     return {
         "source": profile.source,
-        "rows": [{"name": key.partition("/")[2], "ns": profile.solo_ns[key]} for key in compute],
+        "rows": [{"name": names[key], "ns": profile.solo_ns[key]} for key in compute],
         "columns": [
             {
-                "name": same[0].partition("/")[2],
-                "alike": [key.partition("/")[2] for key in same[1:]],
+                "name": names[same[0]],
+                "alike": [names[key] for key in same[1:]],
                 "ns": profile.solo_ns[same[0]],
             }
             for same in alike.values()

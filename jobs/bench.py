@@ -1,7 +1,8 @@
-"""Benchmarks that need PyTorch and nothing else: `python -m braid.jobs.bench gpu`, and `... kernels`, which
-needs Triton too; the others: `braid bench`.
+"""Benchmarks that need PyTorch and nothing else: `python -m braid.jobs.bench gpu`, `... kernels`, which needs
+Triton too, and `... report`, which makes all of it one report; the others: `braid bench`.
 
-Errors that the user can mend are one message on standard error and exit code 2.
+Errors that the user can mend are one message on standard error and exit code 2. A report in which a claim
+failed has exit code 1.
 """
 
 import argparse
@@ -9,16 +10,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-_ERROR_EXIT = 2
+_FAILED_EXIT, _ERROR_EXIT = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
     chosen = _parser().parse_args(arguments)
     try:
-        result, text = chosen.run(chosen)
+        result, text, failed = chosen.run(chosen)
     except ImportError as error:
         print(f"braid: this benchmark needs {chosen.needs}: {error}", file=sys.stderr)
         return _ERROR_EXIT
@@ -26,18 +28,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
     print(json.dumps(result.as_json()) if chosen.json else text)
-    return 0
+    return _FAILED_EXIT if failed else 0
 
 
-def _gpu(chosen: argparse.Namespace) -> tuple[Any, str]:
+Result = tuple[Any, str, bool]
+"""What was measured (with ``as_json``), the same as text, and whether a claim failed."""
+
+
+def _gpu(chosen: argparse.Namespace) -> Result:
     from braid.jobs.benchmarks.gpu import FULL, QUICK, check_device, run, show
 
     device = check_device(chosen.device)
     result = run(device=device, sizes=QUICK if chosen.quick else FULL, seed=chosen.seed, progress=_say)
-    return result, show(result)
+    return result, show(result), False
 
 
-def _kernels(chosen: argparse.Namespace) -> tuple[Any, str]:
+def _kernels(chosen: argparse.Namespace) -> Result:
     if chosen.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     from braid.jobs.benchmarks.gpu import check_device
@@ -51,7 +57,21 @@ def _kernels(chosen: argparse.Namespace) -> tuple[Any, str]:
         tune=chosen.tune,
         progress=_say,
     )
-    return result, show_kernels(result)
+    return result, show_kernels(result), False
+
+
+def _report(chosen: argparse.Namespace) -> Result:
+    from braid.jobs.benchmarks.report.command import make_report
+
+    result = make_report(
+        device=chosen.device,
+        quick=chosen.quick,
+        minutes=chosen.minutes,
+        output=chosen.output,
+        seed=chosen.seed,
+        progress=_say,
+    )
+    return result, f"{result.summary()}\n{chosen.output}/report.md, report.json", result.failed
 
 
 def _say(text: str) -> None:
@@ -75,7 +95,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels.set_defaults(run=_kernels, needs="PyTorch and Triton")
     kernels.add_argument("--tune", action="store_true", help="find and keep the best tiles of every product")
-    for one in (gpu, kernels):
+    report = benchmarks.add_parser(
+        "report",
+        help="everything that a machine with GPUs can tell, as one report with verdicts",
+        description="Checks and measures streams, overlap, training, ranks and kernels on this machine's "
+        "GPUs; writes one report as Markdown and as JSON. Exit code 1: a claim failed.",
+    )
+    report.set_defaults(run=_report, needs="PyTorch and NumPy")
+    report.add_argument(
+        "--output", type=Path, default=Path("gpu-report"), help="folder of the report (default: %(default)s)"
+    )
+    report.add_argument(
+        "--minutes",
+        type=float,
+        default=25.0,
+        help="at most; parts that do not fit are left out (default: 25)",
+    )
+    for one in (gpu, kernels, report):
         one.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (default: %(default)s)")
         one.add_argument("--quick", action="store_true", help="a tiny layer: shows that it runs")
         one.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

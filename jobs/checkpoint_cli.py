@@ -15,7 +15,7 @@ checkpoint = typer.Typer(
     help="List, verify and export the checkpoints of a run.", no_args_is_help=True, add_completion=False
 )
 
-Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")]
+RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")]
 RunOrCheckpoint = Annotated[
     Path,
     typer.Argument(
@@ -27,7 +27,7 @@ _ERROR_EXIT = 2
 
 
 @checkpoint.command("list")
-def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
+def list_checkpoints(run: RunArgument, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, size, layout, and whether every file is what was saved."""
     from braid.jobs.checkpoints import checkpoints_at, examine
 

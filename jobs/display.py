@@ -252,7 +252,7 @@ def candidates_table(candidates: Sequence[Candidate]) -> Table:
         title="schedules, simulated with the measured profile; the first runs", title_justify="left"
     )
     table.add_column("schedule", no_wrap=True)
-    for name in ("s/step", "ratio", "hidden", "bubble", "GiB", "fused"):
+    for name in ("s/step", "ratio", "hidden", "bubble", "GiB", "unit"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in candidates:
         table.add_row(
@@ -262,6 +262,6 @@ def candidates_table(candidates: Sequence[Candidate]) -> Table:
             f"{one.hidden_fraction:.0%}",
             f"{one.bubble_fraction:.0%}",
             f"{one.peak_bytes / 2**30:.2f}",
-            str(one.fused or "-"),
+            str(one.unit_layers or "-"),
         )
     return table

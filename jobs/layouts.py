@@ -14,6 +14,7 @@ from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.elastic import Degrees, degrees_up_to
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.profiling import find_or_measure
+from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.spec import ModelShape
@@ -112,13 +113,16 @@ def _in_layout(config: Config, degrees: Degrees) -> Config:
 
 
 def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[Config]) -> list[Config]:
-    """Those that are fastest on a cluster that is known; only their order is of interest."""
+    """Those that are fastest on a cluster that is known; only their order is of interest.
+
+    Layers of the user's own are taken for the family's.
+    """
     spec = cluster_preset(LIKE)
     each = spec.gpus_per_node if ranks % spec.gpus_per_node == 0 else ranks
     spec = replace(spec, nodes=ranks // each, gpus_per_node=each)
     train = config.train
     search = Search(
-        model=shape,
+        model=replace(shape, pattern=UNIFORM),
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         recompute=train.recompute,

@@ -17,6 +17,12 @@ from braid.jobs.doors import check_cluster
 _CONNECT_SECONDS = 20.0
 
 
+WORKERS = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
+"""How clusters that are started here start their workers. Ray itself does so at nice 15, which costs them the
+CPU as soon as anything else runs here, and some in advance, which ranks, with variables of their own, cannot
+use."""
+
+
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
@@ -47,8 +53,7 @@ def ray_session(config: Config) -> Iterator[None]:
                 ) from None
         else:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
-            # Ray starts its workers at nice 15, which costs them the CPU as soon as anything else runs here.
-            stack.enter_context(environment({"RAY_worker_niceness": "0", **os.environ}))
+            stack.enter_context(environment({**WORKERS, **os.environ}))
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
                 stack.enter_context(own_token(Path(directory)))
             ray.init(

@@ -1,56 +1,94 @@
-"""Which implementation of the operators layers are built from: PyTorch's, or Triton's where it pays."""
+"""Which implementation of the operators layers are built from: PyTorch's, Triton's, or what was chosen."""
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from braid.kernels.operators.activation import GELU, SwiGLU
-from braid.kernels.operators.attention import Attention
+from braid.kernels.operators.attention import BACKENDS, Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
+from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.operators.residual import Residual
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorFamily:
-    """The classes of the operators that have a Triton twin."""
+    """What makes the operators that have more than one implementation: classes, perhaps with a setting."""
 
-    rms_norm: type[RMSNorm] = RMSNorm
-    layer_norm: type[LayerNorm] = LayerNorm
-    residual: type[Residual] = Residual
-    swiglu: type[SwiGLU] = SwiGLU
-    gelu: type[GELU] = GELU
-    linear: type[Linear] = Linear
-    attention: type[Attention] = Attention
-    cross_entropy_statistics: type[CrossEntropyStatistics] = CrossEntropyStatistics
+    rms_norm: Callable[..., RMSNorm] = RMSNorm
+    layer_norm: Callable[..., LayerNorm] = LayerNorm
+    residual: Callable[..., Residual] = Residual
+    swiglu: Callable[..., SwiGLU] = SwiGLU
+    gelu: Callable[..., GELU] = GELU
+    linear: Callable[..., Linear] = Linear
+    attention: Callable[..., Attention] = Attention
+    cross_entropy_statistics: Callable[..., CrossEntropyStatistics] = CrossEntropyStatistics
 
 
 TORCH: Final = OperatorFamily()
 
-TRITON_WINS: Final[frozenset[str]] = frozenset()
-"""Fields of `OperatorFamily` for which ``auto`` takes Triton: those that the benchmark of kernels has shown
-to be no slower than the best rival. None so far: it has not been run on a GPU."""
+Kind = Callable[..., ComputeOperator]
+"""Makes one operator of a family."""
+Choice = Mapping[str, str]
+"""The name of the implementation that every operator of a family has, by the family's field; those that are
+not named have PyTorch's."""
+
+BY_TORCH: Final = "torch"
+_BY_TRITON: Final = "triton"
 
 
-def operator_family(kernels: str, device: torch.device, dtype: torch.dtype) -> OperatorFamily:
-    """The classes for ``train.kernels``: ``torch``, ``triton``, or ``auto``.
+def operator_family(
+    kernels: str, device: torch.device, dtype: torch.dtype, choose: Callable[[], Choice] | None = None
+) -> OperatorFamily:
+    """What makes operators for ``train.kernels``: ``torch``, ``triton``, or ``auto``.
+
+    ``auto`` is PyTorch but on CUDA, where ``choose`` is asked. In fp64 too it is: nothing else computes so.
 
     Raises ValueError where ``triton`` was asked for and cannot run.
     """
     if kernels == "torch":
         return TORCH
-    problem = _problem(device, dtype)
     if kernels == "triton":
-        if problem:
+        if problem := _problem(device, dtype):
             raise ValueError(f"train.kernels='triton': {problem}; use auto or torch")
         return _triton()
-    if problem or device.type != "cuda" or not TRITON_WINS:
+    if choose is None or device.type != "cuda" or dtype == torch.float64:
         return TORCH
-    twins = _triton()
-    return replace(TORCH, **{name: getattr(twins, name) for name in TRITON_WINS})
+    return chosen_family(choose())
+
+
+def chosen_family(choice: Choice) -> OperatorFamily:
+    """The family of a choice among `names`."""
+    return replace(TORCH, **{operator: _kind(operator, name) for operator, name in choice.items()})
+
+
+def names(operator: str) -> tuple[str, ...]:
+    """Of all implementations that an operator may have, PyTorch's first: ``triton+cudnn``: its rotary
+    embedding by Triton, its scores by cuDNN."""
+    plain = (BY_TORCH, _BY_TRITON)
+    if operator != "attention":
+        return plain
+    return (*plain, *(f"{name}+{backend}" for name in plain for backend in BACKENDS))
+
+
+def candidates(operator: str, device: torch.device, dtype: torch.dtype) -> dict[str, Kind]:
+    """The implementations of an operator that may run here, by name; whether one does, a trial says."""
+    triton = not _problem(device, dtype)
+    return {
+        name: _kind(operator, name) for name in names(operator) if triton or not name.startswith(_BY_TRITON)
+    }
+
+
+def _kind(operator: str, name: str) -> Any:
+    source, _, backend = name.partition("+")
+    kind = getattr(_triton() if source == _BY_TRITON else TORCH, operator)
+    return partial(kind, backend=backend) if backend else kind
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str:

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Group, group_of
 from braid.scheduling.collectives import collective_ns
-from braid.scheduling.graph_builder import AxisPlacement
-from braid.scheduling.operators import Kind, Operator, Part
+from braid.scheduling.operators import Kind, Operator, Part, Stream
 from braid.scheduling.profile import Profile, TransferFit
-from braid.scheduling.sizes import axes_on
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import STREAM_OF
 
@@ -44,10 +42,9 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
     return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}
 
 
-def axis_placements(layout: ParallelLayout, gpus_per_node: int) -> dict[str, AxisPlacement]:
-    """Degree and stream of the axes that layers communicate over."""
-    groups = axis_groups(layout, gpus_per_node)
-    return axes_on(layout, {axis: STREAM_OF[group.level] for axis, group in groups.items()})
+def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:
+    """The stream of the collectives along every mesh axis."""
+    return {axis: STREAM_OF[group.level] for axis, group in axis_groups(layout, gpus_per_node).items()}
 
 
 def analytic_profile(

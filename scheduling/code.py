@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from braid.scheduling.operators import Operator, Value
+from braid.scheduling.operators import Operator, Parameters, Part, Value
 from braid.scheduling.schedule import (
     Await,
     Direction,
@@ -26,13 +26,14 @@ from braid.scheduling.schedule import (
     passes_in,
 )
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.units import chunk_parameters, members_of
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Which registers a micro-batch has in a chunk: one per value of the chunk's runs, handed on in place.
+    """Which registers a micro-batch has in a chunk: one per value of the chunk's units, handed on in place.
 
-    Where one run's output is the next one's input, they are one register, and so are their gradients. What
+    Where one unit's output is the next one's input, they are one register, and so are their gradients. What
     must have happened is kept as bits: one per operator, then arrival and departure, both ways.
     """
 
@@ -45,7 +46,7 @@ class Frame:
     constants: Mapping[str, tuple[int, ...]]
     """Registers that the executor fills (tokens, targets, loss_scale), by name; no memory of the frame."""
     bits: Mapping[tuple[int, bool, str], int]
-    """Bit of an operator: place of its run in the chunk, whether in the forward graph, name."""
+    """Bit of an operator: place of its unit in the chunk, whether in the forward graph, name."""
     operators: tuple[str, ...]
     """Names by bit."""
     input: int | None
@@ -100,20 +101,20 @@ class Node:
     """An operator at its place in a chunk."""
 
     operator: Operator
-    run: str
+    unit: str
     """Of parts, whose graph the operator is of."""
     place: int
-    """Of the run in the chunk, in the order of the forward pass."""
+    """Of the unit in the chunk, in the order of the forward pass."""
     part: int
     """Of the chunk, in the order of the forward pass."""
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    """Registers; of a chunk of tokens also the one of the whole value that has its rows."""
+    """Registers; of a piece also the one of the whole value that has its rows."""
     bit: int
     needs: int
     """Bits of what has to be done before it begins."""
     others: int = 0
-    """Of the last chunk of tokens, which completes the whole value: bits of the others."""
+    """Of the last piece, which completes the whole value: bits of the others."""
 
 
 @dataclass(frozen=True)
@@ -243,5 +244,13 @@ class Code:
 
     schedule: Schedule
     layout: ParallelLayout
-    layers: int
+    kinds: tuple[str, ...]
+    """Of the model's layers."""
+    parts: Mapping[str, Part]
+    """Those that the schedule's programs are of."""
     stages: tuple[tuple[Stretch, ...], ...]
+
+    def parameters(self, chunk: int, part: int | None = None) -> Parameters:
+        """Of a chunk, or of a part of it, on the fullest rank of a tensor-parallel group."""
+        held = self.parts, self.layout, self.kinds, chunk, self.schedule.unit_layers
+        return chunk_parameters(*held) if part is None else members_of(*held)[part].parameters

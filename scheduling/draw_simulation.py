@@ -5,6 +5,7 @@ from html import escape
 
 from braid.scheduling.code import Compute, Node, Start, name_of
 from braid.scheduling.operators import Stream
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.simulator.engine import BlockRun, Executed
@@ -70,7 +71,7 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
     """What a paired block executes from the begin of one pair of layers to the next; rows are streams.
 
     It is the first pair that takes up what the one before has left, else the second where there is one.
-    Layers that are fused to a run count as one.
+    Layers of a unit count as one.
     """
     passes = run.stretch.passes
     nodes = [
@@ -78,7 +79,7 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
         for e in run.course.executed
         if isinstance(e.operation, Compute | Start) and isinstance(e.operation.what, Node)
     ]
-    tasks = [(e, node, one) for e, node, one in nodes if node.operator.part == "layer"]
+    tasks = [(e, node, one) for e, node, one in nodes if is_layer(node.operator.part)]
     starts: dict[int, float] = {}
     rounds: dict[int, int] = {}
     for forward in (True, False):

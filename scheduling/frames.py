@@ -1,4 +1,4 @@
-"""Registers of a chunk: which value of which run is where, what has to be done before an operator, and what
+"""Registers of a chunk: which value of which unit is where, what has to be done before an operator, and what
 each operation is the last to touch."""
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,21 +9,21 @@ from braid.scheduling import schedule as text
 from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
 from braid.scheduling.operators import Graph, Part, Stream, Value
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Pass, PassKind, Side
+from braid.scheduling.schedule import Action, Pass, PassKind, Reduce, Side
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The runs of a chunk with their registers and operators."""
+    """The units of a chunk with their registers and operators."""
 
-    runs: tuple[str, ...]
+    units: tuple[str, ...]
     frame: Frame
     nodes: Mapping[tuple[int, bool, str], Node]
-    """By place of the run, whether of the forward pass, and name."""
+    """By place of the unit, whether of the forward pass, and name."""
 
 
 def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
-    """Registers and operators of a chunk's runs."""
+    """Registers and operators of a chunk's units."""
     registers: dict[tuple[int, str], int] = {}
     names: list[str] = []
     values: list[Value] = []
@@ -140,20 +140,20 @@ def _nodes(
         for op in graph.operators:
             needs = 0
             reads = tuple(registers[place, name] for name in op.reads)
-            wholes = (parts[place].values[name].chunk_of for name in op.writes)
+            wholes = (parts[place].values[name].piece_of for name in op.writes)
             written = dict.fromkeys((*op.writes, *(name for name in wholes if name is not None)))
             for register in reads:
                 own = made[forward].get(register)
                 needs |= own or (0 if forward else made[True].get(register)) or arrivals.get(register, 0)
             others = 0
-            if op.chunk is not None and op.chunk.number == op.chunk.ways:
+            if op.piece is not None and op.piece.number == op.piece.ways:
                 for other in graph.operators:
-                    alike = other.chunk is not None and other.chunk.whole == op.chunk.whole
+                    alike = other.piece is not None and other.piece.whole == op.piece.whole
                     if alike and other.place == op.place and other is not op:
                         others |= 1 << frame.bits[place, forward, other.name]
             nodes[place, forward, op.name] = Node(
                 operator=op,
-                run=parts[place].name,
+                unit=parts[place].name,
                 place=place,
                 part=offsets[place] + op.place,
                 reads=reads,
@@ -182,7 +182,7 @@ def operations_of(
             continue
         chunk = chunks[turn]
         node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, action.operator))
-        side = Side(passes[turn].kind, chunk.runs[place])
+        side = Side(passes[turn].kind, chunk.units[place])
         if node is None:
             raise ValueError(f"program {side}: the graph has no operator {action.operator!r}")
         op = node.operator
@@ -205,10 +205,36 @@ def operations_of(
     return operations
 
 
+def with_sums(operations: list[Operation], passes: Sequence[Pass], sums: Sequence[Reduce]) -> list[Operation]:
+    """The operations, and sums of a part's gradients behind the last one that adds to them.
+
+    Where none does, they come first: earlier blocks have. Those over tp are waited for at once.
+    """
+    last = {
+        (passes[operation.turn].chunk, operation.what.part): position
+        for position, operation in enumerate(operations)
+        if isinstance(operation, Compute)
+        and isinstance(operation.what, Node)
+        and operation.what.operator.adds_gradients
+    }
+    behind: dict[int, list[Operation]] = {}
+    for reduce in sums:
+        assert reduce.chunk is not None
+        assert reduce.part is not None
+        into = behind.setdefault(last.get((reduce.chunk, reduce.part), -1), [])
+        into.append(Start(what=reduce))
+        if reduce.axis == "tp":
+            into.append(Wait(what=reduce))
+    result = behind.get(-1, [])
+    for position, operation in enumerate(operations):
+        result += [operation, *behind.get(position, ())]
+    return result
+
+
 def kept_after(
     one: Pass, chunk: ChunkLayout, ends: Collection[str], place: int, *, passes_on: bool
 ) -> set[int]:
-    """Registers that what comes after a pass still reads; ``ends``: operators of a run that it leaves."""
+    """Registers that what comes after a pass still reads; ``ends``: operators of a unit that it leaves."""
     later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
     if one.kind is PassKind.INPUT:
         later = [node for node in later if node.operator.phase is Phase.WEIGHT_GRADIENT]

@@ -1,35 +1,22 @@
-"""What layers are written with: operators of a transformer, whose sizes follow from shapes and kind.
+"""What layers are written with: the kinds of operators of a transformer, a method each.
 
 A value is a number of tokens on this rank x a width, which may be cut over the ranks of tensor parallelism.
 From these follow what an operator computes (FLOPs), what it keeps for its backward pass, what a collective
-sends; nothing is priced by hand. How a graph is differentiated: `braid.scheduling.graph_builder`.
+sends; nothing is priced by hand. A method says all of a kind: the size of what it makes, its FLOPs, its
+parameters, what it keeps and what its backward pass reads.
 
 With sequence parallelism a rank holds t = T/tp tokens of full width outside the tensor-parallel region
 (before a gather, after a scatter) and T tokens of its part of the width inside.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from braid.scheduling.graph_builder import GraphBuilder
-from braid.scheduling.operators import Kind, Part, Precision
+from braid.scheduling.graph_builder import Dims, GraphBuilder, gradient_of
+from braid.scheduling.operators import Kind, Operator, Pass, Precision
 from braid.scheduling.sizes import PartSizes
 
 
-@dataclass(frozen=True)
-class Dims:
-    """Of a value: tokens on this rank, and width over all ranks, of which this one holds 1/``cut``."""
-
-    tokens: int
-    width: int
-    cut: int = 1
-
-    @property
-    def elements(self) -> int:
-        """On this rank."""
-        return self.tokens * self.width // self.cut
-
-
-class LayerBuilder:
+class LayerBuilder(GraphBuilder):
     """Writes a part of the model forward; every method returns the name of the value that it makes.
 
     Collectives over an axis of degree one vanish and return what they were given. `ValueError` for a graph
@@ -37,75 +24,86 @@ class LayerBuilder:
     """
 
     def __init__(self, name: str, sizes: PartSizes) -> None:
+        super().__init__(name)
         self.sizes = sizes
         self.shape = sizes.shape
-        self._graph = GraphBuilder(name, sizes.axes)
-        self._dims: dict[str, Dims] = {}
 
-    def dims(self, value: str) -> Dims:
-        """The size of a value."""
-        return self._dims[value]
-
-    def _made(self, value: str, dims: Dims) -> str:
-        self._dims[value] = dims
-        return value
-
-    # -- what comes in and goes out ------------------------------------------------------------------------
+    # -- what comes in -------------------------------------------------------------------------------------
 
     def input(self, name: str = "x") -> str:
-        """The residual stream: this rank's tokens of full width."""
-        dims = Dims(self.sizes.local_tokens, self.shape.hidden)
-        return self._made(self._graph.input(name, dims.elements), dims)
+        """The residual stream, from the part before: this rank's tokens of full width."""
+        return self._input(name, Dims(self.sizes.local_tokens, self.shape.hidden))
 
     def token_ids(self, name: str) -> str:
         """An index for every token, without a gradient."""
-        return self._made(self._graph.constant(name, self.sizes.tokens), Dims(self.sizes.tokens, 1))
+        return self._input(name, Dims(self.sizes.tokens, 1), Precision.INDEX)
 
     def factor(self, name: str) -> str:
         """A number without a gradient."""
-        return self._made(self._graph.constant(name, 1, Precision.STATISTIC), Dims(1, 1))
+        return self._input(name, Dims(1, 1), Precision.STATISTIC)
 
-    def build(self, output: str) -> Part:
-        """Close the part whose result is ``output``, and derive its backward graph."""
-        return self._graph.build(output)
-
-    # -- operators -------------------------------------------------------------------------------------------
+    # -- operators -----------------------------------------------------------------------------------------
 
     def norm(self, name: str, x: str) -> str:
-        """RMSNorm, which keeps one number of each token, or LayerNorm, which keeps two."""
-        dims = self._dims[x]
-        statistics = 2 if self.shape.biases else 1
-        return self._made(self._graph.norm(name, x, dims.tokens, statistics_each=statistics), dims)
+        """RMSNorm, which keeps one number of each token, or LayerNorm, which keeps two.
 
-    def columns(self, name: str, x: str, width: int, kind: Kind = Kind.GEMM) -> str:
-        """A matrix whose ``width`` outputs are cut over ``tp``; every rank has all inputs."""
-        dims = self._dims[x]
-        if dims.cut > 1:
+        Its backward also adds the gradient that reaches ``x`` around the norm.
+        """
+        dims = self.dims(x)
+        y = self._value(f"{name}.out", dims)
+        numbers = Dims(dims.tokens, 2 if self.shape.biases else 1)
+        statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
+        op = self._emit(name, Kind.NORM, (x,), (y, statistics))
+        self._holds(whole=dims.width * (2 if self.shape.biases else 1))
+        gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Pass.GRADIENT)
+        self._gradient_with_skip(gradient, x)
+        return y
+
+    def columns(self, name: str, x: str, width: int, kind: Kind = Kind.GEMM, *, bias: bool = False) -> str:
+        """A matrix (of every expert: ``GROUPED_GEMM``) whose ``width`` outputs are cut over ``tp``.
+
+        Every rank has all inputs. ``bias``: it has one, which is cut too.
+        """
+        if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
-        made = Dims(dims.tokens, width, self.sizes.tp)
-        return self._made(self._graph.gemm(name, x, made.elements, self._flops(dims, width), kind), made)
+        self._holds(cut=width // self.sizes.tp if bias else 0)
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tp), kind)
 
     def rows(self, name: str, x: str, width: int, kind: Kind = Kind.GEMM) -> str:
         """A matrix whose inputs are cut over ``tp``: every rank has a part of each sum; scatter adds them."""
-        dims = self._dims[x]
-        if dims.cut != self.sizes.tp:
+        if self.dims(x).cut != self.sizes.tp:
             raise ValueError(f"{name}: {x} is not cut over tp; use columns")
-        made = Dims(dims.tokens, width)
-        return self._made(self._graph.gemm(name, x, made.elements, self._flops(dims, width), kind), made)
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind)
 
-    def _flops(self, x: Dims, width: int) -> int:
-        """This rank's share of x times a matrix with ``width`` outputs."""
-        return 2 * x.tokens * x.width * width // self.sizes.tp
+    def _matrix(self, name: str, x: str, made: Dims, kind: Kind) -> str:
+        y = self._value(f"{name}.out", made)
+        weights = self.dims(x).width * made.width
+        flops = 2 * made.tokens * weights // self.sizes.tp
+        op = self._emit(name, kind, (x,), (y,), flops=flops)
+        if kind is Kind.GROUPED_GEMM:
+            self._holds(experts=self.shape.experts * weights // (self.sizes.tp * self.sizes.ep))
+        else:
+            self._holds(cut=weights // self.sizes.tp)
+        self._both_gradients(op, (f"d.{y}",), (x,), (x,))
+        return y
 
     def activation(self, name: str, x: str) -> str:
         """SwiGLU, which multiplies one half of the width by the other, or GELU."""
-        dims = self._dims[x]
-        made = Dims(dims.tokens, dims.width // 2 if self.shape.gated else dims.width, dims.cut)
-        return self._made(self._graph.activation(name, x, made.elements), made)
+        dims = self.dims(x)
+        width = dims.width // 2 if self.shape.gated else dims.width
+        y = self._value(f"{name}.out", replace(dims, width=width))
+        op = self._emit(name, Kind.ACTIVATION, (x,), (y,))
+        self._one_gradient(gradient_of(op, (f"d.{y}", x)), (x,))
+        return y
 
-    def residual(self, name: str, branch: str, skip: str) -> str:
-        """Add a branch to the residual stream (or two branches to each other)."""
-        return self._made(self._graph.residual(name, branch, skip), self._dims[skip])
+    def residual(self, name: str, branch: str, skip: str, *, bias: bool = False) -> str:
+        """Add a branch (and the bias of its last matrix) to the residual stream or another branch."""
+        y = self._value(f"{name}.out", self.dims(skip))
+        op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
+        self._holds(whole=self.dims(skip).width if bias else 0)
+        gradient = gradient_of(op, (f"d.{y}",), phase=Pass.GRADIENT)
+        self._one_gradient(gradient, (branch, skip), alias=f"d.{y}")
+        return y
 
     def custom(
         self,
@@ -114,24 +112,27 @@ class LayerBuilder:
         like: str | None = None,
         flops: int = 0,
         saved_elements: int | None = None,
+        parameters: int = 0,
         splits_weight_gradient: bool = False,
     ) -> str:
-        """A module of the user's own (`AutogradOperator`), with one output.
+        """A module of the user's own (`AutogradOperator`), with one output and one opaque saved value.
 
         Unless told otherwise it makes what is as large as its first input (``like``: another value), keeps
-        its inputs, and computes so little that its time is that of its memory accesses.
+        its inputs, has no ``parameters`` (on a rank), and computes so little that its time is that of its
+        memory accesses.
         """
-        dims = self._dims[like or reads[0]]
-        kept = sum(self._dims[x].elements for x in reads) if saved_elements is None else saved_elements
-        y = self._graph.custom(
-            name,
-            reads,
-            dims.elements,
-            saved_elements=kept,
-            flops=flops,
-            splits_weight_gradient=splits_weight_gradient,
-        )
-        return self._made(y, dims)
+        y = self._value(f"{name}.out", self.dims(like or reads[0]))
+        kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
+        saved = self._value(f"{name}.saved", Dims(1, kept))
+        op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
+        self._holds(cut=parameters)
+        receivers = tuple(x for x in reads if x not in self._constants)
+        sources = (f"d.{y}", saved)
+        if splits_weight_gradient:
+            self._both_gradients(op, sources, (), receivers)
+        else:  # one operator, with the FLOPs of both
+            self._one_gradient(gradient_of(op, sources, "dgrad", flops=2 * flops), receivers)
+        return y
 
     def attention(self, name: str, qkv: str) -> str:
         """Causal attention over the whole sequence, of which a rank holds 1/cp.
@@ -140,37 +141,53 @@ class LayerBuilder:
         other ranks of context parallelism are gathered (``all_gather``) or passed around while attending
         (``ring``). The sequence is cut so that every rank, and every step of the ring, has equal work.
         """
-        shape, sizes, g = self.shape, self.sizes, self._graph
-        cp, tokens = sizes.cp, self._dims[qkv].tokens
-        made = Dims(tokens, shape.query_width, self._dims[qkv].cut)
-        # Scores and values, 2 x 2 x T x s x Q, halved because attention is causal.
-        flops = 2 * tokens * shape.sequence * shape.query_width // sizes.tp
-        outputs, kv = made.elements, 2 * tokens * shape.kv_width // sizes.tp
-        statistics = tokens * shape.heads // sizes.tp
+        cp, queries = self.sizes.cp, self.shape.query_width
+        kv = replace(self.dims(qkv), width=2 * self.shape.kv_width)
         if cp == 1:
-            return self._made(g.attention(name, qkv, outputs, flops, outputs + kv, statistics), made)
-        if sizes.context == "all_gather":
-            others = g.gather("kv_gather", qkv, "cp", kv)
-            saved = outputs + cp * kv
-            a = g.attention(name, qkv, outputs, flops, saved, statistics, more=(others,))
-            return self._made(a, made)
-        passed = g.shift("kv_shift_1", qkv, "cp", kv)
-        a = g.attention(f"{name}_0", qkv, outputs, flops // cp, outputs + kv, statistics)
+            return self._attend(name, qkv, queries + kv.width)
+        if self.sizes.context == "all_gather":
+            others = self._gather("kv_gather", qkv, "cp", kv)
+            return self._attend(name, qkv, queries + cp * kv.width, (others,))
+        passed = self._shift("kv_shift_1", qkv, "cp", kv)
+        a = self._attend(f"{name}_0", qkv, queries + kv.width, steps=cp)
         for step in range(1, cp):
             here = passed
             if step < cp - 1:
-                passed = g.shift(f"kv_shift_{step + 1}", here, "cp", kv)
+                passed = self._shift(f"kv_shift_{step + 1}", here, "cp", kv)
             own = name if step == cp - 1 else f"{name}_{step}"
-            a = g.attention(own, qkv, outputs, flops // cp, kv, statistics, more=(here, a))
-        return self._made(a, made)
+            a = self._attend(own, qkv, kv.width, (here, a), steps=cp)
+        return a
 
-    # -- experts ---------------------------------------------------------------------------------------------
+    def _attend(
+        self, name: str, qkv: str, saved_width: int, more: tuple[str, ...] = (), steps: int = 1
+    ) -> str:
+        """One kernel, which does 1/``steps`` of the work; what it keeps is one opaque value.
+
+        ``more``: keys and values of other ranks, and what was attended to before (ring attention).
+        """
+        shape, dims = self.shape, self.dims(qkv)
+        y = self._value(f"{name}.out", replace(dims, width=shape.query_width))
+        sums = dims.tokens * shape.heads // dims.cut
+        saved = self._value(f"{name}.saved", replace(dims, width=saved_width), statistics=sums, keeps=y)
+        # Scores and values, 2 x 2 x T x s x Q, halved because attention is causal.
+        flops = 2 * dims.tokens * shape.sequence * shape.query_width // dims.cut // steps
+        op = self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
+        self._one_gradient(gradient_of(op, (f"d.{y}", saved), flops=2 * flops), (qkv, *more))
+        return y
+
+    # -- experts -------------------------------------------------------------------------------------------
 
     def router(self, name: str, x: str) -> tuple[str, str]:
         """Score the experts for every token: the weights of the chosen (differentiable) and the choice."""
-        tokens, top_k = self._dims[x].tokens, self.shape.top_k
-        gates, choice = self._graph.router(name, x, tokens, self.shape.experts, top_k)
-        return self._made(gates, Dims(tokens, top_k)), self._made(choice, Dims(tokens, top_k))
+        shape, tokens = self.shape, self.dims(x).tokens
+        gates = self._value(f"{name}.out", Dims(tokens, shape.top_k), Precision.STATISTIC)
+        choice = self._value(f"{name}.choice", Dims(tokens, shape.top_k), Precision.INDEX)
+        scores = self._value(f"{name}.scores", Dims(tokens, shape.experts), Precision.STATISTIC)
+        flops = 2 * self.dims(x).elements * shape.experts
+        op = self._emit(name, Kind.ROUTER, (x,), (gates, choice, scores), flops=flops)
+        self._holds(whole=self.dims(x).width * shape.experts)
+        self._both_gradients(op, (f"d.{gates}", scores), (x,), (x,))
+        return gates, choice
 
     def permute(self, name: str, x: str, choice: str) -> str:
         """Bring a copy of every token into the order of each expert that it visits.
@@ -178,45 +195,110 @@ class LayerBuilder:
         With balanced routing every rank works on as many tokens as it sends, ``top_k`` times its own; a
         capacity factor below 1 drops tokens, one above 1 bounds how far a rank may be over the average.
         """
-        dims, shape = self._dims[x], self.shape
-        made = Dims(round(dims.tokens * shape.top_k * min(1.0, shape.capacity_factor)), dims.width)
-        return self._made(self._graph.permute(name, x, choice, made.elements), made)
+        dims, shape = self.dims(x), self.shape
+        visits = round(dims.tokens * shape.top_k * min(1.0, shape.capacity_factor))
+        y = self._value(f"{name}.out", Dims(visits, dims.width))
+        op = self._emit(name, Kind.PERMUTE, (x, choice), (y,))
+        self._one_gradient(gradient_of(op, (f"d.{y}", choice)), (x,))
+        return y
 
     def unpermute(self, name: str, x: str, gates: str, choice: str) -> str:
         """Bring tokens back into their order and add what their experts made of them, weighted."""
-        made = Dims(self._dims[choice].tokens, self._dims[x].width)
-        return self._made(self._graph.unpermute(name, x, gates, choice, made.elements), made)
+        y = self._value(f"{name}.out", Dims(self.dims(choice).tokens, self.dims(x).width))
+        op = self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
+        self._one_gradient(gradient_of(op, (f"d.{y}", x, gates, choice)), (x, gates))
+        return y
 
-    # -- the model's ends ------------------------------------------------------------------------------------
+    # -- the model's ends ----------------------------------------------------------------------------------
 
     def embedding(self, name: str, tokens: str) -> str:
         """Look tokens up in this rank's rows of the vocabulary; scatter adds what the ranks found."""
-        made = Dims(self._dims[tokens].tokens, self.shape.hidden)
-        return self._made(self._graph.embedding(name, tokens, made.elements), made)
+        y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
+        op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
+        self._holds(cut=self.sizes.vocabulary_rows * self.shape.hidden)
+        self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Pass.WEIGHT_GRADIENT), ())
+        return y
 
     def positions(self, name: str, x: str) -> str:
         """Add learned positions."""
-        return self._made(self._graph.positions(name, x), self._dims[x])
+        y = self._value(f"{name}.out", self.dims(x))
+        op = self._emit(name, Kind.EMBEDDING, (x,), (y,))
+        self._holds(whole=self.shape.sequence * self.shape.hidden)
+        self._one_gradient(gradient_of(op, (f"d.{y}",), phase=Pass.GRADIENT), (x,), alias=f"d.{y}")
+        return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:
-        """The sum of token losses over a vocabulary that is cut over ``tp``."""
-        tokens = self._dims[logits].tokens
-        return self._made(self._graph.cross_entropy(name, logits, targets, scale, tokens), Dims(1, 1))
+        """The sum of token losses over a vocabulary that is cut over ``tp``, whose statistics are gathered.
 
-    # -- collectives -----------------------------------------------------------------------------------------
+        Its backward writes d.logits over the logits, of which it is the last reader.
+        """
+        tokens, tp, module = self.dims(logits).tokens, self.sizes.tp, f"{name}_statistics"
+        statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)
+        partition = self._value(f"{name}.partition", Dims(tokens, 1), Precision.STATISTIC)
+        loss = self._value(name, Dims(1, 1), Precision.STATISTIC)
+        op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
+        if tp > 1:
+            made = Dims(tokens * tp, 3)
+            (statistics,) = self._collective(f"{name}_gather", Kind.ALL_GATHER, statistics, "tp", made).writes
+        self._emit(name, Kind.CROSS_ENTROPY, (statistics,), (loss, partition))
+        gradient = gradient_of(replace(op, name=name), (logits, partition, targets, scale))
+        self._one_gradient(gradient, (logits,), alias=logits)
+        return loss
+
+    # -- collectives ---------------------------------------------------------------------------------------
 
     def gather(self, name: str, x: str, axis: str = "tp") -> str:
         """Gather the tokens of all ranks along an axis; its backward adds up and scatters gradients."""
-        dims = self._dims[x]
-        made = Dims(dims.tokens * self.sizes.degree(axis), dims.width, dims.cut)
-        return self._made(self._graph.gather(name, x, axis), made)
+        return self._gather(name, x, axis, self.dims(x))
 
     def scatter(self, name: str, x: str, axis: str = "tp") -> str:
         """Add up what all ranks along an axis have, and keep this rank's tokens."""
-        dims = self._dims[x]
-        made = Dims(dims.tokens // self.sizes.degree(axis), dims.width, dims.cut)
-        return self._made(self._graph.scatter(name, x, axis), made)
+        dims, degree = self.dims(x), self.sizes.degree(axis)
+        made = replace(dims, tokens=dims.tokens // degree)
+        return self._exchange(name, x, axis, made, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
 
     def all_to_all(self, name: str, x: str, axis: str = "ep") -> str:
         """Give every rank along an axis its part; its backward does the same the other way."""
-        return self._made(self._graph.all_to_all(name, x, axis), self._dims[x])
+        return self._exchange(name, x, axis, self.dims(x), Kind.ALL_TO_ALL, Kind.ALL_TO_ALL)
+
+    def _gather(self, name: str, x: str, axis: str, part: Dims) -> str:
+        """Gather what has the size ``part`` of a value."""
+        made = replace(part, tokens=part.tokens * self.sizes.degree(axis))
+        return self._exchange(name, x, axis, made, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+    def _shift(self, name: str, x: str, axis: str, made: Dims) -> str:
+        """Send what has the size ``made`` to the next rank of a ring and receive from the one before.
+
+        A whole all-gather would repeat: only what the next step needs is there at a time.
+        """
+        op = self._collective(name, Kind.SEND_RECEIVE, x, axis, made)
+        self._one_gradient(gradient_of(op, (f"d.{name}.out",)), (x,))
+        return op.writes[0]
+
+    def _exchange(self, name: str, x: str, axis: str, made: Dims, kind: Kind, backward: Kind) -> str:
+        if self.sizes.degree(axis) == 1:
+            return x
+        op = self._collective(name, kind, x, axis, made)
+        self._one_gradient(replace(gradient_of(op, (f"d.{name}.out",)), kind=backward), (x,))
+        return op.writes[0]
+
+    def _collective(self, name: str, kind: Kind, x: str, axis: str, made: Dims) -> Operator:
+        """A collective that makes a value; who emits it says what its backward pass is.
+
+        In a ring, and pairwise, each rank sends all parts of the whole but one; in a shift, what it makes.
+        """
+        degree, precision = self.sizes.degree(axis), self._values[x].precision
+        whole = made.elements if kind is Kind.ALL_GATHER else self.dims(x).elements
+        width = precision.bytes_each(2)
+        shifts = kind is Kind.SEND_RECEIVE
+        sent = width * made.elements if shifts else width * whole * (degree - 1) // degree
+        y = self._value(f"{name}.out", made, precision)
+        return self._emit(
+            name,
+            kind,
+            (x,),
+            (y,),
+            axis=axis,
+            stream=self.sizes.stream(axis),
+            sent_bytes=sent,
+        )

@@ -1,35 +1,44 @@
-"""The operator graphs of the built-in model parts: embedding, Llama and GPT layers, head.
+"""The operator graphs of a model's parts: embedding, Llama, GPT and expert layers, head.
 
 With tensor and sequence parallelism a layer has 14 forward and 18 backward operators (DHelix section 4.2).
 Context parallelism cuts the sequence, expert parallelism sends every token to the ranks that hold its experts
 and back.
 """
 
+from collections.abc import Callable, Mapping
+
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Kind, Part
+from braid.scheduling.pattern import DENSE, UNIFORM, built_in_kinds
 from braid.scheduling.sizes import PartSizes
+
+LayerGraph = Callable[[LayerBuilder], str]
+"""Writes a layer's operators, from ``g.input()`` on, and returns the value that it hands on."""
 
 
 def transformer_layer(g: LayerBuilder) -> str:
-    """One pre-norm transformer layer: Llama and GPT differ in modules, not in structure; MoE in its MLP."""
+    """One pre-norm transformer layer: Llama and GPT differ in modules, not in structure; MoE in its MLP.
+
+    In a mixture of experts the kind ``dense`` has none.
+    """
     shape = g.shape
     x = g.input()
     a = g.norm("attention_norm", x)
     a = g.gather("attention_gather", a)
-    a = g.columns("qkv", a, shape.query_width + 2 * shape.kv_width)
+    a = g.columns("qkv", a, shape.query_width + 2 * shape.kv_width, bias=shape.biases)
     a = g.attention("attention", a)
     a = g.rows("projection", a, shape.hidden)
     a = g.scatter("attention_scatter", a)
-    x = g.residual("attention_residual", a, x)
+    x = g.residual("attention_residual", a, x, bias=shape.biases)
     m = g.norm("mlp_norm", x)
-    m = _experts(g, m) if shape.experts else _mlp(g, m)
-    return g.residual("mlp_residual", m, x)
+    m = _experts(g, m) if shape.experts and g.name != DENSE else _mlp(g, m)
+    return g.residual("mlp_residual", m, x, bias=shape.biases)
 
 
 def _mlp(g: LayerBuilder, m: str) -> str:
     m = g.gather("mlp_gather", m)
-    m = g.columns("mlp_in", m, g.shape.ffn * (2 if g.shape.gated else 1))
+    m = g.columns("mlp_in", m, g.shape.ffn * (2 if g.shape.gated else 1), bias=g.shape.biases)
     m = g.activation("activation", m)
     m = g.rows("mlp_out", m, g.shape.hidden)
     return g.scatter("mlp_scatter", m)
@@ -49,10 +58,10 @@ def _experts(g: LayerBuilder, m: str) -> str:
     return g.unpermute("unpermute", m, gates, choice)
 
 
-def layer_part(sizes: PartSizes) -> Part:
-    """The built-in layer."""
-    g = LayerBuilder("layer", sizes)
-    return g.build(transformer_layer(g))
+def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transformer_layer) -> Part:
+    """A layer of a kind, which its graph is written for; by default the family's own."""
+    g = LayerBuilder(kind, sizes)
+    return g.build(graph(g))
 
 
 def embedding(sizes: PartSizes) -> Part:
@@ -77,7 +86,22 @@ def head(sizes: PartSizes) -> Part:
     return g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
 
 
-def built_in_parts(sizes: PartSizes, recompute: str = "none") -> dict[str, Part]:
-    """The parts of a built-in model by name, under a recompute policy."""
-    parts = (embedding(sizes), layer_part(sizes), head(sizes))
+def model_parts(
+    sizes: PartSizes, layers: Mapping[str, LayerGraph], recompute: str = "none"
+) -> dict[str, Part]:
+    """The parts of a model by name, under a recompute policy; ``layers``: the graph of every kind in it."""
+    kinds = dict.fromkeys(sizes.shape.kinds)
+    parts = (embedding(sizes), *(layer_part(sizes, kind, layers[kind]) for kind in kinds), head(sizes))
     return {part.name: with_recompute(part, recompute) for part in parts}
+
+
+def built_in_parts(sizes: PartSizes, recompute: str = "none") -> dict[str, Part]:
+    """The parts of a model that has no layers of the user's own; `ValueError` if it has."""
+    shape, known = sizes.shape, built_in_kinds(sizes.shape.family)
+    for kind in shape.kinds:
+        if kind not in known:
+            raise ValueError(
+                f"model.pattern={shape.pattern!r}: {kind!r} is no built-in layer of the family "
+                f"{shape.family}; those are {', '.join(known)}"
+            )
+    return model_parts(sizes, dict.fromkeys(known, transformer_layer), recompute)

@@ -1,7 +1,7 @@
 """The linker: from a schedule to linked code. What runs when is decided here and nowhere behind it.
 
-A block's passes go through their runs together where the schedule has a program for that combination of
-runs. What has no partner goes by itself: at the begin and at the end of the block, backward passes first.
+A block's passes go through their units together where the schedule has a program for that combination of
+units. What has no partner goes by itself: at the begin and at the end of the block, backward passes first.
 What a program leaves of a backward pass is taken up by the next program that has a side for it, in the same
 block or in the one that names it (``L2.1``); where there is none, it runs by itself right after.
 """
@@ -23,8 +23,15 @@ from braid.scheduling.code import (
     Stretch,
     Wait,
 )
-from braid.scheduling.frames import ChunkLayout, Placed, freeing, kept_after, laid_out, operations_of
-from braid.scheduling.fusion import chunk_runs
+from braid.scheduling.frames import (
+    ChunkLayout,
+    Placed,
+    freeing,
+    kept_after,
+    laid_out,
+    operations_of,
+    with_sums,
+)
 from braid.scheduling.operators import Part
 from braid.scheduling.rounds import combinations, in_rounds
 from braid.scheduling.schedule import (
@@ -47,6 +54,7 @@ from braid.scheduling.schedule import (
     on_side,
 )
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.units import chunk_parts, chunk_units
 
 
 class LinkError(ValueError):
@@ -57,10 +65,16 @@ class LinkError(ValueError):
         self.stage, self.position = stage, position
 
 
-def link(schedule: Schedule, layout: ParallelLayout, layers: int, parts: Mapping[str, Part]) -> Code:
-    """Unroll every stage. ``parts``: those of `scheduled_parts`. `LinkError` names the instruction."""
-    linker = _Linker(schedule, layout, layers, parts)
-    return Code(schedule, layout, layers, tuple(tuple(linker.stage(n)) for n in range(len(schedule.stages))))
+def link(
+    schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
+) -> Code:
+    """Unroll every stage. ``kinds``: of the model's layers; ``parts``: those of `scheduled_parts`.
+
+    `LinkError` names the instruction.
+    """
+    linker = _Linker(schedule, layout, kinds, parts)
+    stages = tuple(tuple(linker.stage(n)) for n in range(len(schedule.stages)))
+    return Code(schedule, layout, kinds, parts, stages)
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class _Left:
 
     turn: int
     place: int
-    run: str
+    unit: str
     program: Program
     """The program that left it, and the number of the side that takes it up."""
     side: int
@@ -105,15 +119,17 @@ class _Role:
 class _Linker:
     schedule: Schedule
     layout: ParallelLayout
-    layers: int
+    kinds: tuple[str, ...]
     parts: Mapping[str, Part]
     _chunks: dict[int, ChunkLayout] = field(default_factory=dict)
     _laid_out: dict[tuple[str, ...], ChunkLayout] = field(default_factory=dict)
-    """By the names of the runs: equal chunks share their frame and their operators."""
+    """By the names of the units: equal chunks share their frame and their operators."""
     _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _messages: dict[tuple[object, ...], _Transferred] = field(default_factory=dict)
-    _update: dict[Instruction, Body] = field(default_factory=dict)
+    _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
+    _begun: dict[Reduce, tuple[Reduce, ...]] = field(default_factory=dict)
+    """Sums of the stage that stand in blocks, and what they are part by part."""
 
     def __post_init__(self) -> None:
         self._by_movers: dict[Sides, list[Sides]] = {}
@@ -127,6 +143,7 @@ class _Linker:
         instructions = self.schedule.stages[stage]
         named = {one.whole for one in self.schedule.passes[stage] if one.kind is PassKind.END}
         ends: dict[Pass, _Left] = {}
+        self._begun.clear()
         for position, instruction in enumerate(instructions):
             try:
                 if isinstance(instruction, Block):
@@ -151,10 +168,11 @@ class _Linker:
         key = (
             *[role.alike for role in roles],
             leaves,
+            block.sums,
             *((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
         )
         if key not in self._blocks:
-            self._blocks[key] = self._unrolled(passes, roles, leaves, before)
+            self._blocks[key] = self._unrolled(passes, roles, leaves, before, self._sums(block))
         unrolled = self._blocks[key]
         for turn, left in unrolled.left.items():
             ends[passes[turn]] = left
@@ -163,7 +181,23 @@ class _Linker:
             for one, role in zip(passes, roles, strict=True)
             if role.follower is not None
         ]
+        self._begun.update({one: self._by_part(one) for one in block.sums})
         return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.body)
+
+    def _sums(self, block: Block) -> list[Reduce]:
+        """A block's sums, part by part in the order of a backward pass."""
+        chunks = dict.fromkeys(one.chunk for one in block.sums)
+        return [
+            part
+            for chunk in chunks
+            for parts in zip(*(self._by_part(one) for one in block.sums if one.chunk == chunk), strict=True)
+            for part in parts
+        ]
+
+    def _by_part(self, reduce: Reduce) -> tuple[Reduce, ...]:
+        assert reduce.chunk is not None
+        parts = chunk_parts(self.layout, self.kinds, reduce.chunk)
+        return tuple(replace(reduce, part=part) for part in reversed(range(len(parts))))
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
@@ -183,10 +217,11 @@ class _Linker:
         roles: Sequence[_Role],
         leaves: Sequence[bool],
         before: Mapping[int, _Left],
+        sums: Sequence[Reduce],
     ) -> _Unrolled:
         chunks = [role.chunk for role in roles]
         steps, left = self._steps(passes, chunks, leaves, before)
-        operations = operations_of(steps, passes, chunks)
+        operations = with_sums(operations_of(steps, passes, chunks), passes, sums)
         keeps = []
         for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
             end = left.get(turn)
@@ -217,16 +252,16 @@ class _Linker:
     ) -> tuple[list[Placed], dict[int, _Left]]:
         """Programs one after the other, and the ends that are left at last."""
         movers = [turn for turn, one in enumerate(passes) if one.kind is not PassKind.END]
-        runs = [chunks[t].runs if passes[t].forward else chunks[t].runs[::-1] for t in movers]
+        units = [chunks[t].units if passes[t].forward else chunks[t].units[::-1] for t in movers]
         kinds = [passes[turn].kind for turn in movers]
         left = [replace(one, turn=turn) for turn, one in before.items()]
         steps: list[Placed] = []
-        for places in in_rounds(runs, kinds, self._combinations.get(tuple(kinds), set())):
+        for places in in_rounds(units, kinds, self._combinations.get(tuple(kinds), set())):
             together = [(n, at) for n, at in enumerate(places) if at is not None]
-            sides = self._program(tuple(Side(kinds[n], runs[n][at]) for n, at in together), left)
+            sides = self._program(tuple(Side(kinds[n], units[n][at]) for n, at in together), left)
             program = self.schedule.programs[sides]
             moving = [
-                (movers[n], at if kinds[n] is PassKind.FORWARD else len(runs[n]) - 1 - at)
+                (movers[n], at if kinds[n] is PassKind.FORWARD else len(units[n]) - 1 - at)
                 for n, at in together
             ]
             slots: list[tuple[int, int] | None] = []
@@ -235,7 +270,7 @@ class _Linker:
                 if side.kind is not PassKind.END:
                     slots.append(next(mover))
                     continue
-                taken = next((one for one in left if one.run == side.run), None)
+                taken = next((one for one in left if one.unit == side.unit), None)
                 slots.append(None if taken is None else (taken.turn, taken.place))
                 if taken is not None:
                     left.remove(taken)
@@ -253,23 +288,23 @@ class _Linker:
     ) -> Iterator[_Left]:
         """The ends of backward passes that a program does not run."""
         for number, (side, slot) in enumerate(zip(sides, slots, strict=True)):
-            end = Side(PassKind.END, side.run)
+            end = Side(PassKind.END, side.unit)
             if slot is None or side.kind is not PassKind.BACKWARD or end not in sides:
                 continue
             done = {action.operator for action in on_side(program, number)}
-            if any(op.name not in done for op in self.parts[side.run].backward.operators):
-                yield _Left(*slot, side.run, program, sides.index(end))
+            if any(op.name not in done for op in self.parts[side.unit].backward.operators):
+                yield _Left(*slot, side.unit, program, sides.index(end))
 
     def _program(self, movers: Sides, left: Sequence[_Left]) -> Sides:
         """The program of a combination: the one that takes up what is left, if there is one."""
         known = self._by_movers.get(movers)
         if known is None:
             raise ValueError(f"program {'|'.join(map(str, movers))} is missing")
-        waiting = {one.run for one in left}
+        waiting = {one.unit for one in left}
 
         def rank(sides: Sides) -> tuple[bool, int]:
-            ends = [side.run for side in sides if side.kind is PassKind.END]
-            fits = bool(ends) and all(run in waiting for run in ends)
+            ends = [side.unit for side in sides if side.kind is PassKind.END]
+            fits = bool(ends) and all(unit in waiting for unit in ends)
             return not fits, len(ends)
 
         return min(known, key=rank)
@@ -280,11 +315,13 @@ class _Linker:
         """Transfers and the update. Equal messages share a body."""
         match instruction:
             case Norm() | Step():
-                return Stretch(instruction, (), (), self._shared(instruction, Compute(what=instruction)))
+                return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
             case Reduce() | Gather():
-                return Stretch(instruction, (), (), self._shared(instruction, Start(what=instruction)))
+                return Stretch(instruction, (), (), self._shared((instruction,), Start(what=instruction)))
             case Await(Reduce() | Gather() as transfer):
-                return Stretch(instruction, (), (), self._shared(instruction, Wait(what=transfer)))
+                begun = self._begun.get(transfer) if isinstance(transfer, Reduce) else None
+                waits = [Wait(what=one) for one in begun or (transfer,)]
+                return Stretch(instruction, (), (), self._shared((instruction, begun), *waits))
             case Send(moved) | Await(Send(moved)):
                 one, sent = moved.before(self.layout), True
             case Receive(moved) | Await(Receive(moved)):
@@ -298,8 +335,8 @@ class _Linker:
         frames, body = self._messages[key]
         return Stretch(instruction, (one,), frames, body)
 
-    def _shared(self, instruction: Instruction, operation: Operation) -> Body:
-        return self._update.setdefault(instruction, Body((operation,)))
+    def _shared(self, key: tuple[object, ...], *operations: Operation) -> Body:
+        return self._update.setdefault(key, Body(operations))
 
     def _message(self, moved: Pass, one: Pass | None, awaited: bool, *, sent: bool) -> _Transferred:
         """What is sent is read, and let go of at the end; what is received is there from the begin on."""
@@ -320,8 +357,8 @@ class _Linker:
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:
-            runs = chunk_runs(self.layout, self.layers, chunk, self.schedule.fused)
-            names = tuple(run.name for run in runs)
+            units = chunk_units(self.layout, self.kinds, chunk, self.schedule.unit_layers)
+            names = tuple(unit.name for unit in units)
             if names not in self._laid_out:
                 parts = [self.parts[name] for name in names]
                 self._laid_out[names] = laid_out(parts, self.schedule.trains)

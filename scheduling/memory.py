@@ -1,12 +1,11 @@
 """What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ModelShape
 from braid.scheduling.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -29,46 +28,11 @@ class RankMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Parameters on the fullest rank of a tensor-parallel group."""
-
-    dense: int
-    """Shared by all data- and context-parallel ranks."""
-    experts: int = 0
-    """Shared by the data-parallel ranks that hold the same experts."""
-    whole: int = 0
-    """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.dense + self.experts
-
-
-@lru_cache(maxsize=4096)
-def chunk_parameters(shape: ModelShape, layout: ParallelLayout, chunk: int) -> Parameters:
-    """Parameters of one chunk; a tied head counts here, though it may share its table with the embedding."""
-    norm = shape.hidden * (2 if shape.biases else 1)
-    per_layer = replace(shape, layers=2).parameters() - replace(shape, layers=1).parameters()
-    replicated = 2 * norm + (2 * shape.hidden if shape.biases else 0) + shape.hidden * shape.experts
-    experts = shape.experts * shape.hidden * shape.ffn * 3
-    layers = len(layout.layers_of(chunk, shape.layers))
-    whole = layers * replicated
-    dense = layers * ((per_layer - replicated - experts) // layout.tp + replicated)
-    table = -(-shape.vocabulary // layout.tp) * shape.hidden
-    if layout.is_first(chunk):
-        positions = shape.sequence * shape.hidden if shape.family == "gpt" else 0
-        dense, whole = dense + table + positions, whole + positions
-    if layout.is_last(chunk):
-        dense, whole = dense + norm + table, whole + norm
-    return Parameters(dense=dense, experts=layers * experts // (layout.tp * layout.ep), whole=whole)
-
-
-def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> int:
+def stage_parameters(code: Code, shape: ModelShape, stage: int) -> int:
     """Parameters on the fullest tensor-parallel rank of a stage."""
+    layout = code.layout
     chunks = layout.chunks_of(stage)
-    total = sum(chunk_parameters(shape, layout, chunk).total for chunk in chunks)
+    total = sum(code.parameters(chunk).total for chunk in chunks)
     if shape.tied_head:
         shared = min(sum(map(layout.is_first, chunks)), sum(map(layout.is_last, chunks)))
         total -= shared * -(-shape.vocabulary // layout.tp) * shape.hidden
@@ -86,7 +50,7 @@ def rank_memory(
     too, 3 the parameters too (one layer's worth more is gathered at a time).
     """
     layout, width = code.layout, DTYPE_BYTES[dtype]
-    parameters = stage_parameters(shape, layout, stage)
+    parameters = stage_parameters(code, shape, stage)
     # The copies of a bidirectional pipeline are replicas: ZeRO cuts states over them too.
     shares = layout.dp * layout.cp * layout.copies
     states = state_bytes(parameters, width, shares, zero, gradient_width)
@@ -128,10 +92,14 @@ def message_bytes(parts: Mapping[str, Part], width: int) -> int:
 def model_flops(shape: ModelShape, tokens: int) -> int:
     """FLOPs of a training step over ``tokens`` tokens, without recomputation: 3 x the forward pass.
 
-    Matrix multiplications with weights, logits and causal attention count; the rest does not.
+    Matrix multiplications with weights, logits and causal attention count; the rest does not. A layer of the
+    user's own counts as one of the family.
     """
     qkv = shape.query_width + 2 * shape.kv_width
-    mlp = shape.ffn * (3 if shape.gated else 2) * max(1, shape.top_k) + shape.experts
-    weights = shape.layers * shape.hidden * (qkv + shape.query_width + mlp) + shape.hidden * shape.vocabulary
+    mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers
+    widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (
+        mlp * (shape.top_k - 1) + shape.experts
+    )
+    weights = shape.hidden * (widths + shape.vocabulary)
     attention = shape.layers * shape.sequence * shape.query_width
     return 3 * tokens * (2 * weights + 2 * attention)

@@ -2,7 +2,7 @@
 
 Operators read and write named *values*; what a backward operator reads of the forward pass is
 what has to be saved, and a value dies with its last reader. Nothing here knows how an operator computes.
-Graphs are written with `braid.scheduling.graph_builder.GraphBuilder`.
+Graphs are written with `braid.scheduling.layer_builder.LayerBuilder`.
 
 Names: the gradient of value ``x`` is ``d.x``; while several readers of ``x`` still owe their part of it, the
 partial sums are ``d.x~1``, ``d.x~2``, ...
@@ -86,8 +86,8 @@ class Precision(StrEnum):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Which chunk of tokens an operator works on, of how many (`braid.scheduling.lowering.split`)."""
+class Piece:
+    """Which piece of a collective or a GEMM an operator is (`braid.scheduling.lowering.pieces`)."""
 
     whole: str
     """Name of the operator that is cut."""
@@ -109,8 +109,8 @@ class Value:
     """Further elements, in statistic precision, that an opaque value holds (attention's log-sum-exp)."""
     alias_of: str | None = None
     """The value whose memory this one shares, if it has none of its own."""
-    chunk_of: str | None = None
-    """The value that has these rows too, of a chunk of tokens."""
+    piece_of: str | None = None
+    """The value that has these rows too, of a piece."""
     keeps: str | None = None
     """A value that it holds beside its own elements: attention's saved value holds the output."""
 
@@ -124,9 +124,9 @@ class Value:
 class Operator:
     """A node of a graph. ``module`` names what holds the parameters; ``axis`` is a collective's mesh axis.
 
-    ``name`` is unique in its graph, also where several parts are one run (``1.layer/qkv.again``); ``part``,
-    ``place`` (of the part in the run), ``own_name`` (``qkv.again``) and ``measured_as`` (``qkv``) are what it
-    is made of.
+    ``name`` is unique in its graph, also where several parts are one unit (``1.layer/qkv.again``); ``part``,
+    ``place`` (of the part in the unit), ``own_name`` (``qkv.again``) and ``measured_as`` (``qkv``) are what
+    it is made of.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Operator:
     """In the part; by default the name."""
     measured_as: str = ""
     """The operator of the part whose time this one takes; by default itself."""
-    chunk: Chunk | None = None
+    piece: Piece | None = None
 
     def __post_init__(self) -> None:
         if not self.own_name:
@@ -158,6 +158,11 @@ class Operator:
     def key(self) -> str:
         """Its name in a profile."""
         return f"{self.part}/{self.measured_as}"
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether it adds to the gradients of parameters."""
+        return self.phase in (Pass.WEIGHT_GRADIENT, Pass.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +192,30 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters on the fullest rank of a tensor-parallel group."""
+
+    dense: int = 0
+    """Shared by all data- and context-parallel ranks."""
+    experts: int = 0
+    """Shared by the data-parallel ranks that hold the same experts."""
+    whole: int = 0
+    """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(
+            dense=self.dense + other.dense,
+            experts=self.experts + other.experts,
+            whole=self.whole + other.whole,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A layer, the embedding or the head: forward and backward graphs over common values.
 
@@ -202,6 +231,10 @@ class Part:
     output: str
     constants: tuple[str, ...] = ()
     """Inputs that the executor provides instead of the part before (tokens, targets, loss_scale)."""
+    parameters: Parameters = Parameters()
+    """Of its modules; a head that is tied to the embedding counts its table too."""
+    members: tuple["Part", ...] = ()
+    """Of a unit of several parts, these."""
 
     @property
     def evaluation(self) -> Graph:

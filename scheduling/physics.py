@@ -22,10 +22,10 @@ Lane = list[tuple[int, float]]
 class Slowdowns(Protocol):
     """``slow[a][b]``."""
 
-    def __getitem__(self, task: int, /) -> "Sequence[float] | Row": ...
+    def __getitem__(self, task: int, /) -> "Sequence[float] | TaskSlowdowns": ...
 
 
-class Row(Protocol):
+class TaskSlowdowns(Protocol):
     """Slowdowns of one task."""
 
     def __getitem__(self, task: int, /) -> float: ...

@@ -16,7 +16,9 @@ from braid.scheduling.simulate import Numbers
 from braid.scheduling.spec import RUNNABLE_FAMILIES
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
-VERSION: Final = 3
+VERSION: Final = 4
+_FORMER: Final = {"fused": "unit_layers", "split": "pieces"}
+"""Keys of a setting that version 3 had, and what they are now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,12 @@ def parse_plan(text: str, where: str) -> Plan:
     content = parse_yaml(text, where)
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
+    setting = content.get("setting")
+    for former, now in _FORMER.items():
+        if isinstance(setting, dict) and former in setting:
+            raise ValueError(
+                f"{where}.setting: {former!r} is called {now!r}; write that and braid_plan: {VERSION}"
+            )
     return from_mapping(Plan, content, where)
 
 

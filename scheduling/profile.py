@@ -8,12 +8,13 @@ stands under ``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from braid.scheduling.operators import Kind, Part, Stream
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
 VERSION: Final = 5
@@ -89,6 +90,13 @@ class Profile:
         """What transfers along the axes go over, where they were measured."""
         return {key.partition("/")[0]: fit.stream for key, fit in self.transfers.items()}
 
+    @property
+    def layer_operators(self) -> dict[str, str]:
+        """Operators of layers by key, as people are told of them: with the kind where there are several."""
+        keys = [key for key in self.solo_ns if is_layer(key.partition("/")[0])]
+        several = len({key.partition("/")[0] for key in keys}) > 1
+        return {key: key if several else key.partition("/")[2] for key in keys}
+
     def solo(self, key: str) -> int:
         """Solo time of an operator by its key (`Operator.key`); recomputation costs what the operator did."""
         if key not in self.solo_ns:
@@ -149,33 +157,33 @@ class Profile:
         return json.dumps(to_mapping(self), indent=1)
 
 
-def with_chunks(profile: Profile, part: Part) -> Profile:
-    """The profile with costs of the chunks of a split part (`braid.scheduling.lowering.split`).
+def with_piece_costs(profile: Profile, parts: Iterable[Part]) -> Profile:
+    """The profile with costs of the pieces of parts (`braid.scheduling.lowering.pieces`).
 
-    Where the first chunk was measured (``NAME.1of4``), all chunks cost what it did, with the copies that
-    bring its rows to their places. Else they follow from those of the whole operators: a GEMM's chunks share
+    Where the first piece was measured (``NAME.1of4``), all pieces cost what it did, with the copies that
+    bring its rows to their places. Else they follow from those of the whole operators: a GEMM's pieces share
     its time, a collective's share what exceeds the latency of its kind of transfer, where that was measured.
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
-    for op in (*part.forward.operators, *part.backward.operators):
-        own, chunk = op.key, op.chunk
-        if chunk is None:
+    for op in (op for part in parts for op in (*part.forward.operators, *part.backward.operators)):
+        own, piece = op.key, op.piece
+        if piece is None:
             continue
-        name = own.removesuffix(f".{chunk.number}of{chunk.ways}")
-        if (measured := profile.solo_ns.get(f"{name}.1of{chunk.ways}")) is not None:
+        name = own.removesuffix(f".{piece.number}of{piece.ways}")
+        if (measured := profile.solo_ns.get(f"{name}.1of{piece.ways}")) is not None:
             solo[own] = measured
         else:
             whole = profile.solo(name)
             fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
             latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
-            solo[own] = round(latency + (whole - latency) / chunk.ways)
+            solo[own] = round(latency + (whole - latency) / piece.ways)
         if (known := classes.get(name)) is not None:
             classes[own] = known
         if name in issue:
             issue[own] = issue[name]
         if name in take:
-            take[own] = round(take[name] / chunk.ways)
+            take[own] = round(take[name] / piece.ways)
     return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
 
 

@@ -8,6 +8,7 @@ Two levels. Per stage a list of instructions:
     L3.1            the end of backward pass B3.1, which an earlier block has left
     [F5.0b|B1.1]    a block of several passes that run at the same time, here a forward and a backward one
     [F0.0|F1.0b]    the same pass of two micro-batches
+    [B3.1|REDUCE(1 dp)]  a block in which the gradients of each part of chunk 1 are summed once they are final
     SEND(F3.2>1)    start to send what F3.2 needs to stage 1
     RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
@@ -16,7 +17,7 @@ Two levels. Per stage a list of instructions:
     WAIT(...)       wait for the SEND, RECV, REDUCE or GATHER inside, such as WAIT(RECV F3.2<0)
     STEP            update the parameters
 
-and, for runs of parts (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
+and, for units (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
 
     compute NAME        run a compute operator
     start NAME on S     issue a collective, planned on stream S (where its group is, ranks see for themselves)
@@ -26,7 +27,7 @@ and, for runs of parts (``layer``, ``embedding+2*layer``) of one pass or several
 ``program F:layer`` is that of a layer's forward pass; ``program F:layer|B:layer`` that of one beside a
 layer's backward pass, where operators carry the number of their pass: ``0:qkv``, ``1:qkv.dgrad``. What a
 program does not name of its backward pass is left to ``L``: ``program F:layer|B:layer|L:layer`` takes up
-(``2:qkv.wgrad``) what the run before has left, in the same block or in the one that names it; without one,
+(``2:qkv.wgrad``) what the unit before has left, in the same block or in the one that names it; without one,
 these operators are skipped. `braid.scheduling.link` says which program runs when.
 
 All ranks of a stage run the same lists in the same order.
@@ -120,16 +121,6 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
-    """Passes that run at the same time."""
-
-    passes: tuple[Pass, ...]
-
-    def __str__(self) -> str:
-        return str(self.passes[0]) if len(self.passes) == 1 else f"[{'|'.join(map(str, self.passes))}]"
-
-
-@dataclass(frozen=True)
 class Send:
     """Start to send the input of ``moved`` to another stage."""
 
@@ -153,10 +144,14 @@ class Receive:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Start to sum over the ranks of an axis: the gradients of a chunk, or (None) the squares of the norm."""
+    """Start to sum over the ranks of an axis: the gradients of a chunk, or (None) the squares of the norm.
+
+    ``part``, in linked code alone: of that part of the chunk; None: of all.
+    """
 
     chunk: int | None
     axis: str
+    part: int | None = None
 
     def __str__(self) -> str:
         return f"REDUCE({'norm' if self.chunk is None else self.chunk} {self.axis})"
@@ -174,6 +169,22 @@ class Gather:
 
 
 Transfer = Send | Receive | Reduce | Gather
+
+
+@dataclass(frozen=True)
+class Block:
+    """Passes that run at the same time, and sums of gradients that become final in it.
+
+    ``sums`` are started part by part, behind the last operator that adds to a part's gradients; those over tp
+    come first and are waited for at once, the others stay under way behind the block.
+    """
+
+    passes: tuple[Pass, ...]
+    sums: tuple[Reduce, ...] = ()
+
+    def __str__(self) -> str:
+        texts = [*map(str, self.passes), *map(str, self.sums)]
+        return texts[0] if len(texts) == 1 else f"[{'|'.join(texts)}]"
 
 
 @dataclass(frozen=True)
@@ -208,6 +219,13 @@ Instruction = Block | Send | Receive | Reduce | Gather | Await | Norm | Step
 def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
     """The passes that an instruction runs; none for any but a block."""
     return instruction.passes if isinstance(instruction, Block) else ()
+
+
+def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
+    """The sums of gradients that an instruction starts."""
+    if isinstance(instruction, Block):
+        return instruction.sums
+    return (instruction,) if isinstance(instruction, Reduce) and instruction.chunk is not None else ()
 
 
 @dataclass(frozen=True)
@@ -246,13 +264,13 @@ Program = tuple[Action, ...]
 
 @dataclass(frozen=True, order=True)
 class Side:
-    """One pass of a program: its kind and the run of parts that it goes through."""
+    """One pass of a program: its kind and the unit that it goes through."""
 
     kind: PassKind
-    run: str
+    unit: str
 
     def __str__(self) -> str:
-        return f"{self.kind.value}:{self.run}"
+        return f"{self.kind.value}:{self.unit}"
 
 
 Sides = tuple[Side, ...]
@@ -266,17 +284,17 @@ def on_side(program: Program, turn: int) -> Iterator[Compute | Start | Wait]:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Instructions of every stage and programs of every run; immutable, comparable, printable."""
+    """Instructions of every stage and programs of every unit; immutable, comparable, printable."""
 
     name: str
     chunks: int
     micro_batches: int
     stages: tuple[tuple[Instruction, ...], ...]
     programs: Mapping[Sides, Program]
-    fused: int = 0
-    """Most layers of a run (`braid.scheduling.fusion`); 0: programs are of single parts."""
-    split: int = 1
-    """Chunks of the layers' all-gathers and their GEMMs (`braid.scheduling.lowering.split`); 1: whole."""
+    unit_layers: int = 0
+    """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
+    pieces: int = 1
+    """Pieces of the layers' all-gathers and their GEMMs (`braid.scheduling.lowering.pieces`); 1: whole."""
 
     @property
     def trains(self) -> bool:

@@ -35,7 +35,7 @@ from braid.scheduling.schedule import (
     Wait,
 )
 
-VERSION: Final = 4
+VERSION: Final = 5
 COLUMNS: Final = 120
 """Lines are not longer, where it can be helped."""
 
@@ -58,8 +58,8 @@ def write(schedule: Schedule) -> str:
         f"stages {len(schedule.stages)}",
         f"chunks {schedule.chunks}",
         f"micro_batches {schedule.micro_batches}",
-        f"fused {schedule.fused}",
-        f"split {schedule.split}",
+        f"unit {schedule.unit_layers}",
+        f"pieces {schedule.pieces}",
     ]
     for number, stage in enumerate(schedule.stages):
         lines += ["", f"stage {number}", *_stage_lines(stage)]
@@ -92,7 +92,7 @@ def _action_text(action: Action, several: bool) -> str:
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
-    """A line per block, after what is waited for before it and before what is sent of it; others in runs."""
+    """A line per block, after what is waited for before it and before what is sent of it; several others."""
     lines: list[str] = []
     behind = False
     for position, instruction in enumerate(stage):
@@ -148,13 +148,25 @@ def parse_instruction(token: str) -> Instruction:
     if _TRANSFER.fullmatch(token):
         return _transfer(token, token, "(")
     if token.startswith("[") and token.endswith("]"):
-        passes = tuple(map(parse_pass, token[1:-1].split("|")))
-        if len(passes) < 2:
-            raise ValueError(f"{token!r} holds one pass; write it without brackets")
-        return Block(passes)
+        return _block(token)
     if _PASS.fullmatch(token):
         return Block((parse_pass(token),))
     raise ValueError(f"{token!r} is not an instruction (F3.1, [F5.0b|B1.1], SEND(F3.2>1), REDUCE(1 dp), ...)")
+
+
+def _block(token: str) -> Block:
+    texts = token[1:-1].split("|")
+    behind = [one for one in texts if one.startswith("REDUCE(")]
+    passes = tuple(map(parse_pass, texts[: len(texts) - len(behind)]))
+    if len(texts) < 2:
+        raise ValueError(f"{token!r} holds one pass; write it without brackets")
+    sums = []
+    for one in texts[len(passes) :]:
+        found = _transfer(token, one, "(") if one in behind else None
+        if not isinstance(found, Reduce) or found.chunk is None or not passes:
+            raise ValueError(f"{token!r}: sums of gradients stand behind the passes ([B3.1|REDUCE(1 dp)])")
+        sums.append(found)
+    return Block(passes, tuple(sums))
 
 
 def _transfer(token: str, text: str, opening: str) -> Transfer:
@@ -180,10 +192,10 @@ def parse_sides(text: str) -> Sides:
     """Parse ``F:layer|B:layer``; `ValueError` for anything else."""
     sides = []
     for one in text.split("|"):
-        kind, colon, run = one.partition(":")
-        if not colon or not run or kind not in set(PassKind):
+        kind, colon, unit = one.partition(":")
+        if not colon or not unit or kind not in set(PassKind):
             raise ValueError(f"{text!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)")
-        sides.append(Side(PassKind(kind), run))
+        sides.append(Side(PassKind(kind), unit))
     return tuple(sides)
 
 
@@ -219,7 +231,9 @@ def parse_action(line: str, count: int) -> Action:
 Line = tuple[int, str]
 """A line's number and its text, without comment and outer white space."""
 
-_HEADER: Final = ("name", "stages", "chunks", "micro_batches", "fused", "split")
+_HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit", "pieces")
+_FORMER: Final = {"unit": "fused", "pieces": "split"}
+"""Keywords of the header that were others in version 4."""
 
 
 def parse(text: str) -> Schedule:
@@ -242,13 +256,16 @@ def parse(text: str) -> Schedule:
         micro_batches=int(header["micro_batches"]),
         stages=stages,
         programs=_parse_programs(body[cut:]),
-        fused=int(header["fused"]),
-        split=int(header["split"]),
+        unit_layers=int(header["unit"]),
+        pieces=int(header["pieces"]),
     )
 
 
 def _parse_header(lines: list[Line]) -> Mapping[str, str]:
     number, first = lines[0] if lines else (1, "")
+    if first == "braid schedule 4":
+        changes = ", ".join(f"'{now}' for '{former}'" for now, former in _FORMER.items())
+        raise _wrong(number, f"{first!r} has other keywords; write {changes} and 'braid schedule {VERSION}'")
     if first != f"braid schedule {VERSION}":
         raise _wrong(
             number,
@@ -261,10 +278,12 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
         words = line.split()
         if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
             what = "one word" if key == "name" else "a number"
-            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
+            renamed = bool(words) and words[0] == _FORMER.get(key)
+            remedy = f"; write {' '.join([key, *words[1:]])!r}" if renamed else ""
+            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}{remedy}")
         entries[key] = words[1]
-    if entries["split"] == "0":
-        raise _wrong(number, "a split is into 1 chunk or more")
+    if entries["pieces"] == "0":
+        raise _wrong(number, "a collective is in 1 piece or more")
     return entries
 
 

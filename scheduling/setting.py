@@ -9,8 +9,8 @@ from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
 
-MOST_FUSED: Final = 8
-"""Longer runs take the search longer and gain nothing: an order reaches over a few operators."""
+MOST_UNIT_LAYERS: Final = 8
+"""Longer units take the search longer and gain nothing: an order reaches over a few operators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Setting:
     """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
     hop: int = 0
     """Slots for a message between stages, of those that the pipeline has; 0: as usual."""
-    split: int = 1
-    """Chunks of collectives and the GEMMs beside them (``intra_batch``)."""
-    fused: int = 0
-    """Most layers that are scheduled as one (`braid.scheduling.fusion`); 0: layer by layer."""
+    pieces: int = 1
+    """Pieces of collectives and the GEMMs beside them (``intra_batch``)."""
+    unit_layers: int = 0
+    """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -57,15 +57,17 @@ class Setting:
             raise ValueError(
                 f"hop={self.hop} must be one of {', '.join(map(str, hops))} with {self.pipeline}"
             )
-        if not 1 <= self.split <= 64:
-            raise ValueError(f"split={self.split} must be between 1 and 64 chunks")
-        if not 0 <= self.fused <= MOST_FUSED:
-            raise ValueError(f"fused={self.fused} must be between 0 and {MOST_FUSED} layers")
+        if not 1 <= self.pieces <= 64:
+            raise ValueError(f"pieces={self.pieces} must be between 1 and 64")
+        if not 0 <= self.unit_layers <= MOST_UNIT_LAYERS:
+            raise ValueError(
+                f"unit_layers={self.unit_layers} must be between 0 and {MOST_UNIT_LAYERS} layers"
+            )
         self._check_placement()
         check_fit(self.model, self.layout, self.workload)
-        if self.local_tokens % self.split:
+        if self.local_tokens % self.pieces:
             raise ValueError(
-                f"split={self.split} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
+                f"pieces={self.pieces} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
             )
 
     def _check_placement(self) -> None:

@@ -13,17 +13,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.code import Code, Compute, Node, Start, name_of
-from braid.scheduling.fusion import chunk_parts
+from braid.scheduling.code import Code, Compute, Node, Start, Stretch, name_of
 from braid.scheduling.memory import RankMemory, model_flops, rank_memory
-from braid.scheduling.operators import Part, Stream
+from braid.scheduling.operators import Stream
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Pass, Strand
+from braid.scheduling.schedule import Strand
 from braid.scheduling.simulator.engine import Executed, RankRun, run_ranks
 from braid.scheduling.simulator.prices import Prices
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers, Span
 from braid.scheduling.trace_arrays import FloatArray, overlap_numbers, union
+from braid.scheduling.units import chunk_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,6 @@ class Simulation:
 
     code: Code
     shape: ModelShape
-    parts: Mapping[str, Part]
     dtype: str
     zero: int
     ranks: tuple[RankRun, ...]
@@ -84,16 +83,16 @@ class Simulation:
                 yield self._span(number, executed, 0.0, None)
             for run in rank.blocks:
                 for executed in run.course.executed:
-                    yield self._span(number, executed, run.start, run.stretch.passes[executed.operation.turn])
+                    yield self._span(number, executed, run.start, run.stretch)
 
-    def _span(self, rank: int, executed: Executed, offset: float, of: Pass | None) -> Span:
+    def _span(self, rank: int, executed: Executed, offset: float, block: Stretch | None) -> Span:
         operation, price = executed.operation, executed.price
         assert isinstance(operation, Compute | Start)
-        what = operation.what
-        layer = -1
+        what, of, layer = operation.what, None, -1
         if isinstance(what, Node):
-            assert of is not None
-            layer = chunk_parts(self.code.layout, self.code.layers, of.chunk)[what.part][1]
+            assert block is not None
+            of = block.passes[operation.turn]
+            layer = chunk_parts(self.code.layout, self.code.kinds, of.chunk)[what.part][1]
         return Span(
             rank=rank,
             step=0,
@@ -152,15 +151,14 @@ class Simulation:
 def simulate(
     code: Code,
     shape: ModelShape,
-    parts: Mapping[str, Part],
     profile: Profile,
     *,
     dtype: str = "bf16",
     zero: int = 0,
 ) -> Simulation:
     """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
-    prices = Prices(code, shape, parts, profile, dtype, zero)
-    return Simulation(code, shape, parts, dtype, zero, tuple(run_ranks(code.stages, prices)))
+    prices = Prices(code, shape, profile, dtype, zero)
+    return Simulation(code, shape, dtype, zero, tuple(run_ranks(code.stages, prices)))
 
 
 @dataclass(frozen=True)

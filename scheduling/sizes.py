@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
@@ -19,11 +18,16 @@ class PartSizes:
     ep: int = 1
     context: str = "all_gather"
     """How context parallelism exchanges keys and values: ``all_gather`` or ``ring``."""
-    axes: Mapping[str, AxisPlacement] = field(default_factory=dict)
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """Where the collectives along an axis run; inside the node where nothing else is said."""
 
     def degree(self, axis: str) -> int:
         """Of an axis that layers communicate over."""
         return {"tp": self.tp, "cp": self.cp, "ep": self.ep}[axis]
+
+    def stream(self, axis: str) -> Stream:
+        """Of the collectives along an axis."""
+        return self.streams.get(axis, Stream.INTRA)
 
     @property
     def tokens(self) -> int:
@@ -45,11 +49,10 @@ def part_sizes(
     shape: ModelShape,
     layout: ParallelLayout,
     micro_batch: int,
-    axes: Mapping[str, AxisPlacement] | None = None,
+    streams: Mapping[str, Stream] | None = None,
     context: str = "all_gather",
 ) -> PartSizes:
-    """Sizes for a layout; ``axes`` places mesh axes on streams (by default all inside the node)."""
-    placed = axes or axes_on(layout, {})
+    """Sizes for a layout; ``streams``: of mesh axes, by default inside the node."""
     return PartSizes(
         shape=shape,
         tp=layout.tp,
@@ -57,13 +60,5 @@ def part_sizes(
         cp=layout.cp,
         ep=layout.ep,
         context=context,
-        axes=placed,
+        streams=streams or {},
     )
-
-
-def axes_on(layout: ParallelLayout, streams: Mapping[str, Stream]) -> dict[str, AxisPlacement]:
-    """The axes that layers communicate over, on streams; inside the node where nothing else is said."""
-    return {
-        axis: AxisPlacement(degree=layout.degree(axis), stream=streams.get(axis, Stream.INTRA))
-        for axis in ("tp", "cp", "ep")
-    }

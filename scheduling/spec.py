@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Final
 
 from braid.scheduling.mesh import MeshShape, Position
+from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
@@ -53,10 +54,13 @@ class ModelShape:
     top_k: int = 0
     capacity_factor: float = 1.0
     """Most tokens that an expert takes over the average number; the work of a step is the average."""
+    pattern: str = UNIFORM
+    """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; kept as short as it can be."""
 
     def __post_init__(self) -> None:
         names = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
         _require_positive("model", self, names)
+        object.__setattr__(self, "pattern", pattern_of(self.kinds))
         if self.family not in FAMILIES:
             raise ValueError(f"model.family={self.family!r} must be one of {', '.join(FAMILIES)}")
         self._check_experts()
@@ -84,6 +88,16 @@ class ModelShape:
             raise ValueError(f"model.capacity_factor={self.capacity_factor} must be greater than zero")
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer: the name of its part."""
+        return kinds_of(self.pattern, self.layers)
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.kinds.count(DENSE) if self.experts else 0
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection (SwiGLU)."""
         return self.family != "gpt"
@@ -104,17 +118,18 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def parameters(self) -> int:
-        """Number of parameters of the whole model."""
+        """Number of parameters of the whole model; a layer of the user's own counts as one of the family."""
         norm = self.hidden * (2 if self.biases else 1)
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
-        mlp = self.hidden * (mlp_in + self.ffn) * max(1, self.experts) + self.hidden * self.experts
+        mlp = self.hidden * (mlp_in + self.ffn)
+        experts = self.expert_layers * (mlp * (self.experts - 1) + self.hidden * self.experts)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
             layer += qkv + self.hidden + mlp_in + self.hidden
         tables = self.vocabulary * self.hidden * (1 if self.tied_head else 2)
         positions = self.sequence * self.hidden if self.family == "gpt" else 0
-        return self.layers * layer + norm + tables + positions
+        return self.layers * layer + experts + norm + tables + positions
 
 
 class Placement(StrEnum):

@@ -254,7 +254,7 @@ def _reason(frame: Frame, one: Pass, node: Node, missing: int) -> str:
     if ahead and not one.forward:
         return f"{one}: {name} of its forward pass has not run"
     hint = f" (does {one._replace(kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
-    side = Side(one.kind, node.run)
+    side = Side(one.kind, node.unit)
     return f"{one}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
 
 

@@ -15,7 +15,6 @@ from braid.scheduling.draw import draw_around
 from braid.scheduling.link import LinkError, link
 from braid.scheduling.memory import DTYPE_BYTES, held_during, rank_memory
 from braid.scheduling.operators import Part
-from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import (
     Await,
     Barrier,
@@ -44,7 +43,9 @@ class ScheduleError(ValueError):
     """A schedule that must not run."""
 
 
-def linked(schedule: Schedule, layout: ParallelLayout, layers: int, parts: Mapping[str, Part]) -> Code:
+def linked(
+    schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
+) -> Code:
     """The code of a schedule; `ScheduleError` unless it is complete and safe for layout and parts."""
     if len(schedule.stages) != layout.pp or schedule.chunks != layout.chunks:
         raise ScheduleError(
@@ -59,7 +60,7 @@ def linked(schedule: Schedule, layout: ParallelLayout, layers: int, parts: Mappi
         for position, cause in _misplaced(schedule, stage, layout, homes):
             _fail(schedule, stage, position, cause)
     try:
-        code = link(schedule, layout, layers, parts)
+        code = link(schedule, layout, kinds, parts)
     except LinkError as error:
         _fail(schedule, error.stage, error.position, str(error))
     check(code)
@@ -115,11 +116,11 @@ def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
     kinds = {*blocks, *((kind,) for together in blocks for kind in together)}
     for sides, program in schedule.programs.items():
         label = f"schedule {schedule.name}: program {write_sides(sides)}"
-        if any(side.run not in parts for side in sides):
+        if any(side.unit not in parts for side in sides):
             raise ScheduleError(f"{label} is for no part of the model")
         for side in sides:
-            if side.kind is PassKind.END and Side(PassKind.BACKWARD, side.run) not in sides:
-                raise ScheduleError(f"{label} takes up {side}, but has no B:{side.run}")
+            if side.kind is PassKind.END and Side(PassKind.BACKWARD, side.unit) not in sides:
+                raise ScheduleError(f"{label} takes up {side}, but has no B:{side.unit}")
         if _movers(sides) not in kinds:
             raise ScheduleError(f"{label} is used by no block")
         for action in program:
@@ -277,7 +278,9 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
         known.add(key)
         done: dict[tuple[int, int], list[int]] = defaultdict(list)
         for operation in stretch.operations:
-            if isinstance(operation, Compute) and isinstance(operation.what, Node) and _adds(operation.what):
+            if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
+                continue
+            if operation.what.operator.adds_gradients:
                 chunk = stretch.passes[operation.turn].chunk
                 done[chunk, operation.what.bit].append(operation.turn)
         for turns in done.values():
@@ -288,10 +291,6 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
                     f"gradients are added up in the order of micro-batches: {second} before {first}",
                 )
                 return
-
-
-def _adds(node: Node) -> bool:
-    return node.operator.phase in (Phase.WEIGHT_GRADIENT, Phase.GRADIENT)
 
 
 # -- all stages together -------------------------------------------------------------------------------------

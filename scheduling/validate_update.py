@@ -15,6 +15,7 @@ from braid.scheduling.schedule import (
     Schedule,
     Step,
     passes_in,
+    sums_in,
 )
 from braid.scheduling.spec import ParallelLayout
 
@@ -24,12 +25,12 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
     Stages, positions in their lists (their length: the end) and causes.
     """
-    everywhere = {i for own in schedule.stages for i in own if isinstance(i, Reduce | Gather)}
+    everywhere = {one for own in schedule.stages for i in own for one in _shared(i)}
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, everywhere):
             yield stage, position, cause
     places = [
-        [(i.chunk or 0) % layout.chunks_per_copy for i in own if isinstance(i, Reduce) and i.axis == "copies"]
+        [(one.chunk or 0) % layout.chunks_per_copy for i in own for one in sums_in(i) if one.axis == "copies"]
         for own in schedule.stages
     ]
     for stage, (here, there) in enumerate(zip(places, places[::-1], strict=True)):
@@ -54,6 +55,11 @@ def _of_stage(
         yield len(schedule.stages[stage]), cause
 
 
+def _shared(instruction: Instruction) -> tuple[Reduce | Gather, ...]:
+    """The sums of gradients and the gathers that an instruction starts."""
+    return (instruction,) if isinstance(instruction, Gather) else sums_in(instruction)
+
+
 def _transfer(instruction: Instruction) -> object:
     return instruction.transfer if isinstance(instruction, Await) else instruction
 
@@ -65,9 +71,10 @@ class _Walk:
         self, schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
     ) -> None:
         self._layout = layout
-        self._last = {one.chunk: n for n, i in enumerate(schedule.stages[stage]) for one in passes_in(i)}
+        self._instructions = schedule.stages[stage]
+        self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
         self._gathers = any(isinstance(one, Gather) for one in everywhere)
-        summed = {one.axis for one in everywhere if one.chunk is not None}
+        summed = {one.axis for one in everywhere}
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
         self._norm_axes = tuple(axis for axis in ("tp", "pp") if layout.degree(axis) > 1)
         self._under_way: list[Reduce | Gather] = []
@@ -88,10 +95,11 @@ class _Walk:
                 return self._norm(position)
             case Step():
                 return self._step()
-            case Block(passes) if self._gathers:
-                for chunk in dict.fromkeys(one.chunk for one in passes):
+            case Block(passes, sums):
+                for chunk in dict.fromkeys(one.chunk for one in passes) if self._gathers else ():
                     if cause := self._parameters(chunk):
                         return cause
+                return next(filter(None, (self._start(position, one) for one in sums)), None)
         return None
 
     def at_end(self) -> str | None:
@@ -122,7 +130,10 @@ class _Walk:
                 replicas = {axis, other.axis} == {"dp", "edp"}  # dense parameters and experts: not the same
                 if isinstance(other, Reduce) and other.chunk == chunk and not replicas:
                     return f"{other} is not waited for, and sums of the same come one after the other"
-        self._under_way.append(transfer)
+        if isinstance(self._instructions[position], Block) and axis == "tp":
+            self._done.add(transfer)  # waited for in the block
+        else:
+            self._under_way.append(transfer)
         return None
 
     def _norm(self, position: int) -> str | None:

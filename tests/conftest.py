@@ -2,6 +2,9 @@
 
 import os
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -44,6 +47,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not alone, item.path not in slow, -count[item.path], str(item.path)
 
     items.sort(key=place)
+
+
+_OWN_PROCESS = "BRAID_TEST_IN_OWN_PROCESS"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let tests that are marked so run in a process of their own, with their fixtures.
+
+    Ray leaves threads and memory behind when it has been shut down in a process, and other tests of that
+    process have crashed.
+    """
+    if item.get_closest_marker("own_process") is not None and _OWN_PROCESS not in os.environ:
+        item.setup = lambda: None  # type: ignore[method-assign]
+        item.runtest = lambda: _run_in_own_process(item)  # type: ignore[method-assign]
+
+
+def _run_in_own_process(item: pytest.Item) -> None:
+    test = item.nodeid.partition("@")[0]  # pytest-xdist appends the group
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        cwd=item.config.rootpath,
+        env={**kept, _OWN_PROCESS: "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    told = done.stdout + done.stderr
+    if skipped := re.search(r"^SKIPPED \[1\] \S+: (.*)$", told, flags=re.MULTILINE):
+        pytest.skip(skipped[1])
+    if done.returncode != 0:
+        pytest.fail(told, pytrace=False)
 
 
 @pytest.fixture

@@ -69,8 +69,11 @@ class TrainConfig(Section):
     global_batch: Positive = 16  # samples per step
     micro_batch: Positive = 4  # samples per micro-batch
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # of weights and activations; bf16 keeps fp32 masters
-    # triton: its kernels; auto: those of them that were measured to win, on CUDA; else PyTorch's
+    # triton: its kernels; auto: on CUDA the quickest ones, measured once and kept, elsewhere PyTorch's
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    tf32: bool = False  # fp32 products on GPUs may round their operands to 10 bits, as tensor cores do
+    # the same bits in every run on the same GPUs: kernels without atomics, one algorithm for all sums; slower
+    deterministic: bool = False
     seed: int = 0  # of initial weights and the order of samples
     lr: Annotated[float, Field(gt=0)] = 1e-3  # peak learning rate of AdamW
     min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
@@ -139,6 +142,8 @@ class OverlapConfig(Section):
     profile: Path | None = None  # measured costs to use instead of the run's own profile
     # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
     memory_slack: Annotated[float, Field(ge=0)] | None = None
+    # a step's passes as one CUDA graph; auto: where issuing them takes the host as long as the GPU
+    cuda_graphs: bool | Literal["auto"] = "auto"
 
     @property
     def needs_profile(self) -> bool:
@@ -208,6 +213,10 @@ class Config(Section):
                 )
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
+            if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":
+                raise ConfigError(
+                    "overlap.cuda_graphs=true needs GPUs, and cluster.device is cpu; set it to auto"
+                )
         except ConfigError:
             raise
         except ValueError as error:
@@ -296,9 +305,10 @@ def _override(content: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     place = content
     for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"--set {override!r}: {section} is not a section")
+        place[section] = place = dict(inner)
     try:
         place[last] = parse_yaml(text, f"--set {override!r}: the value")
     except ValueError as error:

@@ -7,6 +7,33 @@ from pydantic import Field, model_validator
 from braid.actors.config.model import Positive, Section
 
 
+class NcclLimits(Section):
+    """How many of a GPU's multiprocessors the kernels of an axis may take; by default NCCL decides."""
+
+    min_ctas: Positive | None = None  # thread blocks of a collective at least
+    max_ctas: Positive | None = None  # and at most: fewer leave compute beside it more multiprocessors
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "NcclLimits":
+        if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas={self.min_ctas} is more than max_ctas={self.max_ctas}; lower it")
+        return self
+
+
+class MessageLimits(NcclLimits):
+    """The same of messages between stages: receives are asked for early and spin until they are served."""
+
+    max_ctas: Positive | None = 2  # enough for a message
+
+
+class NcclConfig(Section):
+    """Limits by axis: collectives of layers (tp), messages between stages (pp), sums of gradients (dp)."""
+
+    tp: NcclLimits = NcclLimits()
+    pp: MessageLimits = MessageLimits()
+    dp: NcclLimits = NcclLimits()
+
+
 class ClusterConfig(Section):
     """Where ranks run."""
 
@@ -19,6 +46,9 @@ class ClusterConfig(Section):
     threads_per_rank: Positive = 1  # CPU threads that a rank computes with
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
+    nccl: NcclConfig = NcclConfig()
+    # variables of ranks' processes, such as NCCL_SOCKET_IFNAME
+    env: dict[str, str] = Field(default_factory=dict)
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
     # each connection between ranks sends at this rate at most, as if hosts were joined by a slow link: to see

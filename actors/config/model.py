@@ -1,10 +1,11 @@
 """The model's section of the configuration: sizes, a preset, or somebody else's weights."""
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from braid.scheduling.pattern import UNIFORM, built_in_kinds
 from braid.scheduling.spec import FAMILIES, ModelShape
 
 Positive = Annotated[int, Field(ge=1)]
@@ -18,6 +19,16 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _layers(value: Any) -> Any:
+    if isinstance(value, dict) and value:
+        fits = all(isinstance(text, str) for text in (*value, *value.values()))
+    else:
+        fits = value is None or isinstance(value, str)
+    if not fits:
+        raise ValueError("must be text, 'package.module:Class' or 'file.py:Class', or such texts by name")
+    return value
 
 
 class ModelConfig(Section):
@@ -43,15 +54,42 @@ class ModelConfig(Section):
     experts: Annotated[int, Field(ge=0)] = 0  # family moe, which is planned and simulated only
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     capacity_factor: Annotated[float, Field(gt=0)] = 1.0  # tokens that an expert may take, over the average
-    # a layer of your own: "package.module:Class" or "file.py:Class"
-    layer: str | None = None
+    # a layer of your own: "package.module:Class" or "file.py:Class"; or several by name, for the pattern
+    layer: Annotated[str | dict[str, str] | None, BeforeValidator(_layers)] = None
+    # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
+    # "layer" is the family's own, "dense" (family moe) one without experts, others are names in model.layer
+    pattern: str = UNIFORM
     # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)
     initial: Path | None = None
 
+    @property
+    def own_layers(self) -> dict[str, str]:
+        """The user's layers by kind; one without a name takes the place of the family's own."""
+        return {UNIFORM: self.layer} if isinstance(self.layer, str) else self.layer or {}
+
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
-        if self.preset is not None or self.initial is not None:
-            return self._known_shape(vocabulary)
+        known = self.preset is not None or self.initial is not None
+        shape = self._known_shape(vocabulary) if known else self._given_shape(vocabulary)
+        self._check_kinds(shape)
+        return shape
+
+    def _check_kinds(self, shape: ModelShape) -> None:
+        own, known = self.own_layers, (*built_in_kinds(shape.family), *self.own_layers)
+        for kind in shape.kinds:
+            if kind not in known:
+                raise ConfigError(
+                    f"model.pattern={self.pattern!r} has a layer {kind!r}, which is not known; "
+                    f"write its class under model.layer.{kind}, or use {' or '.join(dict.fromkeys(known))}"
+                )
+        for kind in own:
+            if kind not in shape.kinds:
+                raise ConfigError(
+                    f"model.layer.{kind}={own[kind]!r} is not used: model.pattern={self.pattern!r} has no "
+                    f"layer of that name; add it there, or leave it out"
+                )
+
+    def _given_shape(self, vocabulary: int) -> ModelShape:
         if self.head_dim is None and self.hidden % self.heads:
             raise ConfigError(
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
@@ -78,6 +116,7 @@ class ModelConfig(Section):
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
+            pattern=self.pattern,
         )
 
     def _known_shape(self, vocabulary: int) -> ModelShape:

@@ -30,8 +30,10 @@ def _at(base: Path, place: str) -> str:
     return place if place.startswith("~") else os.path.normpath(base / place)
 
 
-def _layer(base: Path, reference: str) -> str:
-    """``file.py:Class``; a module has no path."""
+def _layer(base: Path, reference: str | dict[str, str]) -> str | dict[str, str]:
+    """``file.py:Class``, or several by name; a module has no path."""
+    if not isinstance(reference, str):
+        return {name: f"{_layer(base, one)}" for name, one in reference.items()}
     place, _, name = reference.rpartition(":")
     return f"{_at(base, place)}:{name}" if place.endswith(".py") else reference
 

@@ -60,7 +60,8 @@ def tables(config: type[Section]) -> Iterator[str]:
 
 def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
     """Lines of a table, also of the keys in a section's sections."""
-    meanings = field_comments(section)
+    kinds = (kind for kind in reversed(section.__mro__) if issubclass(kind, Section))
+    meanings = {name: text for kind in kinds for name, text in field_comments(kind).items()}
     for name, info in fields.items():
         if (inner := _section(info)) is not None:
             yield from _rows(inner, f"{prefix}{name}.", inner.model_fields)
@@ -96,6 +97,8 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (Union, types.UnionType):
         return ", or ".join("null" if one is type(None) else in_words(one) for one in inner)
+    if origin is dict:
+        return f"{in_words(inner[1])}s by name"
     if origin is tuple:
         count = "" if Ellipsis in inner else f"{len(inner)} "
         return f"list of {count}{in_words(inner[0])}s"

@@ -245,12 +245,13 @@ class Controller:
 
     def _train(self, group: WorkerGroup, places: _Places) -> Generator[Event, None, Change | None]:
         directory, saver = places.directory, places.saver
-        self._meet(group)
+        kernels = self._meet(group)
         facts = group.call(0, Rank.data_facts)
         plan, layout = self._plan, self._config.layout()
         failure = self._interruptions.failure
         with self._interruptions.timed("restore"):
             done, notes = restore(group, places.homes, plan, facts, failure, goes_on=self._goes_on)
+        notes = (*notes, kernels) if kernels else notes
         saver.resumed(done)
         if self._config.cluster.emulated_link_mbit is None:  # else it is what the user wants to see
             notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
@@ -365,8 +366,11 @@ class Controller:
         directory.note("finished", step, self._generation, "complete" if complete else "stopped early")
         yield Finished(complete=complete, report=report)
 
-    def _meet(self, group: WorkerGroup) -> None:
-        """A new generation: lost ranks are replaced, and all of them find each other."""
+    def _meet(self, group: WorkerGroup) -> str:
+        """A new generation: lost ranks are replaced, and all of them find each other.
+
+        Returns which kernels they chose (`Rank.setup`).
+        """
         failure, timeout_s = self._interruptions.failure, self._config.cluster.group_timeout_s
         if failure is not None:
             with self._interruptions.timed("replace"):
@@ -379,9 +383,10 @@ class Controller:
             group.call_all(Rank.open_log, str(self._config.run_directory), self._generation)
             shift = partner_shift(group.hosts, self._config.layout().mesh)
             meeting = rendezvous(group, timeout_s, self._generation, shift)
-            group.call_all(Rank.setup, self._plan, meeting)
+            kernels, *_ = group.call_all(Rank.setup, self._plan, meeting)
             if self._config.overlap.profile is not None:
                 check_hardware(group, self._plan.profile, str(self._config.overlap.profile))
+        return kernels
 
     def _expect(self, group: WorkerGroup, records: Sequence[StepRecord]) -> None:
         """How long ranks may be without progress, now that steps have been seen."""

@@ -42,7 +42,7 @@ class Candidate:
     hidden_fraction: float
     bubble_fraction: float
     peak_bytes: int
-    fused: int
+    unit_layers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Decisions:
     schedule: str
     """Its text."""
     solo_ns: Mapping[str, int]
-    """Measured times of operators alone, and of the chunks that the schedule cuts them into."""
+    """Measured times of operators alone, and of the pieces that the schedule cuts them into."""
     serial: SerialStep
     files: Mapping[str, str]
     """``plan.yaml``, ``predicted.json`` and ``trace/predicted.json`` of the run directory."""
@@ -120,7 +120,7 @@ def _candidate(outcome: Outcome) -> Candidate:
         hidden_fraction=numbers.hidden_fraction,
         bubble_fraction=numbers.bubble_fraction,
         peak_bytes=numbers.peak_bytes,
-        fused=outcome.setting.fused,
+        unit_layers=outcome.setting.unit_layers,
     )
 
 

@@ -19,8 +19,8 @@ _PULSE_SECONDS = 0.5
 """Between two questions to a rank that is at work."""
 _CAUSE_SECONDS = 0.3
 """For so long a rank's error is not believed to be the first one: another rank may have died."""
-_INTERRUPT_SECONDS = 5.0
-"""A rank that has not dropped its work by then is killed."""
+_INTERRUPT_SECONDS, _GPU_INTERRUPT_SECONDS = 5.0, 30.0
+"""A rank that has not dropped its work by then is killed; NCCL takes seconds to abort communicators."""
 _STEADY = frozenset(
     method.__name__ for method in (Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
 )
@@ -118,8 +118,9 @@ class WatchedGroup(ABC):
     hosts: Sequence[str]
     addresses: Sequence[str]
 
-    def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig) -> None:
+    def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig, *, on_gpus: bool) -> None:
         self._ranks = ranks
+        self._interrupt_s = _GPU_INTERRUPT_SECONDS if on_gpus else _INTERRUPT_SECONDS
         self._silence_s = failure.silence_s
         self._stall_s = cluster.group_timeout_s
         self._busy: set[int] = set()
@@ -168,7 +169,7 @@ class WatchedGroup(ABC):
         """Make all ranks drop what they are at; whoever does not is killed."""
         for rank in self._busy - self._gone:
             self._ask(rank, "interrupt")
-        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        deadline = time.monotonic() + self._interrupt_s
         while (left := self._busy - self._gone) and time.monotonic() < deadline:
             outcomes, _ = self._poll(left, _PULSE_SECONDS)
             for rank, outcome in outcomes:

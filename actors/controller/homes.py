@@ -10,6 +10,7 @@ from braid.actors.config import Config
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, mark_at
 from braid.actors.controller.records import read_identity
+from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.spec import ModelShape
 
 Verify = Callable[[Path], None]
@@ -66,11 +67,12 @@ class Homes:
         Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
         """
         found = self.newest_good(verify)
-        ours = asdict(shape)
-        if found.manifest.shape != ours:
-            odd = next(key for key in ours if found.manifest.shape.get(key) != ours[key])
+        # Checkpoints from before there were patterns are of models without any.
+        ours, theirs = asdict(shape), {"pattern": UNIFORM, **found.manifest.shape}
+        if theirs != ours:
+            odd = next(key for key in ours if theirs.get(key) != ours[key])
             raise CheckpointError(
-                f"checkpoint {found.path} is of a model with {odd}={found.manifest.shape.get(odd)}, "
+                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, "
                 f"the configuration says {odd}={ours[odd]}"
             )
         return found

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from braid.actors.config import Config
 from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, WorkerError, WorkerGroup
+from braid.actors.controller.rank_environment import rank_environment
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
 
@@ -179,10 +180,9 @@ class ActorGroup(WatchedGroup):
     """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
 
     def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], config: Config) -> None:
-        super().__init__(ranks, config.failure, config.cluster)
-        self._group, self._bundle = group, bundle
+        super().__init__(ranks, config.failure, config.cluster, on_gpus="GPU" in bundle)
+        self._group, self._bundle, self._config = group, bundle, config
         self._timeout_s = config.cluster.placement_timeout_s
-        self._threads = config.cluster.threads_per_rank
         self._calls: dict[int, Any] = {}
         self._pulses: dict[int, Any] = {}
         """Calls under way, and unanswered questions, by rank."""
@@ -204,7 +204,7 @@ class ActorGroup(WatchedGroup):
             "num_cpus": self._bundle["CPU"],
             "num_gpus": self._bundle.get("GPU", 0.0),
             "scheduling_strategy": place,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}},
+            "runtime_env": {"env_vars": rank_environment(self._config, {})},
         }
         return start_stage(rank, options)
 

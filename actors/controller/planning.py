@@ -9,9 +9,9 @@ from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
-from braid.scheduling.layers import built_in_parts
+from braid.scheduling.layers import built_in_parts, model_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
-from braid.scheduling.lowering.split import WAYS
+from braid.scheduling.lowering.pieces import WAYS
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
@@ -32,29 +32,30 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import axes_on, part_sizes
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import check, linked
 
-IN_BOUNDS = Space(fused=(0, 1, 2, 4))
-"""Where memory is bounded: shorter runs hold less."""
+IN_BOUNDS = Space(unit_layers=(0, 1, 2, 4))
+"""Where memory is bounded: shorter units hold less."""
 
 
 def model_graphs(
     config: Config, shape: ModelShape, streams: Mapping[str, Stream] | None = None
 ) -> dict[str, Part]:
-    """The operator graphs of the run's model parts. Only a layer of the user's own needs torch for this.
+    """The operator graphs of the run's model parts. Only layers of the user's own need torch for this.
 
     ``streams``: where axes lie (`Profile.streams`), by default inside the node.
     """
     layout = config.layout()
-    sizes = part_sizes(shape, layout, config.train.micro_batch, axes_on(layout, streams or {}))
-    if config.model.layer is None:
+    sizes = part_sizes(shape, layout, config.train.micro_batch, streams)
+    if not config.model.own_layers:
         return built_in_parts(sizes, config.train.recompute)
-    from braid.actors.stage.layers import load_layer
-    from braid.actors.stage.model import model_parts
+    from braid.actors.stage.layers import load_layers
 
-    return model_parts(sizes, load_layer(config.model.layer), config.train.recompute)
+    layers = load_layers(config.model.own_layers)
+    graphs = {kind: definition.graph for kind, definition in layers.items()}
+    return model_parts(sizes, graphs, config.train.recompute)
 
 
 def setting_of(config: Config, shape: ModelShape) -> Setting:
@@ -73,8 +74,8 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if setting.kind.splits_collectives and setting.layout.tp > 1 and config.overlap.schedule_file is None:
-        _check_split(setting, WAYS[0], f"overlap.schedule={schedule}")
+    if setting.kind.cuts_collectives and setting.layout.tp > 1 and config.overlap.schedule_file is None:
+        _check_pieces(setting, WAYS[0], f"overlap.schedule={schedule}")
     return setting
 
 
@@ -101,7 +102,7 @@ class Planned:
 
 
 def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
-    """Decide with measured costs: the schedule's name, its pipeline, fused layers, chunks, orders.
+    """Decide with measured costs: the schedule's name, its pipeline, layers of a unit, pieces, orders.
 
     The fastest within ``overlap.memory_slack``; where nothing is, what needs the least. What a plan or a
     schedule file says is not decided again. `ConfigError` for a plan or a file that is not for this run;
@@ -119,7 +120,7 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
         return Planned((outcome,), serial)
     if config.overlap.schedule_file is not None:
         schedule = _from_file(config.overlap.schedule_file, setting)
-        bench = bench_of(replace(setting, fused=schedule.fused, split=schedule.split))
+        bench = bench_of(replace(setting, unit_layers=schedule.unit_layers, pieces=schedule.pieces))
         return Planned((outcome_of_schedule(schedule, bench, over),), serial)
     if config.overlap.schedule == AUTO:
         settings = list(searched_schedules(setting))
@@ -143,7 +144,7 @@ def _over(config: Config, serial: Outcome) -> Over:
 def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = None) -> Schedule:
     """The run's training schedule: the named one, a plan's, or the text of a file; checked.
 
-    Without a profile nothing is searched for: as few chunks as can overlap, and `ConfigError` for schedules
+    Without a profile nothing is searched for: as few pieces as can overlap, and `ConfigError` for schedules
     that need a pairing.
     """
     if profile is not None:
@@ -151,25 +152,27 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
     setting, choices = setting_of(config, shape), Choices()
     if config.overlap.schedule_file is not None:
         schedule = _from_file(config.overlap.schedule_file, setting)
-        setting = replace(setting, fused=schedule.fused, split=schedule.split)
+        setting = replace(setting, unit_layers=schedule.unit_layers, pieces=schedule.pieces)
         parts = _parts(config, shape, setting)
     else:
         if config.overlap.plan is not None:
             setting, choices = _planned(config.overlap.plan, setting)
-        elif setting.kind.splits_collectives and setting.layout.tp > 1:
-            setting = replace(setting, split=WAYS[0])
+        elif setting.kind.cuts_collectives and setting.layout.tp > 1:
+            setting = replace(setting, pieces=WAYS[0])
         parts = _parts(config, shape, setting)
         try:
             schedule = training_schedule(setting, parts, choices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    linked(schedule, setting.layout, shape.layers, parts)
+    linked(schedule, setting.layout, shape.kinds, parts)
     return schedule
 
 
 def _parts(config: Config, shape: ModelShape, setting: Setting) -> Mapping[str, Part]:
     members = model_graphs(config, shape)
-    return scheduled_parts(members, setting.layout, shape.layers, fused=setting.fused, split=setting.split)
+    return scheduled_parts(
+        members, setting.layout, shape.kinds, unit_layers=setting.unit_layers, pieces=setting.pieces
+    )
 
 
 # -- plans and schedules of the user's -----------------------------------------------------------------------
@@ -237,17 +240,17 @@ def _from_file(file: Path, setting: Setting) -> Schedule:
             f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
             f"train.global_batch, train.micro_batch and parallel.dp give {setting.micro_batches}"
         )
-    _check_split(setting, schedule.split, f"overlap.schedule_file={file}")
+    _check_pieces(setting, schedule.pieces, f"overlap.schedule_file={file}")
     return schedule
 
 
-def _check_split(setting: Setting, split: int, source: str) -> None:
-    """`ConfigError` if ``split`` chunks, which ``source`` asks for, do not have equally many tokens."""
+def _check_pieces(setting: Setting, pieces: int, source: str) -> None:
+    """`ConfigError` if ``pieces``, which ``source`` asks for, do not have equally many tokens."""
     tokens = setting.local_tokens
-    if tokens % split:
+    if tokens % pieces:
         raise ConfigError(
-            f"{source} cuts a micro-batch in {split} chunks, but a rank holds {tokens} tokens of it "
+            f"{source} cuts a micro-batch in {pieces} pieces, but a rank holds {tokens} tokens of it "
             f"(train.micro_batch={setting.workload.micro_batch} x model.sequence={setting.model.sequence} / "
-            f"parallel.tp={setting.layout.tp}); make that a multiple of {split} or use another "
+            f"parallel.tp={setting.layout.tp}); make that a multiple of {pieces} or use another "
             f"overlap.schedule"
         )

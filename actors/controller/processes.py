@@ -21,9 +21,12 @@ from typing import Any
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.parent import die_with
+from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 
 LOOPBACK = "127.0.0.1"
+PRELOADED = ["braid.actors.stage.worker", "torch._dynamo"]
+"""What the server imports that ranks are forked from; torch's compiler, as making an optimizer imports it."""
 _EXIT_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 0.3
 """From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
@@ -59,7 +62,14 @@ class ProcessLauncher:
         self._places = places
 
     def check(self, ranks: int) -> None:
-        """`ConfigError` if the ranks need more CPUs than this machine has."""
+        """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has."""
+        gpus = gpus_here(os.environ)
+        wanted = self._config.cluster.device
+        if ranks > gpus and (wanted == "cuda" or (wanted == "auto" and gpus)):
+            raise ConfigError(
+                f"the layout asks for {ranks} ranks of cluster.device={wanted!r}, this machine has {gpus} "
+                f"GPUs; lower parallel.dp, parallel.tp or parallel.pp, or set cluster.device=cpu"
+            )
         cpus = len(os.sched_getaffinity(0))
         if ranks * self._cpus_per_rank > cpus:
             raise ConfigError(
@@ -109,11 +119,12 @@ class ProcessGroup(WatchedGroup):
     """
 
     def __init__(self, places: Sequence[Place], config: Config, serve: "Serve") -> None:
-        super().__init__(len(places), config.failure, config.cluster)
+        gpus = gpus_here(os.environ) > 0 and config.cluster.device != "cpu"
+        super().__init__(len(places), config.failure, config.cluster, on_gpus=gpus)
         self.addresses = [place.address for place in places]
         self.hosts = [place.host for place in places]
         self._places, self._serve = places, serve
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank)}
+        self._environment = {**os.environ, **rank_environment(config, os.environ)}
         self._asked: set[int] = set()
         """Ranks whose pulse was asked for."""
         self._owed = [0] * len(places)
@@ -122,7 +133,7 @@ class ProcessGroup(WatchedGroup):
 
     def _start(self, rank: int) -> "_Child":
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["braid.actors.stage.worker"])
+        context.set_forkserver_preload(PRELOADED)
         (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()
         process = context.Process(
             target=_serve,
@@ -305,9 +316,18 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
         try:
             question = pulse.recv()
             method = getattr(served[0], question, None) if served else None
-            pulse.send(method() if method is not None else None)
+            pulse.send(_answer_to(method) if method is not None else None)
         except (EOFError, OSError):
             return
+
+
+def _answer_to(method: Callable[[], Any]) -> Any:
+    """What a method returns; an error is logged, and must not end the thread that shows that a rank lives."""
+    try:
+        return method()
+    except Exception:
+        traceback.print_exc()
+        return None
 
 
 def enter_namespace(namespace: str | int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.stage.messages import Held
+from braid.actors.stage.messages import CopiesHeld
 from braid.scheduling.mesh import MeshShape
 
 
@@ -114,7 +114,7 @@ def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
     return max(range(1, ranks), key=lambda shift: (elsewhere(shift), -shift))
 
 
-def newest_common(held: Sequence[Held], mesh: MeshShape, done: int) -> tuple[int, list[int]] | None:
+def newest_common(held: Sequence[CopiesHeld], mesh: MeshShape, done: int) -> tuple[int, list[int]] | None:
     """The newest step that every rank can go back to, and for every rank the one that has its state.
 
     No later one than the ``done`` steps that are on record: of a step that failed after its update, in its
@@ -128,7 +128,7 @@ def newest_common(held: Sequence[Held], mesh: MeshShape, done: int) -> tuple[int
     return None
 
 
-def _source(rank: int, step: int, held: Sequence[Held], mesh: MeshShape) -> int | None:
+def _source(rank: int, step: int, held: Sequence[CopiesHeld], mesh: MeshShape) -> int | None:
     """A rank that has the state: itself, its partner, another holder of its slices, or that one's partner."""
     if step in held[rank].own:
         return rank

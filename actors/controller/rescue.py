@@ -9,10 +9,10 @@ from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import newest_common
 from braid.actors.controller.saving import Saver
-from braid.actors.stage.messages import Held, Rendezvous, Rescue
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue
 from braid.actors.stage.rank import Rank
 
-_NOTHING = Held(own=(), partner=None, partners=())
+_NOTHING = CopiesHeld(own=(), partner=None, partners=())
 
 
 def rescue(

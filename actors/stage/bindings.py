@@ -15,11 +15,11 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.chunks import place_chunk, rows_of_chunk, whole_for
-from braid.kernels.collectives.primitives import Launch, all_gather, all_reduce, reduce_scatter
+from braid.kernels.collectives.pieces import place_piece, rows_of_piece, whole_for
+from braid.kernels.collectives.primitives import Launch, Line
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.code import Compute, Frame, Node, Start, Wait, name_of
-from braid.scheduling.operators import Chunk, Kind, Operator
+from braid.scheduling.operators import Kind, Operator, Piece
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import Label
@@ -29,25 +29,17 @@ Registers = list[Any]
 Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """An operation of a stretch, called with the frames and the passes of the stretch."""
 
-COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
-    Kind.ALL_GATHER: all_gather,
-    Kind.REDUCE_SCATTER: reduce_scatter,
-    Kind.ALL_REDUCE: lambda x, line: all_reduce(x, line.group),
+COLLECTIVES: Mapping[Kind, Callable[[Line, Tensor], Launch]] = {
+    Kind.ALL_GATHER: lambda line, x: line.all_gather(x),
+    Kind.REDUCE_SCATTER: lambda line, x: line.reduce_scatter(x),
+    Kind.ALL_REDUCE: lambda line, x: line.all_reduce(x),
 }
 
 
 class Binder:
-    """Binds what layers do on one rank; ``collectives`` are called with a tensor and the mesh's line."""
+    """Binds what layers do on one rank."""
 
-    def __init__(
-        self,
-        model: StageModel,
-        mesh: Mesh,
-        streams: Streams,
-        recorder: Recorder,
-        collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
-    ) -> None:
-        self._collectives = collectives
+    def __init__(self, model: StageModel, mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._activation_bytes = model.context.dtype.itemsize
 
@@ -56,12 +48,12 @@ class Binder:
         node = operation.what
         assert isinstance(node, Node)
         op, instance = node.operator, self._instance(node, chunk)
-        if op.chunk is not None:
-            return self._compute_rows(operation, op.chunk, node, instance)
+        if op.piece is not None:
+            return self._compute_rows(operation, op.piece, node, instance)
         call, label = method_of(op, instance), self._label(node, instance)
         turn, writes, gone = operation.turn, operation.writes, operation.frees
         inputs_of = _getter(operation.reads)
-        mark, record = self._streams.mark, self._recorder.compute
+        mark, record = self._recorder.mark, self._recorder.compute
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
@@ -80,20 +72,20 @@ class Binder:
 
         return run
 
-    def _compute_rows(self, operation: Compute, chunk: Chunk, node: Node, instance: PartInstance) -> Bound:
-        """A GEMM on one chunk of what is gathered; its rows go to their places in the whole result."""
+    def _compute_rows(self, operation: Compute, piece: Piece, node: Node, instance: PartInstance) -> Bound:
+        """A GEMM on one piece of what is gathered; its rows go to their places in the whole result."""
         op = node.operator
         if len(operation.reads) != 1 or len(operation.writes) != 2:
             raise ValueError(
                 f"operator {op.name} of {instance.name} {instance.index} reads {', '.join(op.reads)} and "
                 f"writes {', '.join(op.writes)}; only what turns the gathered value alone into one other can "
-                f"run in chunks: use another overlap.schedule"
+                f"run in pieces: use another overlap.schedule"
             )
         call, label = method_of(op, instance), self._label(node, instance)
         (source,), (rows, whole) = operation.reads, operation.writes
         turn, gone = operation.turn, operation.frees
-        keep = self._keeper(chunk, rows, whole)
-        mark, record = self._streams.mark, self._recorder.compute
+        keep = self._keeper(piece, rows, whole)
+        mark, record = self._recorder.mark, self._recorder.compute
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
@@ -114,13 +106,14 @@ class Binder:
         node = operation.what
         assert isinstance(node, Node)
         op = node.operator
-        collective = self._collectives[op.kind]
-        lines = {s: line for (axis, s), line in self._mesh.lines.items() if axis == op.axis}
+        collective = COLLECTIVES[op.kind]
+        assert op.axis is not None
+        line = self._mesh.lines[op.axis]
         (source,), (target,) = operation.reads, operation.writes
         precision = frame.values[source].precision
         moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
-        turn, stream, lone, rows = operation.turn, label.stream, operation.lone, op.chunk
+        turn, stream, lone, rows = operation.turn, label.stream, operation.lone, op.piece
         start, record = self._streams.start, self._recorder.transfer
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -128,10 +121,10 @@ class Binder:
             frame, one = frames[turn], passes[turn]
             x = frame[source]
             if rows is not None:
-                x = rows_of_chunk(x, rows.number, rows.ways)
+                x = rows_of_piece(x, rows.number, rows.ways)
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(stream, collective(x, lines[one.strand]), awaited_next=lone)
+            transfer = start(stream, collective(line, x), awaited_next=lone)
             frame[target] = transfer
             record(label, one, transfer)
 
@@ -142,8 +135,8 @@ class Binder:
         node = operation.what
         assert isinstance(node, Node)
         turn, target, gone = operation.turn, operation.writes[0], operation.frees
-        chunk = node.operator.chunk
-        keep = None if chunk is None else self._keeper(chunk, *operation.writes)
+        piece = node.operator.piece
+        keep = None if piece is None else self._keeper(piece, *operation.writes)
         wait = self._streams.wait
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -158,15 +151,15 @@ class Binder:
 
         return run
 
-    def _keeper(self, chunk: Chunk, rows: int, whole: int) -> Callable[[Registers, Tensor], None]:
-        """Keeps a chunk of a value, and its rows in the whole value, which the first chunk to come makes."""
-        ranks = self._mesh.layout.degree(chunk.axis)
+    def _keeper(self, piece: Piece, rows: int, whole: int) -> Callable[[Registers, Tensor], None]:
+        """Keeps a piece of a value, and its rows in the whole value, which the first piece to come makes."""
+        ranks = self._mesh.layout.degree(piece.axis)
 
         def keep(frame: Registers, x: Tensor) -> None:
             frame[rows] = x
             if frame[whole] is None:
-                frame[whole] = whole_for(x, chunk.ways)
-            place_chunk(frame[whole], x, chunk.number, chunk.ways, ranks)
+                frame[whole] = whole_for(x, piece.ways)
+            place_piece(frame[whole], x, piece.number, piece.ways, ranks)
 
         return keep
 

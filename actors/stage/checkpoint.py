@@ -165,7 +165,7 @@ class Saves:
         """Copy the state after ``step`` steps to the host, for `begin`."""
         if self._under_way is not None:  # one that failed on another rank, and was given up
             self._under_way.finished(wait=True)
-        self._state = take(self._optimizer, step, self._state.flat if self._state is not None else None)
+        self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
     def _taken(self) -> list[tuple[str, list[Tensor]]]:
         assert self._state is not None

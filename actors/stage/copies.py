@@ -22,7 +22,7 @@ from braid.actors.stage.host_state import (
     state_elements,
     take,
 )
-from braid.actors.stage.messages import Held
+from braid.actors.stage.messages import CopiesHeld
 from braid.actors.stage.optimizer import Optimizer
 from braid.scheduling.mesh import MeshShape
 
@@ -109,13 +109,13 @@ class Copies:
     @staticmethod
     def _forget(states: dict[int, HostState]) -> Tensor | None:
         """The memory of the oldest state, if there are enough newer ones."""
-        return states.pop(min(states)).flat if len(states) >= KEPT else None
+        return states.pop(min(states)).memory if len(states) >= KEPT else None
 
-    def held(self) -> Held:
+    def held(self) -> CopiesHeld:
         """What is here; a copy that is still under way is not."""
         if self._exchange is not None and (arrived := self._exchange.arrived()) is not None:
             self._partners[arrived.step] = arrived
-        return Held(
+        return CopiesHeld(
             own=tuple(sorted(self._own)),
             partner=self._partner_rank,
             partners=tuple(sorted(self._partners)),

@@ -1,20 +1,26 @@
 """The device that a rank computes on."""
 
+from collections.abc import Sequence
+
 import torch
 
 
-def device_of(choice: str, rank: int) -> torch.device:
-    """The CPU, or the rank's GPU: the only one that Ray shows it, or its own among those of the machine."""
+def local_rank(rank: int, hosts: Sequence[str]) -> int:
+    """A rank's number among those of its host; ``hosts``: of all ranks, empty if there is one."""
+    return hosts[:rank].count(hosts[rank]) if hosts else rank
+
+
+def device_of(choice: str, number: int) -> torch.device:
+    """The CPU, or a GPU: the only one that Ray shows a rank, or the one of that number on its host."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 0 or 1 < count <= rank:
+    if count == 0 or 1 < count <= number:
         raise ValueError(
-            f"cluster.device={choice!r}: rank {rank} finds {count} GPUs; lower the parallel degrees"
+            f"cluster.device={choice!r}: rank {number} of its host finds {count} GPUs; lower the parallel "
+            f"degrees, or use more hosts"
         )
-    device = torch.device("cuda", rank if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", number if count > 1 else 0)
 
 
 def hardware(device: torch.device) -> str:
@@ -27,3 +33,9 @@ def hardware(device: torch.device) -> str:
     except OSError:
         models = set()
     return f"CPU {' + '.join(sorted(models)) or 'unknown'}, {torch.get_num_threads()} thread(s)"
+
+
+def set_arithmetic(*, deterministic: bool, tf32: bool) -> None:
+    """Of this process: kernels that give the same bits every time; 10-bit operands of fp32 products."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -6,18 +6,18 @@ binds every distinct operation once and calls them in order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from braid.actors.stage.bindings import COLLECTIVES, Binder, Bound, Registers, shapes_of
+from braid.actors.stage.bindings import Binder, Bound, Registers, shapes_of
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.primitives import Launch, receive, send
+from braid.kernels.collectives.primitives import Channel
 from braid.scheduling.code import (
     Barrier,
     Code,
@@ -33,7 +33,7 @@ from braid.scheduling.code import (
     Wait,
     name_of,
 )
-from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
 
@@ -76,13 +76,15 @@ class Executor:
         mesh: Mesh,
         streams: Streams,
         recorder: Recorder,
-        collectives: Mapping[Kind, Callable[[Tensor, Any], Launch]] = COLLECTIVES,
         watch: Callable[[Operation], None] | None = None,
+        graph: StepGraph | None = None,
     ) -> None:
-        """``watch`` is called after every operation, before it frees what it is the last to touch."""
+        """``watch`` is called after every operation, before it frees what it is the last to touch. ``graph``
+        has what comes before the update captured.
+        """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
-        self._binder = Binder(model, mesh, streams, recorder, collectives)
-        self._watch = watch
+        self._binder = Binder(model, mesh, streams, recorder)
+        self._watch, self._graph = watch, graph
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
         self._update: Update | None = None
@@ -103,6 +105,7 @@ class Executor:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
             self._stretches.append((stretch, frames, bound[key]))
+        self._update_begins = _update_begins([stretch for stretch, _, _ in self._stretches])
 
     def _frame(self, one: Pass, frame: Frame) -> Registers:
         key = one.micro_batch, one.chunk
@@ -121,25 +124,44 @@ class Executor:
         """
         self._update = update
         self._recorder.clear()
-        self._losses.clear()
+        if self._graph is not None and self.before is None:
+            self._losses = self._graph.run(self, batches, loss_scale)
+        else:
+            self._losses = self.passes(batches, loss_scale)
+        self._do(self._update_begins, len(self._stretches))
+        return sum(float(loss) for loss in self._losses)
+
+    def passes(self, batches: Sequence[MicroBatch | None], loss_scale: float) -> list[Tensor]:
+        """Run what comes before the update; returns the losses of micro-batches that this rank saw."""
+        self._losses = []
         self._fill(batches, loss_scale)
+        self._do(0, self._update_begins)
+        self._fill([None] * len(batches), None)
+        left = [key for key, frame in self._frames.items() if any(value is not None for value in frame)]
+        assert not left, f"registers were left over of micro-batch and chunk {', '.join(map(str, left))}"
+        return self._losses
+
+    def drop(self) -> None:
+        """Forget what passes that were broken off have left."""
+        self._sending.clear()
+        for frame in self._frames.values():
+            frame[:] = [None] * len(frame)
+
+    def _do(self, begin: int, end: int) -> None:
         before, mark, note = self.before, self._streams.mark, self._recorder.block
-        for position, (stretch, frames, operations) in enumerate(self._stretches):
+        for position in range(begin, end):
+            stretch, frames, operations = self._stretches[position]
             if before is not None:
                 before(position)
             passes = stretch.passes
             if stretch.block_passes:
-                begin = mark()
+                began = mark()
                 for operation in operations:
                     operation(frames, passes)
-                note(stretch.paired, passes[0], begin, mark())
+                note(stretch.paired, passes[0], began, mark())
             else:
                 for operation in operations:
                     operation(frames, passes)
-        self._fill([None] * len(batches), None)
-        left = [key for key, frame in self._frames.items() if any(value is not None for value in frame)]
-        assert not left, f"registers were left over of micro-batch and chunk {', '.join(map(str, left))}"
-        return sum(float(loss) for loss in self._losses)
 
     @property
     def losses(self) -> int:
@@ -191,7 +213,7 @@ class Executor:
             case Wait(what=Node()):
                 return self._binder.wait(operation)
             case Barrier():
-                return lambda frames, passes: self._streams.synchronise()
+                return lambda frames, passes: self._streams.barrier()
             case Hand(reads=(register,), to=to, register=into, frees=frees):
                 return lambda frames, passes: _hand(frames[turn], register, frames[to], into, frees)
             case Loss(reads=(register,), frees=frees):
@@ -224,9 +246,9 @@ class Executor:
         label = Label(operator=name_of(what), stream=Stream.COMPUTE)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
-            begin = self._streams.mark()
+            begin = self._recorder.mark()
             do()
-            self._recorder.compute(label, None, begin, self._streams.mark())
+            self._recorder.compute(label, None, begin, self._recorder.mark())
 
         return run
 
@@ -243,8 +265,8 @@ class Executor:
     # -- messages between stages ---------------------------------------------------------------------------
 
     def _send(self, sent: Send | Receive, register: int, name: str) -> Bound:
-        peer, tag = self._mesh.peer(sent.stage), self._tag(sent.moved)
-        group, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
+        tag = self._tag(sent.moved)
+        line, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
         stream = self._mesh.stream_to(sent.stage)
         label = Label(operator=name, stream=stream)
 
@@ -253,7 +275,7 @@ class Executor:
             x = frames[0][register]
             if not label.shapes:
                 label = replace(label, bytes=x.nbytes, shapes=shapes_of([x], ()))
-            launch = send(x, peer, group, tag)
+            launch = line.send(x, sent.stage, tag)
             transfer = self._streams.start(stream, launch, awaited_next=False, lane=f"send {lane}")
             self._sending[sent] = transfer
             self._recorder.transfer(label, sent.moved, transfer)
@@ -273,14 +295,14 @@ class Executor:
     def _receive(self, received: Send | Receive, register: int) -> Bound:
         """Not recorded as communication: most of it is waiting for the stage before to compute, which is
         bubble; the message itself is the sender's span."""
-        peer, tag = self._mesh.peer(received.stage), self._tag(received.moved)
-        group, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
+        tag = self._tag(received.moved)
+        line, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device
         stream = self._mesh.stream_to(received.stage)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             x = torch.empty(self._message_shape, dtype=dtype, device=device)
-            launch = receive(x, peer, group, tag)
+            launch = line.receive(x, received.stage, tag)
             frames[0][register] = self._streams.start(
                 stream, launch, awaited_next=False, lane=f"receive {lane}"
             )
@@ -292,12 +314,23 @@ class Executor:
         self._streams.wait(transfer)
         frame[register] = transfer.take()
 
-    def _channel(self, moved: Pass, *, down: bool) -> tuple[dist.ProcessGroup, str]:
+    def _channel(self, moved: Pass, *, down: bool) -> tuple[Channel, str]:
         way = "down" if down else "up"
         return self._mesh.channels[moved.direction, way], f"{moved.direction.value} {way}"
 
     def _tag(self, moved: Pass) -> int:
         return moved.micro_batch * self._chunks + moved.chunk
+
+
+def _update_begins(stretches: Sequence[Stretch]) -> int:
+    """The first stretch of the norm or of the update, behind all that touch activations and messages."""
+    first = len(stretches)
+    for at, stretch in enumerate(stretches):
+        if stretch.frames:
+            first = len(stretches)
+        elif any(isinstance(getattr(one, "what", None), Norm | Step) for one in stretch.operations):
+            first = min(first, at)
+    return first
 
 
 def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.messages import Fault
-from braid.scheduling.schedule import Direction, Instruction, Norm, Reduce, Step, passes_in
+from braid.scheduling.schedule import Direction, Instruction, Norm, Step, passes_in, sums_in
 
 FOLDER = "faults"
 """Of a run's directory, where fired faults leave their marks."""
@@ -113,8 +113,8 @@ def _place(fault: Fault, instructions: Sequence[Instruction]) -> int:
         directions = {one.direction for one in passes_in(instruction)}
         if fault.phase == "optimizer":
             return isinstance(instruction, Step)
-        if fault.kind == "nan":  # all gradients are there, and none has been reduced
-            return isinstance(instruction, Reduce | Norm)
+        if fault.kind == "nan":  # it reaches all ranks that sum it
+            return isinstance(instruction, Norm) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
     places = [place for place, instruction in enumerate(instructions) if fits(instruction)]

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,27 +32,29 @@ class HostStreams:
     stamps the ends.
     """
 
+    asynchronous = False
+
     def __init__(self) -> None:
         self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
         self._orders: queue.SimpleQueue[_Order | None] | None = None
         self._last: Transfer | None = None
         """What was handed to the issuer last."""
         self._threads: list[threading.Thread] = []
-        self.marks = 0
+        self._marks = 0
 
     def mark(self) -> int:
         """Nanoseconds of the monotonic clock."""
-        self.marks += 1
+        self._marks += 1
         return time.perf_counter_ns()
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
         """Issue, or let it be issued and looked after, unless the caller waits next."""
-        self.marks += 1
+        self._marks += 1
         if awaited_next:
             self._all_issued()
             begin = time.perf_counter_ns()
-            return Transfer(result=launch.result, work=_issued(launch), begin=begin, finish=launch.finish)
-        transfer = Transfer(result=launch.result, work=None, begin=None, finish=launch.finish)
+            return Transfer(launch=launch, work=_issued(launch), begin=begin)
+        transfer = Transfer(launch=launch, work=None, begin=None)
         transfer.issued, transfer.done = threading.Event(), threading.Event()
         order = _Order(transfer, launch, self._waiter(stream, lane))
         if 0 < launch.sends <= _SMALL_BYTES:
@@ -79,8 +82,22 @@ class HostStreams:
         if transfer.error is not None:
             raise transfer.error
 
-    def synchronise(self) -> None:
+    def progress(self) -> int:
+        """What was marked is done."""
+        return self._marks
+
+    def forget(self, marks: Iterable[Mark]) -> None:
+        """They are numbers."""
+
+    def barrier(self) -> None:
         """Compute is done when its call returns, and paired programs wait for transfers before a barrier."""
+
+    def lead(self) -> None:
+        """The host computes itself."""
+
+    def delay(self, ns: float) -> None:
+        """Sleep."""
+        time.sleep(ns / 1e9)
 
     def nanoseconds(self, mark: Mark) -> int:
         """Marks are nanoseconds already."""

@@ -1,18 +1,16 @@
 """Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.primitives import all_reduce
 from braid.scheduling.code import name_of
 from braid.scheduling.schedule import Reduce
 from braid.scheduling.trace import Label
@@ -25,6 +23,8 @@ class Bucket:
     chunk: int
     buffer: Tensor
     axes: tuple[str, ...]
+    parts: Mapping[int, Tensor]
+    """By part of the chunk, its elements of the buffer."""
 
 
 class GradientBuckets:
@@ -61,20 +61,23 @@ class GradientBuckets:
         like = members[0].tensor
         dtype = torch.float64 if self._deterministic else main_gradient_dtype(like.dtype)
         buffer = torch.zeros(sum(p.tensor.numel() for p in members), dtype=dtype, device=like.device)
-        offset = 0
-        for parameter in members:
-            tensor = parameter.tensor
-            parameter.gradient = buffer[offset : offset + tensor.numel()].view(tensor.shape)
-            offset += tensor.numel()
-        return Bucket(chunk, buffer, axes)
+        offset, parts = 0, {}
+        for part, alike in groupby(members, key=lambda parameter: parameter.part):
+            begin = offset
+            for parameter in alike:
+                tensor = parameter.tensor
+                parameter.gradient = buffer[offset : offset + tensor.numel()].view(tensor.shape)
+                offset += tensor.numel()
+            parts[part] = buffer[begin:offset]
+        return Bucket(chunk, buffer, axes, parts)
 
     def start(self, reduce: Reduce) -> None:
-        """Begin to sum, over an axis, the gradients of a chunk that are shared along it, or the squares."""
+        """Begin to sum, over an axis, the gradients of a chunk or of a part that are shared along it, or the
+        squares."""
         pending = self._pending[reduce] = []
         for buffer in self._summed(reduce):
-            group = self._mesh.shared(reduce.axis)
             label = self._label(reduce, buffer)
-            launch = all_reduce(buffer, group)
+            launch = self._mesh.shared(reduce.axis).all_reduce(buffer)
             transfer = self._streams.start(label.stream, launch, awaited_next=False, lane="data")
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
@@ -82,8 +85,10 @@ class GradientBuckets:
     def _summed(self, reduce: Reduce) -> list[Tensor]:
         if reduce.chunk is None:
             return [self._norm.squares]
-        alike = (b for b in self.buckets if b.chunk == reduce.chunk)
-        return [bucket.buffer for bucket in alike if reduce.axis in bucket.axes]
+        alike = [b for b in self.buckets if b.chunk == reduce.chunk and reduce.axis in b.axes]
+        if reduce.part is None:
+            return [bucket.buffer for bucket in alike]
+        return [bucket.parts[reduce.part] for bucket in alike if reduce.part in bucket.parts]
 
     def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
         key = reduce, buffer.numel()
@@ -187,6 +192,5 @@ def _all_names(mine: list[str], mesh: Mesh) -> list[str]:
     ranks = mesh.place.mesh.ranks
     if ranks == 1:
         return sorted(set(mine))
-    gathered: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(gathered, mine)
-    return sorted({name for names in gathered for name in names})
+    assert mesh.groups is not None
+    return sorted({name for names in mesh.groups.gather(mine) for name in names})

@@ -6,24 +6,19 @@ measured with one GPU. The peer is a buffer that never changes: its part of a re
 Legend: t tokens of one rank, T = 2 t tokens of both.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from braid.actors.stage.accelerator import Accelerator, TorchAccelerator
 from braid.kernels.collectives.primitives import Launch
-from braid.scheduling.operators import Kind
 
 RANKS = 2
 
 
-@dataclass(frozen=True)
 class _Copied:
-    """Copies that streams put in order; it keeps what they read until they are done."""
-
-    read: Tensor
+    """Copies that streams put in order."""
 
     def wait(self) -> None:
         """The stream that issued the copies waits for them anyway."""
@@ -31,7 +26,7 @@ class _Copied:
 
 @dataclass
 class HostLink:
-    """The link of one device to its host, full duplex; stands in the place of a process group of two ranks.
+    """The link of one device to its host, full duplex; stands in the place of a line of two ranks.
 
     All collectives of a link are issued on one stream, since those of one size share their host buffers.
     Buffers are made on first use, which must not be while a CUDA graph is captured.
@@ -39,11 +34,15 @@ class HostLink:
 
     device: torch.device
     seed: int = 0
+    accelerator: Accelerator | None = None
+    """None: the device's own; a CPU has none."""
     _sent: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
     _peer: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._inbound = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.accelerator is None and self.device.type != "cpu":
+            self.accelerator = TorchAccelerator(self.device)
+        self._inbound = self.accelerator.stream() if self.accelerator is not None else None
 
     @property
     def name(self) -> str:
@@ -73,48 +72,42 @@ class HostLink:
     def exchange(self, mine: Tensor, theirs: Tensor) -> None:
         """Copy ``mine`` to the host, the peer's part into ``theirs`` (same shape), on the current stream."""
         sent, received = self._buffers(mine)
-        if self._inbound is None:
+        if self.accelerator is None or self._inbound is None:
             sent.copy_(mine)
             theirs.copy_(received)
             return
-        outbound = torch.cuda.current_stream(self.device)
-        self._inbound.wait_stream(outbound)
-        with torch.cuda.stream(self._inbound):
+        outbound = self.accelerator.current()
+        ready, arrived = self.accelerator.event(), self.accelerator.event()
+        ready.record(outbound)
+        self._inbound.wait_event(ready)
+        with self.accelerator.on(self._inbound):
             theirs.copy_(received, non_blocking=True)
+        arrived.record(self._inbound)
         sent.copy_(mine, non_blocking=True)
-        outbound.wait_stream(self._inbound)
+        outbound.wait_event(arrived)
 
+    def all_gather(self, x: Tensor) -> Launch:
+        """x (t, ...) goes out, the peer's t tokens come in behind it: (T, ...)."""
+        x = x.contiguous()
+        y = torch.empty((RANKS * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        own, theirs = y.chunk(RANKS)
 
-def gather_from_host(x: Tensor, link: HostLink) -> Launch:
-    """All-gather: x (t, ...) goes out, the peer's t tokens come in behind it: (T, ...)."""
-    x = x.contiguous()
-    y = torch.empty((RANKS * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-    own, theirs = y.chunk(RANKS)
+        def issue() -> _Copied:
+            self.exchange(x, theirs)
+            own.copy_(x)
+            return _Copied()
 
-    def issue() -> _Copied:
-        link.exchange(x, theirs)
-        own.copy_(x)
-        return _Copied(x)
+        return Launch(y, issue)
 
-    return Launch(y, issue)
+    def reduce_scatter(self, x: Tensor) -> Launch:
+        """x (T, ...) sends its second half and adds the peer's share to its first: (t, ...)."""
+        x = x.contiguous()
+        own, others = x.chunk(RANKS)
+        y = torch.empty_like(own)
 
+        def issue() -> _Copied:
+            self.exchange(others, y)
+            y.add_(own)
+            return _Copied()
 
-def scatter_from_host(x: Tensor, link: HostLink) -> Launch:
-    """Reduce-scatter: x (T, ...) sends its second half and adds the peer's share to its first: (t, ...)."""
-    x = x.contiguous()
-    own, others = x.chunk(RANKS)
-    y = torch.empty_like(own)
-
-    def issue() -> _Copied:
-        link.exchange(others, y)
-        y.add_(own)
-        return _Copied(x)
-
-    return Launch(y, issue)
-
-
-HOST_COLLECTIVES: Mapping[Kind, Callable[[Tensor, Any], Launch]] = {
-    Kind.ALL_GATHER: gather_from_host,
-    Kind.REDUCE_SCATTER: scatter_from_host,
-}
-"""What a `Binder` calls instead of collectives, with a `HostLink` for a group."""
+        return Launch(y, issue)

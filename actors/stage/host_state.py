@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from braid.actors.stage.accelerator import Event
 from braid.actors.stage.optimizer import STATE_KINDS, Optimizer
 
 
@@ -14,8 +15,17 @@ class HostState:
     """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor."""
 
     step: int
-    flat: Tensor
+    memory: Tensor
     """1-dim, on the host, in the masters' dtype."""
+    arrived: Event | None = None
+    """After it the state is there; None if it is."""
+
+    @property
+    def flat(self) -> Tensor:
+        """The state's memory, once the state is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.memory
 
 
 def state_elements(optimizer: Optimizer) -> int:
@@ -29,16 +39,20 @@ def state_dtype(optimizer: Optimizer) -> torch.dtype:
 
 
 def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
-    """Copy the state as it is now, ``into`` an older one's memory if there is one to give up."""
+    """Copy the state as it is now, ``into`` an older one's memory if there is one to give up.
+
+    From a GPU it is copied beside what follows: the next forward passes hide it, the next update waits.
+    """
     flat = into if into is not None else empty_state(optimizer)
-    place = 0
-    for _, tensors in optimizer.named_tensors():
-        for tensor in tensors:
-            flat[place : place + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
-            place += tensor.numel()
-    if flat.is_pinned():
-        torch.cuda.current_stream().synchronize()
-    return HostState(step, flat)
+
+    def copy() -> None:
+        place = 0
+        for _, tensors in optimizer.named_tensors():
+            for tensor in tensors:
+                flat[place : place + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
+                place += tensor.numel()
+
+    return HostState(step, flat, optimizer.read_beside(copy))
 
 
 def empty_state(optimizer: Optimizer) -> Tensor:

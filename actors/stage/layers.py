@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import transformer_layer
+from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape
 
@@ -158,18 +160,27 @@ def _qkv_widths(shape: ModelShape) -> dict[str, int]:
     return {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
 
 
-def load_layer(reference: str | None) -> LayerDefinition:
-    """The built-in layer, or the class that ``model.layer`` names: ``package.module:Class`` or
-    ``path/to/file.py:Class``. Its module runs: it can do whatever the user can."""
-    if reference is None:
-        return TransformerLayer()
+def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
+    """The built-in layer and the user's own (`ModelConfig.own_layers`), by kind."""
+    own = {
+        kind: load_layer(reference, "model.layer" if kind == UNIFORM else f"model.layer.{kind}")
+        for kind, reference in references.items()
+    }
+    return {UNIFORM: TransformerLayer(), **own}
+
+
+def load_layer(reference: str, key: str = "model.layer") -> LayerDefinition:
+    """The class that a key names: ``package.module:Class`` or ``path/to/file.py:Class``.
+
+    Its module runs: it can do whatever the user can.
+    """
     place, _, class_name = reference.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         definition: LayerDefinition = getattr(module, class_name)()
     except (ImportError, OSError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"model.layer={reference!r} cannot be loaded ({error}); "
+            f"{key}={reference!r} cannot be loaded ({error}); "
             f"write it as 'package.module:Class' or, from the configuration's folder, 'path/to/file.py:Class'"
         ) from error
     return definition

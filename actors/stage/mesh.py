@@ -1,65 +1,87 @@
-"""This rank's place in the mesh and its process groups: a line of ranks per mesh axis and strand.
+"""This rank's place in the mesh and its process groups: a line of ranks per mesh axis.
 
-On CUDA every strand has groups of its own, since NCCL runs what one group was given in the order of issue. On
-CPU the strands share them: their exchanges then queue on one connection and the first to be issued arrives
-first, where two connections would halve the rate of both. The order of issue is static and the same on all
-ranks, so sharing is safe. Opposite directions do have connections of their own there, as `Line` says.
+Strands share a line: the order of issue is static and the same on all ranks. On CPU two connections would
+halve the rate of both, on GPUs two communicators behind one side stream buy nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from braid.actors.stage.parameters import Place
-from braid.kernels.collectives.primitives import Line
+from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
+from braid.kernels.collectives.messages import MessageLine
+from braid.kernels.collectives.primitives import Channel, Line
 from braid.scheduling.mesh import MeshShape, Position
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Direction, Strand
+from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
 
-Channel = tuple[Direction, str]
-"""A kind of message between stages: the pass it belongs to, and "down" or "up" the pipeline."""
+if TYPE_CHECKING:  # benchmarks on one GPU run where pydantic is not installed
+    from braid.actors.config.machines import NcclConfig, NcclLimits
+
+MessageKind = tuple[Direction, str]
+"""Of messages between stages: the pass they belong to, and "down" or "up" the pipeline."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Lines are looked up by axis and strand; an axis of degree one has none."""
+    """Lines are looked up by axis; one of degree one has none. Ranks of a line are numbered by their place on
+    the axis."""
 
     layout: ParallelLayout
     rank: int
     place: Place
     topology: Topology
-    lines: dict[tuple[str, Strand], Line]
-    channels: dict[Channel, dist.ProcessGroup]
-    ends: dist.ProcessGroup | None
+    lines: dict[str, Line]
+    channels: dict[MessageKind, Channel]
+    ends: Line | None
     """This stage and the one as far from the other end, where both hold some parameters: the first and the
     last one a table that embedding and head share, or all of them two copies of the model."""
+    groups: "Groups | None" = None
+    """What made them."""
 
-    def shared(self, axis: str) -> dist.ProcessGroup:
-        """The group of the ranks that share parameters along an axis (`gradient_axes`)."""
+    def shared(self, axis: str) -> Line:
+        """The line of the ranks that share parameters along an axis (`gradient_axes`)."""
         if axis in ("ends", "copies"):
             assert self.ends is not None
             return self.ends
-        return self.group(axis)
+        return self.lines[axis]
 
     @property
     def position(self) -> Position:
         """This rank's coordinates."""
         return self.place.position
 
-    def group(self, axis: str, strand: Strand = Strand.ALPHA) -> dist.ProcessGroup:
-        """The group of this rank's peers along an axis, for a strand."""
-        return self.lines[axis, strand].group
+    @property
+    def neighbours(self) -> Channel:
+        """The pipeline, over the connections that forward passes take: for measurements."""
+        down, up = (self.channels[Direction.FORWARD, way] for way in ("down", "up"))
+        if isinstance(down, MessageLine) and isinstance(up, MessageLine):
+            return MessageLine(up.group, down.group)
+        return up
 
     def stream(self, axis: str) -> Stream:
         """What this rank's group along an axis (`shared`) exchanges goes over."""
         if axis in ("ends", "copies"):
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         return self.topology.between(self.place.mesh.members(self.position, (axis,)))
+
+    def warm_up(self) -> None:
+        """Use every line once, in the same order on all ranks.
+
+        NCCL makes communicators and connections when they are first used, while the host waits for the other
+        side; in a step the other side may be waiting for something else.
+        """
+        used: list[Channel] = [*self.lines.values(), *self.channels.values()]
+        used += [self.ends] if self.ends else []
+        for one in {id(one): one for one in used}.values():
+            one.warm_up()
 
     def peer(self, stage: int) -> int:
         """The rank at this rank's place on another pipeline stage."""
@@ -71,63 +93,139 @@ class Mesh:
 
 
 def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
-    """Make the group of all ranks; after a failure it may be called again, with another store."""
+    """Make the group of all ranks; after a failure it may be called again, with another store.
+
+    It is not bound to a device, which would make communicators at once: torch then splits new groups off this
+    one, for which all ranks would have to come, members or not. `Mesh.warm_up` makes them.
+    """
     # Groups are named by a count. torch resets it when they are destroyed, but not where making the first one
     # failed: this rank and a new one would look for each other under different names, in every attempt.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
+class Groups(Protocol):
+    """Makes groups of ranks, and carries what ranks tell each other before they train.
+
+    All calls are collective: every rank gives the same lists, in the same order.
+    """
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
+        """A line for each list of ranks along an axis; that of this rank."""
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """A channel for each list of ranks, one of which has this rank: stages of a pipeline, in order."""
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank gives, in rank order."""
+
+
 def build_mesh(
     layout: ParallelLayout,
     rank: int,
     *,
-    strands: Iterable[Strand] = (Strand.ALPHA,),
     tied_ends: bool = False,
     timeout: timedelta,
     shape: MeshShape | None = None,
     hosts: Sequence[str] = (),
+    groups: Groups | None = None,
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
     ``shape``: factors other than those of the layout. ``hosts``: of all ranks; by default they share one.
+    ``groups``: by default torch's process groups.
     """
     place = Place.of(shape or layout.mesh, rank)
-    lines: dict[tuple[str, Strand], Line] = {}
-    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    groups = groups or TorchGroups(rank, timeout)
+
+    lines: dict[str, Line] = {}
     for axis in (name for name, size in place.mesh.factors if size > 1):
-        own: Line | None = None
-        for strand in strands:
-            if own is None or not gloo:
-                group = _line_group(place, axis, timeout)
-                upward = _line_group(place, axis, timeout) if gloo and axis == "tp" else None
-                own = Line(group, upward)
-            lines[axis, strand] = own
-    channels: dict[Channel, dist.ProcessGroup] = {}
+        line = groups.line(axis, place.mesh.groups((axis,)))
+        assert line is not None
+        lines[axis] = line
+    channels: dict[MessageKind, Channel] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
-            channels[direction, way] = _line_group(place, "pp", timeout)
+            channels[direction, way] = groups.channel(place.mesh.groups(("pp",)))
     ends = None
     if layout.pp > 1 and (tied_ends or layout.copies > 1):
         stages = range(layout.pp // 2 if layout.copies > 1 else 1)
         pairs = [[line[n], line[-1 - n]] for line in place.mesh.groups(("pp",)) for n in stages]
-        ends = _my_group(pairs, rank, timeout)
+        ends = groups.line("ends", pairs)
     topology = Topology(place.mesh, hosts)
-    return Mesh(layout, rank, place, topology, lines, channels, ends)
+    return Mesh(layout, rank, place, topology, lines, channels, ends, groups)
 
 
-def _line_group(place: Place, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group along ``axis`` that a rank is in."""
-    group = _my_group(place.mesh.groups((axis,)), place.mesh.rank_at(place.position), timeout)
-    assert group is not None
-    return group
+@dataclass(frozen=True)
+class TorchGroups:
+    """Torch's process groups: of NCCL on GPUs, of messages by gloo elsewhere.
+
+    Only the members of a group make it: a thousand ranks have more than a thousand lines.
+    """
+
+    rank: int
+    timeout: timedelta
+    nccl: "NcclConfig | None" = None
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
+        """That of this rank; collectives of layers have connections for both directions on CPU."""
+        own = next((ranks for ranks in lines if self.rank in ranks), None)
+        if own is None:
+            return None
+        if self._on_gpus:
+            return Communicator(TorchGroup(self._group(own, axis)))
+        return MessageLine(self._group(own), self._group(own) if axis == "tp" else None)
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """Of pairs of neighbours, the ends among them, on GPUs."""
+        (own,) = (ranks for ranks in lines if self.rank in ranks)
+        if not self._on_gpus:
+            return MessageLine(self._group(own))
+        return pairs_of(own, self.rank, lambda pair: Communicator(TorchGroup(self._group(pair, "pp"))))
+
+    @property
+    def _on_gpus(self) -> bool:
+        return "nccl" in dist.get_backend_config()
+
+    def _group(self, ranks: Sequence[int], axis: str = "") -> dist.ProcessGroup:
+        """``axis``: whose limits NCCL is given."""
+        made = dist.new_group(
+            list(ranks),
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
+        )
+        assert made is not None
+        return made
+
+    def _limits(self, axis: str) -> "NcclLimits | None":
+        return None if self.nccl is None else getattr(self.nccl, axis, self.nccl.dp)
+
+    def gather(self, own: Any) -> list[Any]:
+        """Pickled, from rank to rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return found
 
 
-def _my_group(lines: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create a group for each list of ranks; returns the one this rank is in, if any."""
-    mine = None
-    for ranks in lines:
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
-            mine = group
-    return mine
+def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
+    """What torch makes a communicator with: limits, and a stream whose kernels go first."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    for key in ("min_ctas", "max_ctas"):
+        if (count := getattr(limits, key, None)) is not None:
+            setattr(options.config, key, count)
+    return options
+
+
+def pairs_of(ranks: Sequence[int], own: int, make: Callable[[Sequence[int]], Communicator]) -> Pairs:
+    """Communicators of a rank with its neighbours in a pipeline, whose last stage is beside the first."""
+    stages = len(ranks)
+    beside = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
+    place = ranks.index(own)
+    pairs = {
+        (first if first != place else second): make([ranks[first], ranks[second]])
+        for first, second in sorted(beside)
+        if place in (first, second)
+    }
+    return Pairs(place, pairs)

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from braid.actors.config import Config
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers
+
+if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+    from braid.actors.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class CopiesHeld:
     """Copies in a rank's memory: steps of its own, and of those of the rank whose partner it is."""
 
     own: tuple[int, ...]
@@ -97,7 +99,7 @@ class SerialStep:
 class RunPlan:
     """What every rank is told: the configuration, the model's shape, the schedule's text, the data."""
 
-    config: Config
+    config: "Config"
     shape: ModelShape
     schedule: str
     data: str
@@ -146,6 +148,8 @@ COMPUTE: Final = "compute"
 
 MESSAGE: Final = "pp/message"
 """What stands beside an operator when neighbouring stages exchange messages."""
+SUM: Final = "dp/sum"
+"""What stands beside an operator when replicas sum gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

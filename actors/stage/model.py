@@ -1,10 +1,11 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from braid.actors.stage.gradients import main_gradient_dtype
 from braid.actors.stage.layers import (
     LayerDefinition,
     ModuleContext,
@@ -15,20 +16,10 @@ from braid.actors.stage.layers import (
 from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.fusion import chunk_parts
-from braid.scheduling.layer_builder import LayerBuilder
-from braid.scheduling.layers import embedding, head
-from braid.scheduling.lowering.recompute import with_recompute
-from braid.scheduling.operators import Part
+from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-
-
-def model_parts(sizes: PartSizes, definition: LayerDefinition, recompute: str) -> dict[str, Part]:
-    """The graphs of embedding, layer and head under a recompute policy, by name."""
-    g = LayerBuilder("layer", sizes)
-    parts = (embedding(sizes), g.build(definition.graph(g)), head(sizes))
-    return {part.name: with_recompute(part, recompute) for part in parts}
+from braid.scheduling.units import chunk_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +32,7 @@ class PartInstance:
 
 
 class StageModel:
-    """All parts and parameters of one rank.
+    """All parts and parameters of one rank. ``layers``: what layers of every kind are, by default built in.
 
     ``chunks`` maps a chunk's number to its parts in the order of the forward pass.
     """
@@ -55,12 +46,12 @@ class StageModel:
         sizes: PartSizes,
         device: torch.device,
         dtype: torch.dtype,
-        definition: LayerDefinition | None = None,
+        layers: Mapping[str, LayerDefinition] | None = None,
         operators: OperatorFamily = TORCH,
     ) -> None:
         self.shape = shape
         self.layout = layout
-        self.definition = definition or TransformerLayer()
+        self.layers = layers or {UNIFORM: TransformerLayer()}
         self.context = ModuleContext(
             sizes=sizes, place=place, device=device, dtype=dtype, operators=operators
         )
@@ -71,18 +62,18 @@ class StageModel:
             self.chunks[chunk] = tuple(self._build_chunk(chunk))
 
     def _build_chunk(self, chunk: int) -> Iterator[PartInstance]:
-        for name, index in chunk_parts(self.layout, self.shape.layers, chunk):
+        for part, (name, index) in enumerate(chunk_parts(self.layout, self.shape.kinds, chunk)):
             match name:
                 case "embedding":
                     modules = embedding_modules(self.context)
                 case "head":
                     modules = head_modules(self.context)
                 case _:
-                    modules = self.definition.modules(self.context, index)
-            yield self._instance(name, index, modules, chunk)
+                    modules = self.layers[name].modules(self.context, index)
+            yield self._instance(name, index, modules, chunk, part)
 
     def _instance(
-        self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int
+        self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int
     ) -> PartInstance:
         for entry in modules.values():
             for attribute, slices in entry.slices.items():
@@ -96,6 +87,7 @@ class StageModel:
                     tensor=parameter,
                     slices=slices,
                     chunk=chunk,
+                    part=part,
                     shared=tied and self.layout.ends_apart,
                     operators=[(entry.module, attribute)],
                 )
@@ -106,6 +98,29 @@ class StageModel:
         return PartInstance(
             name=name, index=index, modules={key: entry.module for key, entry in modules.items()}
         )
+
+    def of_every_kind(self, seed: int) -> dict[str, list[PartInstance]]:
+        """Its parts by name, layers first, and one layer of every kind that it does not hold.
+
+        Those are for measurements, which stages make together.
+        """
+        held: dict[str, list[PartInstance]] = {kind: [] for kind in self.shape.kinds}
+        for instance in (one for instances in self.chunks.values() for one in instances):
+            held.setdefault(instance.name, []).append(instance)
+        return {name: instances or [self._another(name, seed)] for name, instances in held.items()}
+
+    def _another(self, kind: str, seed: int) -> PartInstance:
+        """A layer beside those that this rank holds, with gradients of its own."""
+        index = self.shape.kinds.index(kind)
+        entries = self.layers[kind].modules(self.context, index)
+        for entry in entries.values():
+            for name, slices in entry.slices.items():
+                tensor, operators = entry.module.get_parameter(name), [(entry.module, name)]
+                parameter = StageParameter(tensor=tensor, slices=slices, chunk=-1, operators=operators)
+                parameter.initialise(seed)
+                parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(tensor.dtype))
+        modules = {name: entry.module for name, entry in entries.items()}
+        return PartInstance(name=kind, index=index, modules=modules)
 
     def initialise(self, seed: int) -> None:
         """Give every parameter its initial value, the same in every layout."""

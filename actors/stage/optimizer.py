@@ -1,14 +1,19 @@
 """AdamW on master weights, clipping by the global norm, and the learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from braid.actors.config import Config
+from braid.actors.stage.accelerator import Accelerator, Event, Stream
 from braid.actors.stage.gradients import GradientBuckets, main_gradient_dtype
 from braid.actors.stage.parameters import StageParameter
+
+if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+    from braid.actors.config import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KINDS = ("parameter", *_MOMENTS)
@@ -42,8 +47,17 @@ class Optimizer:
     """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own."""
 
     def __init__(
-        self, parameters: list[StageParameter], gradients: GradientBuckets, settings: OptimizerSettings
+        self,
+        parameters: list[StageParameter],
+        gradients: GradientBuckets,
+        settings: OptimizerSettings,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        """``accelerator``: what the parameters are on; None: the CPU."""
+        self._accelerator = accelerator
+        self._reader: Stream | None = None
+        self._reading: list[Event] = []
+        """The ends of what reads the state beside what follows."""
         self.parameters = parameters
         self.settings = settings
         self._gradients = gradients
@@ -85,8 +99,33 @@ class Optimizer:
         return [("parameter", self.masters), *moments]
 
     @torch.no_grad()
+    def read_beside(self, read: Callable[[], None]) -> Event | None:
+        """Read the state as it is now, on a stream of its own; what changes it next waits for the event.
+
+        On a CPU it is read at once, and there is no event.
+        """
+        device = self._accelerator
+        if device is None:
+            read()
+            return None
+        reader = self._reader = self._reader or device.stream()
+        now, read_all = device.event(), device.event()
+        now.record(device.current())
+        reader.wait_event(now)
+        with device.on(reader):
+            read()
+        read_all.record(reader)
+        self._reading.append(read_all)
+        return read_all
+
+    def _let_readers_end(self) -> None:
+        while self._accelerator is not None and self._reading:
+            self._accelerator.current().wait_event(self._reading.pop())
+
+    @torch.no_grad()
     def restored(self, steps_done: int) -> None:
         """Bring what follows from masters and moments in line after those were set from outside."""
+        self._let_readers_end()
         for master in self.masters:
             self.adamw.state[master]["step"].fill_(steps_done)
         self._publish_masters()
@@ -97,12 +136,15 @@ class Optimizer:
                 parameter.tensor.copy_(master)
 
     @torch.no_grad()
-    def step(self, step: int) -> tuple[float, float]:
+    def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Clip, update, clear the gradients; returns (gradient norm before clipping, learning rate).
 
-        A norm that is not finite, which all ranks see alike, updates nothing.
+        A norm that is not finite, which all ranks see alike, updates nothing. ``intact`` raises if
+        communication was broken off by the time the norm is there: what an abort leaves in the results of
+        collectives is garbage, and looks like numbers.
         """
         norm = float(self._gradients.norm())
+        intact()
         if not math.isfinite(norm):
             self._gradients.zero()
             return norm, self.settings.learning_rate(step)
@@ -113,6 +155,7 @@ class Optimizer:
         lr = self.settings.learning_rate(step)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        self._let_readers_end()
         self.adamw.step()
         self._publish_masters()
         self._gradients.zero()
@@ -128,19 +171,25 @@ def _master(parameter: torch.nn.Parameter) -> Tensor:
 class Update:
     """Ends the step of a schedule."""
 
-    def __init__(self, gradients: GradientBuckets, optimizer: Optimizer, step: int) -> None:
+    def __init__(
+        self,
+        gradients: GradientBuckets,
+        optimizer: Optimizer,
+        step: int,
+        intact: Callable[[], None] = lambda: None,
+    ) -> None:
         self.start, self.wait, self.norm = gradients.start, gradients.wait, gradients.square
-        self._optimizer, self._step = optimizer, step
+        self._optimizer, self._step, self._intact = optimizer, step, intact
         self.gradient_norm = self.lr = 0.0
         self.applied = False
 
     def step(self) -> None:
         """Clip and update, if the gradients are numbers."""
-        self.gradient_norm, self.lr = self._optimizer.step(self._step)
+        self.gradient_norm, self.lr = self._optimizer.step(self._step, self._intact)
         self.applied = math.isfinite(self.gradient_norm)
 
 
-def optimizer_settings(config: Config) -> OptimizerSettings:
+def optimizer_settings(config: "Config") -> OptimizerSettings:
     """The optimizer's part of the configuration."""
     train = config.train
     return OptimizerSettings(

@@ -5,8 +5,10 @@ ranks; one local parameter may hold slices of several global tensors (fused q, k
 """
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +31,56 @@ class GlobalParameter:
 
     def initial(self, seed: int) -> Tensor:
         """The initial value (float32, CPU): a pure function of the seed and the name."""
+        return self.initial_box(seed, (0,) * len(self.shape), self.shape)
+
+    def initial_box(self, seed: int, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of it. Large tensors are drawn in tiles, so that ranks draw little more than they hold."""
         if self.deviation is None:
-            return torch.full(self.shape, self.constant)
-        digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.randn(self.shape, generator=generator) * self.deviation
+            return torch.full(tuple(sizes), self.constant)
+        source = f"{seed}/{self.name}"
+        if math.prod(self.shape) <= _DRAWN_WHOLE:
+            return _drawn(source, self.shape)[_box(offsets, sizes)] * self.deviation
+        box = torch.empty(*sizes)
+        tiles = [1] * (len(sizes) - 2) + [_TILE] * min(2, len(sizes))
+        for tile in product(*map(_tiles, offsets, sizes, tiles)):
+            first = [number * size for number, size in zip(tile, tiles, strict=True)]
+            drawn = _drawn(f"{source}/{'/'.join(map(str, tile))}", [*map(_rest, self.shape, first, tiles)])
+            common = [
+                (max(at, begin), min(at + size, begin + extent))
+                for at, size, begin, extent in zip(offsets, sizes, first, drawn.shape, strict=True)
+            ]
+            there, here = (
+                tuple(slice(low - at, high - at) for (low, high), at in zip(common, begins, strict=True))
+                for begins in (first, offsets)
+            )
+            box[here] = drawn[there]
+        return box * self.deviation
+
+
+_DRAWN_WHOLE = 1 << 20
+"""Elements; 10 ms."""
+_TILE = 256
+"""Elements along the last two dims; along others, one."""
+
+
+def _tiles(offset: int, size: int, tile: int) -> range:
+    """The tiles that a box touches along a dim."""
+    return range(offset // tile, -(-(offset + size) // tile))
+
+
+def _rest(extent: int, begin: int, tile: int) -> int:
+    """What a tile has along a dim."""
+    return min(tile, extent - begin)
+
+
+def _drawn(source: str, shape: Sequence[int]) -> Tensor:
+    digest = hashlib.sha256(source.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -76,7 +123,7 @@ class ParameterSlice:
 
     def of_global(self, tensor: Tensor) -> Tensor:
         """This slice of the global tensor, a view."""
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
+        return tensor[_box(self.offsets, self.sizes)]
 
     def of_local(self, tensor: Tensor) -> Tensor:
         """The part of the local tensor that holds this slice, a view."""
@@ -102,6 +149,8 @@ class StageParameter:
     tensor: nn.Parameter
     slices: tuple[ParameterSlice, ...]
     chunk: int
+    part: int = 0
+    """Of the chunk, in the order of the forward pass."""
     shared: bool = False
     operators: list[tuple[ComputeOperator, str]] = field(default_factory=list)
     """Those that compute with it, and its name there."""
@@ -143,7 +192,7 @@ class StageParameter:
     def initialise(self, seed: int) -> None:
         """Fill the parameter with its slices of the global initial values."""
         for piece in self.slices:
-            initial = piece.of_global(piece.source.initial(seed))
+            initial = piece.source.initial_box(seed, piece.offsets, piece.sizes)
             piece.of_local(self.tensor).copy_(initial)
 
 

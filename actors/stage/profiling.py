@@ -7,13 +7,14 @@ comes and goes reaches all of them alike. All ranks draw the same numbers.
 
 Alone, operators run as in the serial schedule, without further barriers: what ranks wait for each other is
 part of what a collective takes there. Beside something, ranks begin every operator together.
+
+Where a device works for itself, its own time is measured: the host gets ahead of it before every mark, and
+ranks begin collectives together, since a host that has just read a mark is behind in no schedule.
 """
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -21,36 +22,26 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from braid.actors.stage.bindings import COLLECTIVES, method_of
 from braid.actors.stage.devices import hardware
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.messages import COMPUTE, MESSAGE, Samples, Together
+from braid.actors.stage.messages import COMPUTE, MESSAGE, SUM, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
+from braid.actors.stage.products import Products
 from braid.actors.stage.streams import Streams, Transfer
-from braid.kernels.collectives.chunks import place_chunk
-from braid.kernels.collectives.primitives import (
-    Launch,
-    Line,
-    all_gather,
-    all_reduce,
-    receive,
-    send,
-    swap,
-)
-from braid.scheduling.lowering.split import WAYS, chunked_gemms
+from braid.kernels.collectives.pieces import place_piece
+from braid.kernels.collectives.primitives import Channel, Launch
+from braid.scheduling.lowering.pieces import WAYS, gemms_in_pieces
 from braid.scheduling.operators import Graph, Operator, Part, Precision
-from braid.scheduling.schedule import Direction, Strand
+from braid.scheduling.pattern import is_layer
 
 Values = dict[str, Any]
 """Of a part, by name."""
 
 _ROOM = 1.5
 """So many times an operator's length is left to it before a transfer's end, so that it ends within."""
-_BESIDE_SIZE = 192
-"""Rows and columns of what is multiplied beside an operator, as often as takes as long as that."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class _Spare:
     operator: Operator
     x: Tensor
     part: str
-    """Where it was first met; stages that share the part know it."""
+    """Where it was first met; stages that share the part know it. All measure layers of every kind."""
 
 
 @dataclass
@@ -85,18 +76,15 @@ class Profiler:
         self._random = random.Random(self.seed)
         context = self.model.context
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
-        # A new thread would compute with as many threads as the machine has CPUs, not with the rank's number.
-        self._thread = ThreadPoolExecutor(1, "beside", torch.set_num_threads, (torch.get_num_threads(),))
+        self._products = Products(self.streams, context.device, context.dtype)
         # One after the other: the parameters of one that ran just before would still be in the caches.
-        held: dict[str, list[PartInstance]] = defaultdict(list)
-        for instances in self.model.chunks.values():
-            for instance in instances:
-                held[instance.name].append(instance)
+        held = self.model.of_every_kind(self.seed)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
-        self._chunked = chunked_gemms(self.parts["layer"]) if tp else frozenset()
+        layers = [part for name, part in self.parts.items() if is_layer(name)]
+        self._in_pieces = {key for part in layers if tp for key in gemms_in_pieces(part)}
         self._ways = WAYS[0]
-        self._group = self.mesh.group("tp") if tp else None
+        self._group = self.mesh.lines["tp"] if tp else None
         # A message each way between two neighbouring stages; the last of an odd number has no partner.
         self._message: tuple[Tensor, int] | None = None
         stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
@@ -104,20 +92,23 @@ class Profiler:
             shape = (context.sizes.local_tokens, self.model.shape.hidden)
             x = torch.zeros(shape, device=context.device, dtype=context.dtype)
             self._message = x, stage ^ 1
+        elements = context.sizes.local_tokens * self.model.shape.hidden
+        # As many gradients as a message has elements: a layer's would take the time of many operators.
+        self._gradients = torch.zeros(elements, device=context.device) if self.mesh.layout.dp > 1 else None
 
     @torch.no_grad()
     def run(
         self, rounds: int, square: Callable[[], object], update: Callable[[], object], parameters: int
     ) -> Samples:
         """Measure ``rounds`` times what stands alone, and as often what stands together."""
+        self._products.warm_clock()
         for turn in range(-1, rounds):
             self._ways = WAYS[turn % len(WAYS)]
-            for name in ("layer", "embedding", "head"):
-                if name in self._instances:
-                    for beside in (False, True):
-                        # Stages hold different parts; those that they share must draw alike.
-                        self._random.seed(f"{self.seed} {turn} {name} {beside}")
-                        self._pass(self.parts[name], next(self._instances[name]), beside, counts=turn >= 0)
+            for name, instances in self._instances.items():
+                for beside in (False, True):
+                    # Stages hold different parts; those that they share must draw alike.
+                    self._random.seed(f"{self.seed} {turn} {name} {beside}")
+                    self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
         transfers = self._transfers(rounds)
         busy = [axis for axis, size in self.mesh.place.mesh.factors if size > 1]
         norms, updates = (
@@ -180,20 +171,25 @@ class Profiler:
             call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
             choices: list[str] = []
             if beside:
-                own = (name for name, spare in self._spares.items() if spare.part in ("layer", part.name))
+                known = self._spares.items()
+                own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
                 choices = [*sorted(own), COMPUTE]
-            if beside and part.name == "layer" and self._message is not None:
+            if beside and is_layer(part.name) and self._message is not None:
                 choices.append(MESSAGE)
+            if beside and is_layer(part.name) and self._gradients is not None:
+                choices.append(SUM)
             choice = self._random.choice(choices) if choices else None
             if beside:
                 self._meet()
+            else:
+                self.streams.lead()
             if choice is None:
                 begin = self.streams.mark()
                 results = call(*arguments)
                 if counts and not beside:
                     self._solo[key].append(self._between(begin, self.streams.mark()))
-                    if key in self._chunked:
-                        self._one_chunk(call, *arguments, *results, key=key)
+                    if key in self._in_pieces:
+                        self._one_piece(call, *arguments, *results, key=key)
             elif choice == COMPUTE:
                 results = self._beside_compute(call, arguments, key, counts)
             else:
@@ -201,16 +197,17 @@ class Profiler:
             if operator.writes:
                 values.update(zip(operator.writes, results, strict=True))
 
-    def _one_chunk(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
-        """Run a GEMM on one chunk of its rows, as `intra_batch` does, in one of the numbers of chunks."""
+    def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
+        """Run a GEMM on one piece of its rows, as `intra_batch` does, in one of the numbers of pieces."""
         ways, ranks = self._ways, self.mesh.layout.tp
         rows, left = divmod(x.shape[0], ways)
         if left or rows % ranks:
             return
         into = torch.empty_like(whole)
+        self.streams.lead()
         begin = self.streams.mark()
         (part,) = call(x[:rows])
-        place_chunk(into, part, 1, ways, ranks)
+        place_piece(into, part, 1, ways, ranks)
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
@@ -220,7 +217,7 @@ class Profiler:
         self._spare_of[key] = name
         if name not in self._spares:
             self._spares[name] = _Spare(operator, torch.randn_like(x), key.partition("/")[0])
-        if meets:
+        if meets or self.streams.asynchronous:
             self._meet()
         begin = self.streams.mark()
         transfer = self._start(operator, x, awaited_next=True)
@@ -230,7 +227,7 @@ class Profiler:
 
     def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
         assert operator.axis is not None
-        launch = COLLECTIVES[operator.kind](x, self.mesh.lines[operator.axis, Strand.ALPHA])
+        launch = COLLECTIVES[operator.kind](self.mesh.lines[operator.axis], x)
         return self.streams.start(self.mesh.stream(operator.axis), launch, awaited_next=awaited_next)
 
     def _beside_transfer(
@@ -240,7 +237,7 @@ class Profiler:
         transfer = self._start_spare(name)
         issued = started = self.streams.mark()
         if (delay := self._delay_ns(key, name)) > 0:
-            time.sleep(delay / 1e9)
+            self.streams.delay(delay)
             started = self.streams.mark()
         results = call(*arguments)
         ended = self.streams.mark()
@@ -270,8 +267,6 @@ class Profiler:
         stood at its begin would tell of that alone, as if all of the transfer were like it.
         """
         share = self._random.random()
-        if self.model.context.device.type == "cuda":
-            return 0.0  # sleeping would delay nothing on the device
         alone = median(self._solo.get(key, [0]))
         return share * max(0.0, self._lasted.get(name, 0) - _ROOM * alone)
 
@@ -279,40 +274,34 @@ class Profiler:
         if name == MESSAGE:
             assert self._message is not None
             x, peer = self._message
-            launch = swap(x, peer, self._neighbours)
+            launch = self._neighbours.swap(x, peer)
             return self.streams.start(self.mesh.stream_to(peer), launch, awaited_next=False, lane="profile")
+        if name == SUM:
+            assert self._gradients is not None
+            launch = self.mesh.shared("dp").all_reduce(self._gradients)
+            return self.streams.start(self.mesh.stream("dp"), launch, awaited_next=False, lane="data")
         spare = self._spares[name]
         return self._start(spare.operator, spare.x, awaited_next=False)
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
-        """Multiplications that take about as long, in another thread; it is expected not to pay."""
-        if self.model.context.device.type == "cuda":
-            return call(*arguments)  # streams: measured by `python -m braid.jobs.bench gpu`
-        a = torch.randn(_BESIDE_SIZE, _BESIDE_SIZE, dtype=self.model.context.dtype)
-
-        def multiply(times: int) -> None:
-            for _ in range(times):
-                torch.mm(a, a)
-
-        def alone_ns(times: int) -> int:
-            begin = time.perf_counter_ns()
-            multiply(times)
-            return time.perf_counter_ns() - begin
-
-        one_ns = alone_ns(1)
+        """Multiplications that take about as long, in another thread or stream; not expected to pay."""
+        one_ns = self._time(partial(self._products.multiply, 1))
         times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
-        other_ns = alone_ns(times)
+        other_ns = self._time(partial(self._products.multiply, times))
+        if self.streams.asynchronous:
+            self._meet()
         begin = self.streams.mark()
-        other = self._thread.submit(multiply, times)
+        end_other = self._products.aside(times)
         results = call(*arguments)
         ended = self.streams.mark()
-        other.result()
+        end_other()
+        both_ended = self.streams.mark()
         if counts:
             self._together[key, COMPUTE].append(
                 Together(
                     operator_ns=self._between(begin, ended),
                     other_ns=other_ns,
-                    both_ns=self._between(begin, self.streams.mark()),
+                    both_ns=self._between(begin, both_ended),
                 )
             )
         return results
@@ -324,6 +313,7 @@ class Profiler:
         self._random.seed(f"{self.seed} transfers")
         for _ in range(rounds):
             names = sorted(self._spares) + ([MESSAGE] if self._message is not None else [])
+            names += [SUM] if self._gradients is not None else []
             for name in self._random.sample(names, len(names)):
                 self._meet()
                 transfer = self._start_spare(name)
@@ -340,15 +330,16 @@ class Profiler:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
                 for axis in ("tp", "pp", "dp"):
                     if layout.degree(axis) > 1:
-                        launch = all_reduce(x, self.mesh.group(axis))
+                        launch = self.mesh.lines[axis].all_reduce(x)
                         measured[f"{axis}/all_reduce"].append((x.nbytes, self._alone(axis, launch)))
                 if layout.tp > 1:
-                    ns = self._alone("tp", all_gather(x, self.mesh.lines["tp", Strand.ALPHA]))
+                    ns = self._alone("tp", self.mesh.lines["tp"].all_gather(x))
                     measured["tp/all_gather"].append((x.nbytes * layout.tp, ns))
         return dict(measured)
 
     def _alone(self, axis: str, launch: Launch) -> int:
-        dist.barrier(self.mesh.group(axis))
+        self.streams.lead()
+        self.mesh.lines[axis].align()
         begin = self.streams.mark()
         transfer = self.streams.start(self.mesh.stream(axis), launch, awaited_next=True)
         self.streams.wait(transfer)
@@ -359,13 +350,13 @@ class Profiler:
         """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
         stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
         other = stage ^ 1
-        dist.barrier(self.mesh.group("pp"))
+        self.streams.lead()
+        self.mesh.lines["pp"].align()
         if other >= stages:
             return 0
-        peer, line = self.mesh.peer(other), self._neighbours
+        line = self._neighbours
         begin = self.streams.mark()
-        out = partial(send, x, peer, line.toward(stage, other), 0)
-        back = partial(receive, x, peer, line.toward(other, stage), 0)
+        out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
         for turn in (out, back) if stage < other else (back, out):
             transfer = self.streams.start(self.mesh.stream_to(other), turn(), awaited_next=True)
             self.streams.wait(transfer)
@@ -375,17 +366,21 @@ class Profiler:
     # -- helpers -------------------------------------------------------------------------------------------
 
     @property
-    def _neighbours(self) -> Line:
+    def _neighbours(self) -> Channel:
         """The pipeline, over the connections that forward passes take."""
-        down, up = (self.mesh.channels[Direction.FORWARD, way] for way in ("down", "up"))
-        return Line(group=up, upward=down)
+        return self.mesh.neighbours
 
     def _meet(self) -> None:
-        """Let all ranks of the tensor-parallel group begin together, as they do after every collective."""
+        """Let all ranks of the tensor-parallel group begin together, as they do after every collective, and
+        all replicas."""
+        self.streams.lead()
         if self._group is not None:
-            dist.barrier(self._group)
+            self._group.align()
+        if self._gradients is not None:
+            self.mesh.lines["dp"].align()
 
     def _time(self, what: Callable[[], object]) -> int:
+        self.streams.lead()
         begin = self.streams.mark()
         what()
         return self._between(begin, self.streams.mark())

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 
 
 class Rank(ABC):
@@ -36,8 +36,11 @@ class Rank(ABC):
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
 
     @abstractmethod
-    def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> None:
-        """Join the process groups, build the model and bind the schedules."""
+    def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> str:
+        """Join the process groups, build the model and bind the schedules.
+
+        Returns which kernels were chosen by measurements, for people; empty where none were to choose.
+        """
 
     @abstractmethod
     def train_step(self, step: int) -> StepResult:
@@ -75,7 +78,7 @@ class Rank(ABC):
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
 
     @abstractmethod
-    def copies_held(self) -> Held:
+    def copies_held(self) -> CopiesHeld:
         """What this rank could restore."""
 
     @abstractmethod

@@ -46,14 +46,14 @@ class StepRecorder(Recorder):
 
     def records(self, step: int) -> Records:
         """The step's records: compute operators, transfers, blocks; times are of the wall clock."""
-        rows = self._rows()
+        rows = self._marked()
         if not rows:
             return np.zeros(0, RECORD)
         labels, blocks, kinds, begins, ends = zip(*rows, strict=True)
         if (ran := (labels, blocks, kinds)) != self._ran:
             self._ran, self._timeless = ran, self._without_times(labels, blocks, kinds)
         found = self._timeless.copy()
-        epoch, at = self._streams.epoch_ns(), self._streams.nanoseconds
+        epoch, at = self._epoch_ns, self._streams.nanoseconds
         found["start_ns"] = np.array([*map(at, begins)], np.int64) + epoch
         found["end_ns"] = np.array([*map(at, ends)], np.int64) + epoch
         found["step"] = step

@@ -5,12 +5,13 @@ when it completes (docs/design.md, Numbers of overlap); a late wait must never l
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from braid.actors.stage.accelerator import accelerator_of
 from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.operators import Stream
 
@@ -26,31 +27,32 @@ class Transfer:
     gathered tensor of the step would stay alive.
     """
 
-    result: Any
+    launch: Launch | None
+    """With all that it reads and writes; None once it was taken."""
     work: Work | None
     begin: Mark
-    finish: Callable[[], object] | None = None
-    """What the compute stream still has to do before the result may be read."""
     end: Mark = None
     issued: threading.Event | None = None
     done: threading.Event | None = None
+    arrival: Any = None
+    """On a device: what compute waits for. In a graph not the mark of the end, which orders nothing."""
     error: BaseException | None = None
 
     def take(self) -> Any:
-        """The result, once `Streams.wait` has returned; the transfer lets go of it."""
-        result, finish = self.result, self.finish
-        self.result = self.work = self.finish = None
-        self.issued = self.done = None
-        if finish is not None:
-            finish()
-        return result
+        """The result, once `Streams.wait` has returned; the transfer lets go of it, and of what it read."""
+        launch = self.launch
+        assert launch is not None, "a transfer is taken once"
+        self.launch = self.work = self.issued = self.done = None
+        if launch.finish is not None:
+            launch.finish()
+        return launch.result
 
 
 class Streams(Protocol):
-    """What the executor needs of a device."""
+    """What the executor, and the profiler, need of a device."""
 
-    marks: int
-    """How many marks were taken so far: a sign of life that costs next to nothing."""
+    asynchronous: bool
+    """Whether the host issues ahead of the device, which has a clock of its own."""
 
     def mark(self) -> Mark:
         """Now, on the compute stream."""
@@ -65,8 +67,20 @@ class Streams(Protocol):
     def wait(self, transfer: Transfer) -> None:
         """Make the transfer's result available to what follows on the compute stream."""
 
-    def synchronise(self) -> None:
-        """Wait on the host until everything that was issued has finished: a barrier between segments."""
+    def progress(self) -> int:
+        """How many marks the device has passed: a sign of life that costs next to nothing."""
+
+    def forget(self, marks: Iterable[Mark]) -> None:
+        """A step begins, and nobody asks any more for these marks of the one before."""
+
+    def barrier(self) -> None:
+        """What follows on the compute stream comes after all collectives so far: DHelix's barrier."""
+
+    def lead(self) -> None:
+        """Let the host get ahead: what it issues next, the device does without waiting for the host."""
+
+    def delay(self, ns: float) -> None:
+        """Let what follows on the compute stream begin so much later."""
 
     def nanoseconds(self, mark: Mark) -> int:
         """A mark as nanoseconds since some fixed point; waits for the device if need be."""
@@ -80,10 +94,10 @@ class Streams(Protocol):
 
 def device_streams(device: torch.device) -> Streams:
     """The streams for a device."""
-    if device.type == "cuda":
+    if (accelerator := accelerator_of(device)) is not None:
         from braid.actors.stage.cuda_streams import CudaStreams
 
-        return CudaStreams(device)
+        return CudaStreams(accelerator)
     from braid.actors.stage.gloo_streams import HostStreams
 
     return HostStreams()

@@ -1,5 +1,7 @@
 """Spans of one step as the executor records them. Needs no NumPy: `braid.actors.stage.step_records` does."""
 
+from itertools import chain
+
 from braid.actors.stage.streams import Mark, Streams, Transfer
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Pass
@@ -8,8 +10,10 @@ from braid.scheduling.trace import KINDS, STRANDS, Label, Span
 _BLOCK = Label(operator="block", stream=Stream.COMPUTE)
 _PAIRED = Label(operator="paired block", stream=Stream.COMPUTE)
 OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK = map(KINDS.index, ("operator", "block", "paired block"))
-Row = tuple[Label, Pass | None, int, Mark, Mark]
+MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
 """A span: what ran, for which block, its kind (a place in `KINDS`), begin and end."""
+Rows = tuple[MarkedSpan, ...]
+"""Spans that are no longer a recorder's."""
 
 
 class Recorder:
@@ -17,11 +21,26 @@ class Recorder:
 
     def __init__(self, streams: Streams, *, recording: bool = True) -> None:
         self._streams = streams
-        self._blocks: list[Row] = []
-        self._compute: list[Row] = []
+        self._blocks: list[MarkedSpan] = []
+        self._compute: list[MarkedSpan] = []
         self._transfers: list[tuple[Label, Pass | None, Transfer]] = []
+        self._given: Rows = ()
+        self._ahead_ns = 0
         self.recording = recording
         """Whether spans are kept; may change between steps."""
+
+    def set_clock(self, ahead_ns: int) -> None:
+        """By how much this host's wall clock is ahead of the one that spans are told by."""
+        self._ahead_ns = ahead_ns
+
+    @property
+    def _epoch_ns(self) -> int:
+        """On that clock, the fixed point that marks count from."""
+        return self._streams.epoch_ns() - self._ahead_ns
+
+    def mark(self) -> Mark:
+        """Now, if spans are kept."""
+        return self._streams.mark() if self.recording else None
 
     def compute(self, label: Label, block: Pass | None, begin: Mark, end: Mark) -> None:
         """An operator ran on the compute stream."""
@@ -40,19 +59,34 @@ class Recorder:
             self._blocks.append((label, block, kind, begin, end))
 
     def clear(self) -> None:
-        """Forget the step's spans."""
+        """Forget the step's spans and marks."""
+        spans = (mark for rows in (self._compute, self._blocks) for row in rows for mark in row[3:])
+        transfers = (mark for _, _, one in self._transfers for mark in (one.begin, one.end))
+        self._streams.forget(chain(spans, transfers))
         self._blocks.clear()
         self._compute.clear()
         self._transfers.clear()
+        self._given = ()
+
+    def take(self) -> Rows:
+        """The spans so far, for `give`: this recorder lets go of them, and of their marks."""
+        rows = tuple(self._marked())
+        self._compute, self._transfers, self._blocks, self._given = [], [], [], ()
+        return rows
+
+    def give(self, rows: Rows) -> None:
+        """Spans that a graph repeats, with marks that are its own."""
+        self._given = rows
 
     @property
     def count(self) -> int:
         """Spans of the step so far, without blocks."""
-        return len(self._compute) + len(self._transfers)
+        given = sum(kind == OPERATOR for _, _, kind, _, _ in self._given)
+        return given + len(self._compute) + len(self._transfers)
 
     def spans(self, rank: int, step: int) -> list[Span]:
         """The step's operators as spans; times are of the wall clock."""
-        epoch, at = self._streams.epoch_ns(), self._streams.nanoseconds
+        epoch, at = self._epoch_ns, self._streams.nanoseconds
         return [
             Span(
                 rank=rank,
@@ -68,11 +102,11 @@ class Recorder:
                 bytes=label.bytes,
                 flops=label.flops,
             )
-            for label, block, kind, begin, end in self._rows()
+            for label, block, kind, begin, end in self._marked()
             if kind == OPERATOR
         ]
 
-    def _rows(self) -> list[Row]:
+    def _marked(self) -> list[MarkedSpan]:
         """All spans: compute operators, transfers, blocks."""
         transfers = ((label, block, OPERATOR, one.begin, one.end) for label, block, one in self._transfers)
-        return [*self._compute, *transfers, *self._blocks]
+        return [*self._given, *self._compute, *transfers, *self._blocks]

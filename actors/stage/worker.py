@@ -13,22 +13,25 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.config import Config
+from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.checkpoint import Saves, load_checkpoint
+from braid.actors.stage.clocks import clock_ahead_ns
 from braid.actors.stage.copies import Copies
-from braid.actors.stage.devices import device_of, hardware
+from braid.actors.stage.devices import hardware, set_arithmetic
 from braid.actors.stage.digests import damage_in_share
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.faults import Saboteur
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.held import MemoryMeter, NoUpdate
-from braid.actors.stage.layers import load_layer
+from braid.actors.stage.kernel_choice import KernelChoice
+from braid.actors.stage.layers import load_layers
 from braid.actors.stage.log import Logged
-from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Held, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
-from braid.actors.stage.model import StageModel, model_parts
-from braid.actors.stage.network import Connections, bind_gloo, store_on
+from braid.actors.stage.membership import Membership
+from braid.actors.stage.memory_meter import MemoryMeter, NoUpdate
+from braid.actors.stage.mesh import TorchGroups, build_mesh
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
+from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler
@@ -36,10 +39,11 @@ from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
+from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.family import operator_family
+from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
@@ -49,6 +53,20 @@ from braid.scheduling.validate import linked
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
+_OF_A_GENERATION = (
+    "_model",
+    "_gradients",
+    "_optimizer",
+    "_executor",
+    "_evaluator",
+    "_bind",
+    "_recorder",
+    "_saboteur",
+    "_mesh",
+)
+"""What `Worker.setup` makes and `Worker.leave` gives up."""
+
+
 class Worker(Logged, Rank):
     """A rank of a run (what its methods are for: `Rank`)."""
 
@@ -56,9 +74,9 @@ class Worker(Logged, Rank):
         keep_freed_memory()
         self.rank = rank
         self.address = address
-        self._store: dist.TCPStore | None = None
         self._stream: SpanStream | None = None
-        self._connections: Connections | None = None
+        self._membership = Membership(address)
+        self._kernels = KernelChoice()
         self._streams: Streams | None = None
         self._copies = Copies()
         self._saves: Saves | None = None
@@ -66,47 +84,44 @@ class Worker(Logged, Rank):
 
     def pulse(self) -> int | None:
         """How much was done so far; called from another thread, as is `interrupt`."""
+        self._membership.use_device()
         if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
             return awaited.read()
-        return self._streams.marks if self._streams is not None else None
+        return self._streams.progress() if self._streams is not None else None
 
     def interrupt(self) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
-        if self._connections is not None:
-            self._connections.shut()
-        if dist.is_initialized() and self._device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()
+        self._membership.break_off()
 
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
-        self._store = store_on(self.address, timedelta(seconds=timeout_s))
-        return int(self._store.port)
+        return self._membership.host_store(timeout_s)
 
-    def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> None:
-        """Join the process groups, build the model and bind the schedules."""
+    def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> str:
+        """Join the process groups, build the model, bind the schedules; tells which kernels were chosen."""
         config = plan.config
         self._config, self._shape = config, plan.shape
         cluster = config.cluster
         torch.set_num_threads(cluster.threads_per_rank)
-        self._device = device_of(cluster.device, self.rank)
-        timeout = self._timeout
-        self._connections = Connections()
+        set_arithmetic(deterministic=config.train.deterministic, tf32=config.train.tf32)
+        timeout = timedelta(seconds=cluster.group_timeout_s)
         self._layout = layout = config.layout()
-        self._join(rendezvous, self.rank, layout.ranks)
+        self._membership.begin(cluster, self.rank, rendezvous)
+        self._membership.join(cluster, rendezvous, self.rank, layout.ranks)
         schedule = parse(plan.schedule)
         self._mesh = build_mesh(
             layout,
             self.rank,
-            strands=schedule.strands,
             tied_ends=plan.shape.tied_head and layout.ends_apart,
             timeout=timeout,
             hosts=rendezvous.hosts,
+            groups=TorchGroups(self.rank, timeout, cluster.nccl),
         )
+        self._mesh.warm_up()
         self._build(plan, schedule)
+        self._recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, self._mesh.groups))
         self._join_others(config, rendezvous, timeout)
-        self._connections.made()
-        if cluster.emulated_link_mbit is not None:
-            self._connections.pace(cluster.emulated_link_mbit)
+        self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         if plan.data:
             self._samples = ReplicaSamples(
@@ -118,22 +133,11 @@ class Worker(Logged, Rank):
                 self._model.chunks,
                 self._device,
             )
+        return self._kernels.told
 
     @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._config.cluster.group_timeout_s)
-
-    def _join(self, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
-        bind_gloo(self.address)
-        if self._store is None:
-            self._store = dist.TCPStore(
-                rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout
-            )
-        backend: str = self._config.cluster.backend
-        if backend == "auto":
-            backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-        store = dist.PrefixStore(f"generation-{rendezvous.generation}", self._store)
-        make_world(backend, store, rank, ranks, self._timeout)
+    def _device(self) -> torch.device:
+        return self._membership.device
 
     def _join_others(self, config: Config, rendezvous: Rendezvous, timeout: timedelta) -> None:
         """Groups for what travels beside training."""
@@ -148,22 +152,26 @@ class Worker(Logged, Rank):
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
         train = config.train
-        definition = load_layer(config.model.layer)
+        definitions, kinds = load_layers(config.model.own_layers), plan.shape.kinds
         sizes = part_sizes(plan.shape, layout, train.micro_batch)
-        self._parts = parts = model_parts(sizes, definition, train.recompute)
-        layers = plan.shape.layers
-        runs = scheduled_parts(parts, layout, layers, fused=schedule.fused, split=schedule.split)
-        self._code = linked(schedule, layout, layers, runs)
+        graphs = {kind: definition.graph for kind, definition in definitions.items()}
+        self._parts = parts = model_parts(sizes, graphs, train.recompute)
+        units = scheduled_parts(
+            parts, layout, kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
+        )
+        self._code = linked(schedule, layout, kinds, units)
         validation = validation_schedule(layout, validation_micro_batches(config), parts)
-        evaluation = linked(validation, layout, layers, parts)
+        evaluation = linked(validation, layout, kinds, parts)
         self._model_of = partial(
             StageModel,
             shape=plan.shape,
             layout=layout,
             sizes=sizes,
             dtype=DTYPES[train.dtype],
-            definition=definition,
-            operators=operator_family(train.kernels, self._device, DTYPES[train.dtype]),
+            layers=definitions,
+            operators=self._kernels.family(
+                train.kernels, sizes, self._mesh, self._device, DTYPES[train.dtype]
+            ),
         )
         self._model = self._model_of(place=self._mesh.place, device=self._device)
         self._model.initialise(train.seed)
@@ -177,9 +185,15 @@ class Worker(Logged, Rank):
             train.bucket_mb << 20,
             deterministic=train.deterministic_reduction,
         )
-        self._optimizer = Optimizer(self._model.parameters, self._gradients, optimizer_settings(config))
+        self._optimizer = Optimizer(
+            self._model.parameters,
+            self._gradients,
+            optimizer_settings(config),
+            accelerator_of(self._device),
+        )
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
-        self._executor = self._bind(code=self._code, recorder=self._recorder)
+        graph = step_graph(streams, self._recorder, config.overlap.cuda_graphs)
+        self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         instructions = schedule.stages[self._mesh.position["pp"]]
         self._saboteur = (
@@ -198,12 +212,13 @@ class Worker(Logged, Rank):
         batch, discarded = self._config.train.global_batch, 0
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
-            update = Update(self._gradients, self._optimizer, step)
+            update = Update(self._gradients, self._optimizer, step, self._membership.intact)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
             discarded += 1
         every = self._config.checkpoint.copies_every
+        self._membership.intact()
         if update.applied and every and (step + 1) % every == 0:
             self.keep_copy(step + 1)
         first = all(self._mesh.position[axis] == 0 for axis in ("tp", "pp"))
@@ -283,7 +298,7 @@ class Worker(Logged, Rank):
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
         self._copies.keep(self._optimizer, step, wait=self._config.checkpoint.copies_wait)
 
-    def copies_held(self) -> Held:
+    def copies_held(self) -> CopiesHeld:
         """What this rank could restore."""
         return self._copies.held()
 
@@ -296,7 +311,8 @@ class Worker(Logged, Rank):
 
         All survivors call this, after `leave`; it needs no other rank.
         """
-        self._join(plan.meeting, plan.survivors.index(self.rank), len(plan.survivors))
+        own = plan.survivors.index(self.rank)
+        self._membership.join(self._config.cluster, plan.meeting, own, len(plan.survivors))
         slices = held_slices(self._copies, self.rank, plan, self._layout.mesh, self._model_of)
         written = write_slices(Path(directory), slices)
         self.leave()
@@ -359,12 +375,13 @@ class Worker(Logged, Rank):
         if self._streams is not None:
             self._streams.close()
             self._streams = None
-        saves, self._saves = self._saves is not None, None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._store = self._connections = None
-        if saves:
-            gc.collect()  # torch's checkpointing keeps the group of a save that failed in a cycle
+        self._saves = None
+        self._membership.leave()
+        for name in _OF_A_GENERATION:  # the next one must find their memory free
+            self.__dict__.pop(name, None)
+        # What runs a step holds itself in cycles, and torch's checkpointing the group of a save that failed.
+        gc.unfreeze()
+        gc.collect()
 
     def hardware(self) -> str:
         """What this rank computes on, as profiles name it."""

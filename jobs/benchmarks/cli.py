@@ -39,11 +39,11 @@ def bench_training(
 
 @bench.command("overlap")
 def bench_overlap(
-    layout: Annotated[str, typer.Option(help="tp2, pp2 or tp2pp2.")] = "tp2",
+    layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2 or dp2.")] = "tp2",
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 16,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, in each replica.", min=1)] = 16,
     link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
     alpha: Annotated[
         float | None,
@@ -67,18 +67,18 @@ def bench_overlap(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
-    from braid.jobs.benchmarks import overlap, overlap_rows
-    from braid.jobs.benchmarks.hosts import HostsError
+    from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows
+    from braid.jobs.drill.hosts import HostsError
 
-    if layout not in overlap.LAYOUTS:
-        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap.LAYOUTS)}")
+    if layout not in overlap_case.LAYOUTS:
+        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap_case.LAYOUTS)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     names = schedules.split(",") if schedules else None
     for name in names or ():
-        if name not in (known := (*overlap.SCHEDULES[layout], overlap.ANY_OF_OURS)):
+        if name not in (known := overlap_case.known_schedules(layout)):
             raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(known)}")
-    case = overlap.OverlapCase(
+    case = overlap_case.OverlapCase(
         layout=layout,
         hidden=hidden,
         layers=layers,

@@ -92,9 +92,10 @@ def run(
     device: torch.device,
     sizes: Sizes,
     seed: int = 0,
+    ranks: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> GpuBenchmark:
-    """Measure all parts, one after the other."""
+    """Measure all parts, one after the other; two processes on the device only if ``ranks`` are wanted."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rig = Rig(shape=sizes.shape, device=device, dtype=dtype, layers=sizes.layers, seed=seed)
     notes: dict[str, str] = {}
@@ -108,9 +109,12 @@ def run(
         notes |= {"fences": why} if why else {}
     progress("passes by themselves")
     passes = measure_passes(rig, sizes.sequences, sizes.rounds)
-    progress("two ranks through gloo")
-    tokens = rig.model.context.sizes.local_tokens
-    shared, why = measure_ranks(device, dtype, tokens, sizes.shape.hidden, sizes.rounds)
+    shared: list[SharedTime] = []
+    why = "left out"
+    if ranks:
+        progress("two ranks through gloo")
+        tokens = rig.model.context.sizes.local_tokens
+        shared, why = measure_ranks(device, dtype, tokens, sizes.shape.hidden, sizes.rounds)
     notes |= {"shared": why} if why else {}
     return GpuBenchmark(
         machine={

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from braid.actors.stage.bindings import method_of
-from braid.actors.stage.host_link import HOST_COLLECTIVES
+from braid.actors.stage.bindings import COLLECTIVES, method_of
 from braid.jobs.benchmarks.gpu_rig import Rig
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Kind, Operator, Stream
@@ -171,7 +170,7 @@ class _Measurement:
             self._times[PRODUCT, ALONE].append(rig.timed(self._product))
         rig.synchronise()
         begin = rig.streams.mark()
-        rig.streams.synchronise()
+        rig.streams.barrier()
         self._times["barrier", ALONE].append(rig.between(begin, rig.streams.mark()))
 
     def _transfer(self, kind: Kind, x: torch.Tensor) -> tuple[int, tuple[Any]]:
@@ -179,7 +178,7 @@ class _Measurement:
         result: list[Any] = []
 
         def run() -> None:
-            launch = HOST_COLLECTIVES[kind](x, rig.link)
+            launch = COLLECTIVES[kind](rig.line, x)
             transfer = rig.streams.start(Stream.INTRA, launch, awaited_next=True)
             rig.streams.wait(transfer)
             result.append(transfer.take())
@@ -193,7 +192,7 @@ class _Measurement:
 
         def run() -> None:
             if company == COPY:
-                launch = HOST_COLLECTIVES[Kind.ALL_GATHER](self._spare, rig.link)
+                launch = rig.link.all_gather(self._spare)
                 transfer = streams.start(Stream.INTRA, launch, awaited_next=False)
             if company == PRODUCT:
                 self._beside()

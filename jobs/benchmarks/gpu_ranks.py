@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 
 from braid.actors.stage.bindings import COLLECTIVES
 from braid.jobs.benchmarks.gpu_rig import first_line
-from braid.kernels.collectives.primitives import Line
+from braid.kernels.collectives.communicator import Communicator, TorchGroup
+from braid.kernels.collectives.messages import MessageLine
 from braid.scheduling.operators import Kind
 
 RANKS: Final = 2
@@ -78,11 +79,12 @@ def _measure(
 ) -> SharedTime:
     group = dist.group.WORLD
     assert group is not None
+    line = MessageLine(group) if device.type == "cpu" else Communicator(TorchGroup(group))
     x = torch.ones(tokens * (1 if kind is Kind.ALL_GATHER else RANKS), hidden, device=device, dtype=dtype)
     weight = torch.ones(hidden, hidden, device=device, dtype=dtype)
 
     def collective() -> Callable[[], object]:
-        launch = COLLECTIVES[kind](x, Line(group))
+        launch = COLLECTIVES[kind](line, x)
         work = launch.issue()
 
         def end() -> None:

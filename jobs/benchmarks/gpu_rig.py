@@ -14,11 +14,12 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from braid.actors.stage.accelerator import Event, TorchAccelerator
 from braid.actors.stage.bindings import Bound, Registers
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import main_gradient_dtype
-from braid.actors.stage.host_link import HOST_COLLECTIVES, RANKS, HostLink
+from braid.actors.stage.host_link import RANKS, HostLink
 from braid.actors.stage.layers import INITIAL_DEVIATION
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
@@ -89,7 +90,11 @@ def tiny_layer(sequence: int) -> ModelShape:
 class CapturedStreams(CudaStreams):
     """Streams for programs that a CUDA graph records: the host waits for nothing."""
 
-    def synchronise(self) -> None:
+    def mark(self) -> Event:
+        """An event that nobody asks after: of what is recorded there is no progress."""
+        return self._record(self._compute)
+
+    def barrier(self) -> None:
         """Nothing: before a barrier compute has waited for all transfers, and later ones wait for compute."""
 
 
@@ -166,10 +171,15 @@ class Rig:
         """What stands for the tensor-parallel group."""
         return HostLink(self.device, self.seed)
 
+    @property
+    def line(self) -> Line:
+        """The link, of which layers ask no more than collectives."""
+        return cast(Line, self.link)
+
     @cached_property
     def mesh(self) -> Mesh:
         """Both strands share the link."""
-        lines = {("tp", strand): cast(Line, self.link) for strand in Strand}
+        lines = {"tp": self.line}
         place = Place(self.layout.mesh, {"pp": _MIDDLE, "dp": 0, "cp": 0, "tp": 0})
         rank = self.layout.rank_at(place.position)
         return Mesh(self.layout, rank, place, Topology(self.layout.mesh), lines, channels={}, ends=None)
@@ -187,7 +197,7 @@ class Rig:
     @cached_property
     def captured(self) -> CapturedStreams:
         """Streams of programs that a graph records; made while `running`."""
-        return CapturedStreams(self.device)
+        return CapturedStreams(TorchAccelerator(self.device))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -268,18 +278,17 @@ class Rig:
             stages=with_transfers(order, self.layout),
             programs=programs,
         )
-        return with_ends(schedule, self.layout, self.whole.layers)
+        return with_ends(schedule, self.layout, self.whole.kinds)
 
     def stage(self, schedule: Schedule, streams: Streams, recorder: Recorder) -> "LoneStage":
         """The executor of a schedule's middle stage, with copies for collectives."""
         return LoneStage(
             {Direction.FORWARD: self.tokens(), Direction.BACKWARD: self.tokens(seed=3)},
-            code=link(schedule, self.layout, self.whole.layers, self.parts),
+            code=link(schedule, self.layout, self.whole.kinds, self.parts),
             model=self.model,
             mesh=self.mesh,
             streams=streams,
             recorder=recorder,
-            collectives=HOST_COLLECTIVES,
         )
 
 

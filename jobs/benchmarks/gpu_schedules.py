@@ -307,7 +307,7 @@ def results_of(rig: Rig, chain: Chain | GraphChain) -> list[Tensor]:
 def check_all(rig: Rig, made: Sequence[Decision], pairs: int) -> list[Check]:
     """Compare the results of all schedules, on kernels that give the same every time; the first is serial."""
     checks = []
-    with _repeatable_kernels():
+    with repeatable_kernels():
         reference = results_of(rig, Chain(rig, made[0], pairs, rig.streams))
         for decision in made:
             chain = Chain(rig, decision, pairs, rig.streams)
@@ -337,7 +337,7 @@ def largest_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> flo
 
 
 @contextmanager
-def _repeatable_kernels() -> Iterator[None]:
+def repeatable_kernels() -> Iterator[None]:
     """Torch takes deterministic kernels: the fast gradient of attention adds in the order of arrival."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

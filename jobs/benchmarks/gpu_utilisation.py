@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from braid.actors.stage.host_link import HOST_COLLECTIVES
 from braid.jobs.benchmarks.gpu_rig import Rig, first_line
 from braid.jobs.benchmarks.gpu_schedules import SERIAL, Chain, Decision, phases_ns
-from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Direction
 
 PEAK_FLOPS_PER_S: Final = {
@@ -174,7 +173,7 @@ def _behind_fence(rig: Rig, operator: Callable[[], object], stream: torch.cuda.S
     def run() -> None:
         stream.wait_stream(compute)
         if beside:
-            launch = HOST_COLLECTIVES[Kind.ALL_GATHER](spare, rig.link)
+            launch = rig.link.all_gather(spare)
             transfer = rig.streams.start(Stream.INTRA, launch, awaited_next=False)
         with torch.cuda.stream(stream):
             kept.append(operator())

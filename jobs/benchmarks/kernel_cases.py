@@ -31,6 +31,7 @@ from braid.kernels.fused import (
 from braid.kernels.fused.dropout import dropout_key
 from braid.kernels.fused.launch import multiprocessors
 from braid.kernels.fused.tiles import Tiles, tune
+from braid.kernels.operators import accumulation
 
 OURS: Final = "triton"
 _EPS: Final = 1e-5
@@ -265,9 +266,14 @@ def _products(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     flops = 2 * T * D * width
 
     def case(
-        name: str, run: Callable[[int], object], rival: Way, operands: tuple[Tensor, ...], tune: Any
+        name: str,
+        run: Callable[[int], object],
+        rival: Way,
+        operands: tuple[Tensor, ...],
+        tune: Any,
+        cublas: Way | None = None,
     ) -> Case:
-        ways = {f"{OURS} 3/4": partial(run, part), "cublas": rival}
+        ways = {f"{OURS} 3/4": partial(run, part), "cublas": cublas or rival}
         return make.case(name, partial(run, 0), rival, *operands, flops=flops, ways=ways, tune=tune)
 
     def tuned(name: str, a: Tensor, b: Tensor, c: Tensor, accumulates: bool) -> Callable[[Time], Tiles]:
@@ -306,6 +312,7 @@ def _products(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         lambda: total.add_(torch.mm(dy.t(), x)),
         (x, dy, total, total),
         tuned("accumulate_product", dy.t(), x, total, True),
+        cublas=partial(accumulation.accumulate_product, total, dy, x),
     )
 
 

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,7 @@ import triton
 
 from braid.jobs.benchmarks.gpu import table
 from braid.jobs.benchmarks.kernel_cases import OURS, Case, Shapes, cases
+from braid.kernels.clock import Clock, DeviceClock
 from braid.kernels.fused.launch import INTERPRETING, multiprocessors
 
 _COPY_BYTES: Final = 1 << 30
@@ -80,29 +80,6 @@ class KernelBenchmark:
         return content
 
 
-class _Clock:
-    """Times what is called: by events on a GPU, by the host's clock elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._flush = torch.empty(1 << 28, dtype=torch.uint8, device=device) if self._cuda else None
-
-    def ns(self, call: Callable[[], object]) -> int:
-        """Nanoseconds of one call with cold caches."""
-        if self._flush is None:
-            begin = perf_counter_ns()
-            call()
-            return perf_counter_ns() - begin
-        self._flush.zero_()
-        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # launches are no part of the time
-        begin_event.record()
-        call()
-        end_event.record()
-        end_event.synchronize()
-        return round(begin_event.elapsed_time(end_event) * 1e6)
-
-
 def run_kernels(
     *,
     device: torch.device,
@@ -122,15 +99,14 @@ def run_kernels(
     shapes = QUICK if quick else FULL
     torch.manual_seed(seed)
     order = random.Random(seed)
-    clock = _Clock(device)
     progress("rates of the card")
-    copy_rate, product_rate = _rates(clock, device, quick, rounds)
+    card = Card.measured(device, quick, rounds)
     times = []
     for case in cases(shapes, device):
         progress(case.name)
-        if tune and case.tune is not None:
-            case.tune(lambda call: round(median(clock.ns(call) for _ in range(5))))
-        times.append(_measure(case, clock, order, rounds, copy_rate, product_rate))
+        if tune:
+            card.tune(case)
+        times.append(card.measure(case, order, rounds))
     return KernelBenchmark(
         machine={
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -144,50 +120,67 @@ def run_kernels(
             "seed": seed,
         },
         shapes=shapes,
-        copy_bytes_per_s=copy_rate,
-        product_flops_per_s=product_rate,
+        copy_bytes_per_s=card.copy_bytes_per_s,
+        product_flops_per_s=card.product_flops_per_s,
         kernels=tuple(times),
     )
 
 
-def _rates(clock: _Clock, device: torch.device, quick: bool, rounds: int) -> tuple[float, float]:
-    """Bytes per second (read and written) of a copy, FLOP/s of a dense 16-bit product."""
-    source = torch.empty(_COPY_BYTES >> 16 * quick, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    size = _PRODUCT >> 7 * quick
-    a = torch.randn(size, size, device=device).bfloat16()
-    c = torch.empty_like(a)
-    ways = (lambda: target.copy_(source), lambda: torch.mm(a, a, out=c))
-    copy_ns, product_ns = (median(clock.ns(way) for _ in range(rounds + 2)) for way in ways)
-    return 2 * source.nbytes / copy_ns * 1e9, 2 * size**3 / product_ns * 1e9
+@dataclass(frozen=True)
+class Card:
+    """What kernels are measured on: its clock, and what it allows."""
 
+    clock: Clock
+    copy_bytes_per_s: float
+    """Read and written, of a large copy."""
+    product_flops_per_s: float
+    """Of a dense 16-bit product."""
 
-def _measure(
-    case: Case, clock: _Clock, order: random.Random, rounds: int, copy_rate: float, product_rate: float
-) -> KernelTime:
-    """All ways by turns, in an order that changes from round to round; the first round is not counted."""
-    ways, notes = dict(case.ways), dict(case.notes)
-    times: dict[str, list[int]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way in order.sample(sorted(ways), len(ways)):
-            try:
-                ns = clock.ns(ways[way])
-            except Exception as error:  # a rival that cannot do it is a note, not the end of the benchmark
-                if way.startswith(OURS):
-                    raise
-                del ways[way]
-                notes[way] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
-                continue
-            if turn:
-                times[way].append(ns)
-    bytes_ns, flops_ns = case.bytes / copy_rate * 1e9, case.flops / product_rate * 1e9
-    return KernelTime(
-        kernel=case.name,
-        times_ns={way: round(median(ns)) for way, ns in times.items() if way in ways},
-        limit_ns=round(max(bytes_ns, flops_ns)),
-        bound="bytes" if bytes_ns >= flops_ns else "flops",
-        notes=notes,
-    )
+    @classmethod
+    def measured(cls, device: torch.device, quick: bool, rounds: int) -> "Card":
+        """Measure both rates."""
+        clock = DeviceClock(device)
+        source = torch.empty(_COPY_BYTES >> 16 * quick, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        size = _PRODUCT >> 7 * quick
+        a = torch.randn(size, size, device=device).bfloat16()
+        c = torch.empty_like(a)
+        ways = (lambda: target.copy_(source), lambda: torch.mm(a, a, out=c))
+        copy_ns, product_ns = (median(clock.ns(way) for _ in range(rounds + 2)) for way in ways)
+        return cls(clock, 2 * source.nbytes / copy_ns * 1e9, 2 * size**3 / product_ns * 1e9)
+
+    def tune(self, case: Case) -> None:
+        """Find and keep the best tiles of a product; nothing for other kernels."""
+        if case.tune is not None:
+            case.tune(lambda call: round(median(self.clock.ns(call) for _ in range(5))))
+
+    def measure(self, case: Case, order: random.Random, rounds: int) -> KernelTime:
+        """All ways by turns, in an order that changes from round to round; the first is not counted."""
+        ways, notes = dict(case.ways), dict(case.notes)
+        times: dict[str, list[int]] = {way: [] for way in ways}
+        for turn in range(rounds + 1):
+            for way in order.sample(sorted(ways), len(ways)):
+                try:
+                    ns = self.clock.ns(ways[way])
+                except (
+                    Exception
+                ) as error:  # a rival that cannot do it is a note, not the end of the benchmark
+                    if way.startswith(OURS):
+                        raise
+                    del ways[way]
+                    notes[way] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+                    continue
+                if turn:
+                    times[way].append(ns)
+        bytes_ns = case.bytes / self.copy_bytes_per_s * 1e9
+        flops_ns = case.flops / self.product_flops_per_s * 1e9
+        return KernelTime(
+            kernel=case.name,
+            times_ns={way: round(median(ns)) for way, ns in times.items() if way in ways},
+            limit_ns=round(max(bytes_ns, flops_ns)),
+            bound="bytes" if bytes_ns >= flops_ns else "flops",
+            notes=notes,
+        )
 
 
 # -- for people --------------------------------------------------------------------------------------------
@@ -196,17 +189,6 @@ def _measure(
 def show_kernels(result: KernelBenchmark) -> str:
     """The table as text, and which operators win."""
     machine, shapes = result.machine, result.shapes
-    ways = (OURS, "eager", "compile", "cublas", "liger", f"{OURS} 3/4")
-    rows = [
-        (
-            one.kernel,
-            *(f"{one.times_ns[way] / 1e3:.1f}" if way in one.times_ns else "-" for way in ways),
-            _ratio(one.speedup),
-            f"{_ratio(one.share_of_limit)} {one.bound}",
-            _ratio(one.growth),
-        )
-        for one in result.kernels
-    ]
     wins = [one.kernel for one in result.kernels if (one.speedup or 0) >= 1]
     if result.machine["device"] == _NO_MEASUREMENT:
         verdict = "no verdict: nothing was measured"
@@ -221,12 +203,28 @@ def show_kernels(result: KernelBenchmark) -> str:
             f"{result.product_flops_per_s / 1e12:.3g} TFLOP/s, {machine['multiprocessors']} multiprocessors",
             "",
             f"microseconds, medians of {machine['rounds']} rounds",
-            *table(("kernel", *ways, "best rival", "of the limit", "3/4 SMs"), rows),
-            *_note_lines(result.kernels),
+            *time_lines(result.kernels),
             "",
             verdict,
         ]
     )
+
+
+def time_lines(kernels: Sequence[KernelTime]) -> list[str]:
+    """The table of times, and what was not measured."""
+    ways = (OURS, "eager", "compile", "cublas", "liger", f"{OURS} 3/4")
+    rows = [
+        (
+            one.kernel,
+            *(f"{one.times_ns[way] / 1e3:.1f}" if way in one.times_ns else "-" for way in ways),
+            _ratio(one.speedup),
+            f"{_ratio(one.share_of_limit)} {one.bound}",
+            _ratio(one.growth),
+        )
+        for one in kernels
+    ]
+    head = ("kernel", *ways, "best rival", "of the limit", "3/4 SMs")
+    return [*table(head, rows), *_note_lines(kernels)]
 
 
 def _note_lines(kernels: Sequence[KernelTime]) -> list[str]:

@@ -1,7 +1,7 @@
 """Schedules and peers on two emulated hosts, alternating in one run: what overlap is worth on a real link.
 
 Everything is real but the hosts: processes, sockets, gloo, TCP over a veth pair whose rate ``tbf`` limits
-(`braid.jobs.benchmarks.hosts`); without root, over this host's loopback with paced connections. A row is the
+(`braid.jobs.drill.hosts`); without root, over this host's loopback with paced connections. A row is the
 median of the rounds; a step is a whole training step with all micro-batches and the optimizer.
 """
 
@@ -9,12 +9,11 @@ import contextlib
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, parse_config
+from braid.actors.config import Config
 from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import (
@@ -28,11 +27,12 @@ from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.benchmarks.modelled import modelled_profile
+from braid.jobs.benchmarks.overlap_case import PEERS, SCHEDULES, OverlapCase
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.planner.decide import BenchOf, anything, measured, outcome_of, outcome_of_schedule
 from braid.scheduling.planner.orders import decisions, exact_pairing, layer_pair
@@ -40,28 +40,6 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write, write_sides
 from braid.scheduling.spec import ModelShape
 
-LAYOUTS: Mapping[str, Mapping[str, int]] = {
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "tp2pp2": {"tp": 2, "pp": 2},
-}
-OURS = ("braid_w", "braid_eager", "braid_v")
-SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
-    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
-    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
-}
-"""Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
-overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
-ANY_OF_OURS = "braid"
-"""Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
-GLOO, MESSAGES = False, True
-PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
-    "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
-    "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
-    "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
-}
-"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
 
@@ -69,60 +47,6 @@ _SPAN_BYTES = 16 << 20
 """Of a rank's files, in the benchmark's temporary folder."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapCase:
-    """What is trained, and over which link."""
-
-    layout: str = "tp2"
-    hidden: int = 1024
-    layers: int = 2
-    tokens: int = 512
-    """Of a micro-batch: one sample."""
-    micro_batches: int = 16
-    mbit: float | None = None
-    alpha: float | None = None
-    """Instead of a rate: the share of communication in the serial step that the rate is set for."""
-    memory_slack: float | None = None
-    """``overlap.memory_slack`` of the schedules."""
-    seed: int = 1
-
-    def config(self, schedule: str, **cluster: Any) -> Config:
-        """The run's configuration under a schedule."""
-        return parse_config(
-            {
-                "model": {
-                    "hidden": self.hidden,
-                    "layers": self.layers,
-                    "heads": max(2, self.hidden // 64),
-                    "sequence": self.tokens,
-                },
-                "train": {
-                    "global_batch": self.micro_batches,
-                    "micro_batch": 1,
-                    "steps": 100_000,
-                    "warmup_steps": 100,
-                    "seed": self.seed,
-                },
-                "parallel": dict(LAYOUTS[self.layout]),
-                "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
-                "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
-            }
-        )
-
-    @property
-    def message_bytes(self) -> int:
-        """What one rank sends another at once: its tokens' activations, single precision."""
-        return self.tokens * self.hidden * 4 // LAYOUTS[self.layout].get("tp", 1)
-
-    @property
-    def name(self) -> str:
-        """The model in one line."""
-        return (
-            f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches, {self.layout}, fp32"
-        )
 
 
 def run(
@@ -178,14 +102,13 @@ def run(
                 if side.name in names:
                     side.activation_bytes = max(side.group.call_all(Rank.activation_bytes, rounds + 1))
     serial = next(side for side in sides if side.name == "megatron")
-    tokens = case.tokens * case.micro_batches
     return OverlapResult(
         model=case.name,
         link_mbit=mbit,
         rounds=rounds,
         ray=ray,
         paced=bool(why_paced),
-        rows=tuple(row_of(side, serial, tokens) for side in sides),
+        rows=tuple(row_of(side, serial, case.step_tokens) for side in sides),
         seed=case.seed,
         load_before=load,
         exact_seconds=bench.exact_seconds(profile),
@@ -365,7 +288,6 @@ def _alternate(
     ``midway`` is called between two rounds in the middle.
     """
     order = random.Random(case.seed)
-    tokens = case.tokens * case.micro_batches
     for turn in range(rounds + 1):
         if turn == 1 + rounds // 2:
             midway()
@@ -376,7 +298,7 @@ def _alternate(
             results: list[Any] = side.group.call_all(Rank.train_step, turn)  # of peers: tuples
             if isinstance(results[0], StepResult):
                 seconds = max(result.seconds for result in results)
-                side.loss = sum(result.loss_sum for result in results) / tokens
+                side.loss = sum(result.loss_sum for result in results) / case.step_tokens
                 side.peak_bytes = max(result.peak_bytes for result in results)
                 if turn:
                     side.results.append(results)

@@ -2,7 +2,7 @@
 
 gloo builds reduce-scatter on all-reduce, which moves twice the bytes. A comparison with Braid on CPU that is
 about overlap needs both sides to move the same: with this, gathers and scatters of the peer send what Braid's
-send (`braid.kernels.collectives.primitives`), and nothing else of it changes.
+send (`braid.kernels.collectives.messages`), and nothing else of it changes.
 """
 
 from datetime import timedelta
@@ -14,7 +14,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork, _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from braid.kernels.collectives.primitives import Launch, Line, all_gather, reduce_scatter
+from braid.kernels.collectives.messages import MessageLine
+from braid.kernels.collectives.primitives import Launch
 
 
 class MessageCollectives:
@@ -29,7 +30,7 @@ class MessageCollectives:
         self._ranks = dist.get_process_group_ranks(group)
         upward = dist.new_group(self._ranks, use_local_synchronization=True)
         assert upward is not None
-        self._line = Line(group, upward)
+        self._line = MessageLine(group, upward)
         self.calls = 0
         """Collectives so far."""
         self._library = torch.library.Library("_c10d_functional", "IMPL")
@@ -38,12 +39,12 @@ class MessageCollectives:
 
     def _all_gather(self, x: Tensor, group_size: int, group: Any) -> Tensor:
         self._check(group)
-        return self._issue(all_gather(x, self._line))
+        return self._issue(self._line.all_gather(x))
 
     def _reduce_scatter(self, x: Tensor, reduce_op: str, group_size: int, group: Any) -> Tensor:
         self._check(group)
         assert reduce_op == "sum", reduce_op
-        return self._issue(reduce_scatter(x, self._line))
+        return self._issue(self._line.reduce_scatter(x))
 
     def _check(self, group: Any) -> None:
         own = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)

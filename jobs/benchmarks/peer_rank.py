@@ -14,7 +14,9 @@ from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.network import Connections, bind_gloo
-from braid.jobs.benchmarks.peers import Peer, PeerSettings, PeerSizes
+from braid.jobs.benchmarks.peer_model import PeerSizes
+from braid.jobs.benchmarks.peers import PeerSettings
+from braid.jobs.benchmarks.replicated_peers import peer_of
 from braid.scheduling.spec import ModelShape
 
 
@@ -68,7 +70,7 @@ class PeerRank:
             clip_norm=train.clip_norm,
             seed=train.seed,
         )
-        self._peer = Peer(settings, self.rank, world)
+        self._peer = peer_of(settings, self.rank, world)
         connections.made()
         if config.cluster.emulated_link_mbit is not None:
             connections.pace(config.cluster.emulated_link_mbit)

@@ -10,19 +10,20 @@ Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its excha
   thread, the backward half beside it in a second one.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
+Replicas are trained by `braid.jobs.benchmarks.replicated_peers`, which has kinds of its own.
+
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
 sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
 network always. The rest is as in a plain loop: PyTorch's own attention, norm, loss and fused AdamW,
 gradients accumulated over micro-batches, clipping by the norm of all of them, weight decay on matrices only.
 
-Legend: B samples, S tokens of a sample (on this rank, where the sequence is sharded), D hidden, N query heads
-(on this rank), K key-value heads (on this rank), H head dimension, V vocabulary.
+Legend: as in `braid.jobs.benchmarks.peer_model`.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +37,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from braid.jobs.benchmarks.peer_messages import MessageCollectives
+from braid.jobs.benchmarks.peer_model import PeerSizes, Stage, global_name
 from braid.jobs.benchmarks.threaded_overlap import ThreadedOverlap
 
 TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
 DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
 KINDS = (TP, PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, TP_PIPELINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerSizes:
-    """Sizes of a Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, untied head."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    sequence: int
-    norm_eps: float = 1e-5
-    rotary_base: float = 10000.0
-
-    @classmethod
-    def of(cls, shape: object) -> "PeerSizes":
-        """The sizes that a record with the same names holds."""
-        return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,116 +67,6 @@ class PeerSettings:
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.micro_batch * self.micro_batches * self.sizes.sequence
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
-
-    cos: Tensor  # S x H
-    sin: Tensor  # S x H
-
-    def __init__(self, sizes: PeerSizes) -> None:
-        super().__init__()
-        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
-        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
-        angles_SH = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles_SH.cos().float(), persistent=False)
-        self.register_buffer("sin", angles_SH.sin().float(), persistent=False)
-
-    def forward(self, x_BNSH: Tensor) -> Tensor:
-        low, high = x_BNSH.chunk(2, dim=-1)
-        return x_BNSH * self.cos + torch.cat((-high, low), dim=-1) * self.sin
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention over all tokens of a sample; it takes the heads it finds in ``q``."""
-
-    def __init__(self, sizes: PeerSizes) -> None:
-        super().__init__()
-        self.head_dim, self.grouped = sizes.head_dim, sizes.kv_heads != sizes.heads
-        query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q = nn.Linear(sizes.hidden, query, bias=False)
-        self.k = nn.Linear(sizes.hidden, key, bias=False)
-        self.v = nn.Linear(sizes.hidden, key, bias=False)
-        self.projection = nn.Linear(query, sizes.hidden, bias=False)
-
-    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
-        q_BNSH, k_BKSH, v_BKSH = (
-            linear(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
-        )
-        o_BNSH = F.scaled_dot_product_attention(
-            rotary(q_BNSH), rotary(k_BKSH), v_BKSH, is_causal=True, enable_gqa=self.grouped
-        )
-        return self.projection(o_BNSH.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, sizes: PeerSizes) -> None:
-        super().__init__()
-        self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
-        self.up = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
-        self.out = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.out(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
-
-
-class Layer(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self, sizes: PeerSizes) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
-        self.attention = Attention(sizes)
-        self.mlp_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
-        self.mlp = Mlp(sizes)
-
-    def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
-
-
-class Stage(nn.Module):
-    """Stage ``index`` of ``count``: a run of layers; the first has the embedding too, the last the head."""
-
-    def __init__(self, sizes: PeerSizes, index: int, count: int) -> None:
-        super().__init__()
-        begin, end = sizes.layers * index // count, sizes.layers * (index + 1) // count
-        first, last = index == 0, index == count - 1
-        self.rotary = Rotary(sizes)
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden) if first else None
-        self.layers = nn.ModuleDict({str(number): Layer(sizes) for number in range(begin, end)})
-        self.final_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps) if last else None
-        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids_BS (first stage) or activations_BSD to activations_BSD or logits_BSV (last stage)."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x, self.rotary)
-        if self.final_norm is not None and self.head is not None:
-            x = self.head(self.final_norm(x))
-        return x
-
-
-NAMES = {
-    ".attention.projection.": ".projection.",
-    ".attention.": ".qkv.",
-    ".mlp.out.": ".mlp_out.",
-    ".mlp.": ".mlp_in.",
-}
-"""Parts of names here -> the same in `Peer.load`'s names, to be replaced in this order."""
-
-
-def global_name(name: str) -> str:
-    """``layers.3.attention.q.weight`` -> ``layers.3.qkv.q.weight``."""
-    for here, there in NAMES.items():
-        name = name.replace(here, there)
-    return name
 
 
 def shard(stage: Stage, mesh: DeviceMesh) -> None:
@@ -261,18 +132,27 @@ class Peer:
         Raises ValueError, naming the setting, for settings that do not fit the kind or the number of ranks.
         """
         self.settings = settings
+        self.stages: dict[int, Stage] = {}
+        self._is_sharded = False  # every stage, over tensor-parallel ranks
+        self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
+        self._schedule: Schedule1F1B | ScheduleDualPipeV | None = None
+        torch.manual_seed(settings.seed)
+        self._build(rank, world_size)
+        self._optimizer = self._adamw()
+
+    def _build(self, rank: int, world_size: int) -> None:
+        """Make this rank's stages, and what lets them train with those of other ranks."""
+        settings = self.settings
         tensor = tensor_ranks(settings, world_size)
         pipeline = world_size // tensor
         count = stage_count(settings, pipeline)
         place = rank // tensor
-        torch.manual_seed(settings.seed)
         self.stages = {
             index: Stage(settings.sizes, index, count)
             for index in ([place] if count == pipeline else [place, count - 1 - place])
         }
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
         self._is_sharded = tensor > 1
-        self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
         if self._is_sharded:
             mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
             self._group = mesh.get_group("pipeline")
@@ -280,8 +160,8 @@ class Peer:
                 self._messages = MessageCollectives(mesh.get_group("tensor"))
             for stage in self.stages.values():
                 shard(stage, mesh["tensor"])
-        self._schedule = self._pipelined(count) if pipeline > 1 else None
-        self._optimizer = self._adamw()
+        if pipeline > 1:
+            self._schedule = self._pipelined(count)
 
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``.

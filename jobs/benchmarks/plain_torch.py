@@ -181,18 +181,18 @@ class PlainTrainer:
     def step(self, step: int, windows: Sequence[Tensor]) -> tuple[float, float]:
         """Train on micro-batches of windows (B x (S + 1) tokens each); returns (mean loss, gradient norm)."""
         tokens = sum(window.shape[0] * (window.shape[1] - 1) for window in windows)
-        loss_sum = 0.0
+        losses = []  # read at the end: until then the host may run ahead of a GPU
         for window in windows:
             loss = self.model.loss_sum(window[:, :-1], window[:, 1:])
             (loss / tokens).backward()
-            loss_sum += loss.item()
+            losses.append(loss.detach())
         limit = self.settings.clip_norm or math.inf
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss_sum / tokens, gradient_norm.item()
+        return sum(loss.item() for loss in losses) / tokens, gradient_norm.item()
 
     @torch.no_grad()
     def mean_loss(self, windows: Sequence[Tensor]) -> float:

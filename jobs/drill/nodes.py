@@ -15,7 +15,7 @@ from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
-from braid.jobs.session import environment, own_token
+from braid.jobs.session import WORKERS, environment, own_token
 
 STEPS = 1_000_000
 """Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""
@@ -23,7 +23,7 @@ TOLERANCE = 2e-5
 """Of a loss in fp32, relative, where sums are taken in another order."""
 _DRAIN_S = 60
 _SETTINGS = {
-    "RAY_worker_niceness": "0",
+    **WORKERS,
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",

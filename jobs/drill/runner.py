@@ -20,10 +20,10 @@ from braid.actors.controller.records import StepRecord, read_lines, read_metrics
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.faults import FOLDER, call, fire, fired_at
 from braid.actors.stage.messages import Fault
-from braid.jobs.benchmarks.hosts import Hosts, two_hosts
 from braid.jobs.drill.census import Census, census
 from braid.jobs.drill.child import Spec
 from braid.jobs.drill.command import PATIENCE_S, Command, DrillError
+from braid.jobs.drill.hosts import Hosts, two_hosts
 from braid.jobs.drill.node_faults import change_nodes, slow_node
 from braid.jobs.drill.nodes import STEPS, Nodes, allowed_difference, degrees_on, node_range, ray_nodes
 from braid.jobs.drill.plan import (

@@ -66,8 +66,10 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     for name in ("stage", "parameters", "gradients", "optimizer", "activations", "total"):
         memory.add_column(name, justify="right")
     members = model_graphs(config, shape)
-    parts = scheduled_parts(members, layout, shape.layers, fused=schedule.fused, split=schedule.split)
-    code = link(schedule, layout, shape.layers, parts)
+    parts = scheduled_parts(
+        members, layout, shape.kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
+    )
+    code = link(schedule, layout, shape.kinds, parts)
     for stage in range(layout.pp):
         rank = rank_memory(code, shape, config.train.dtype, stage)
         sizes = (

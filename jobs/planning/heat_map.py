@@ -30,9 +30,10 @@ class HeatMap:
     source: str
 
 
-def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
-    """The map of a part's operators; pairs that were not measured alone have the value of their classes."""
-    keys = [key for key in profile.classes if key.startswith(f"{part}/") and key in profile.solo_ns]
+def heat_map(profile: Profile) -> HeatMap:
+    """The map of layers' operators; pairs that were not measured alone have the value of their classes."""
+    names = profile.layer_operators
+    keys = [key for key in profile.classes if key in names]
     links = [key for key in keys if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in keys if key not in links and profile.solo_ns[key] > 0]
     alike: dict[tuple[float, ...], list[str]] = {}
@@ -40,9 +41,9 @@ def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
         effects = tuple(profile.effect(row, link) for row in compute)
         alike.setdefault(effects, []).append(link)
     return HeatMap(
-        rows=tuple(map(_short, compute)),
+        rows=tuple(names[key] for key in compute),
         columns=tuple(
-            _short(same[0]) + (f" and {len(same) - 1} alike" if len(same) > 1 else "")
+            names[same[0]] + (f" and {len(same) - 1} alike" if len(same) > 1 else "")
             for same in alike.values()
         ),
         row_ns=tuple(profile.solo_ns[key] for key in compute),
@@ -50,10 +51,6 @@ def heat_map(profile: Profile, part: str = "layer") -> HeatMap:
         values=tuple(zip(*alike, strict=True)),
         source=profile.source,
     )
-
-
-def _short(key: str) -> str:
-    return key.partition("/")[2]
 
 
 def colour(value: float) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import plan_layout, plan_of
 from braid.scheduling.planner.decide import (
     AUTO,
-    UNFUSED,
+    PART_BY_PART,
     Outcome,
     Space,
     decide,
@@ -129,7 +129,7 @@ def _searched_schedule(config: Config) -> str | None:
 def _decided(job: Request, setting: Setting) -> Outcome:
     """A layout under the configuration's schedule, or, with ``auto``, under the best one."""
     auto = job.config.overlap.schedule == AUTO
-    space = UNFUSED if job.profile is None else Space()  # with measured costs: as `braid train`
+    space = PART_BY_PART if job.profile is None else Space()  # with measured costs: as `braid train`
     settings = searched_schedules(setting) if auto else [setting]
     return decide(settings, modelled(job.cluster, job.profile), within(job.cluster.usable_bytes), space)[0]
 

@@ -1,4 +1,4 @@
-"""Triton twins of the operators that move memory or that share the device with communication.
+"""Triton counterparts of the operators that move memory or that share the device with communication.
 
 One module per family; in each, the kernels, the `torch.library` operators that launch them (with a fake
 implementation, so that they work under torch.compile and CUDA graphs), and the same in plain PyTorch, named

@@ -178,22 +178,3 @@ def _(
     first_row: int,
 ) -> None:
     _check("cross_entropy_gradient", logits, targets, first_row, None)
-
-
-def reference_cross_entropy_statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
-    """The same by PyTorch."""
-    maximum = logits.amax(-1)
-    total = (logits - maximum.unsqueeze(-1)).exp().sum(-1)
-    local = targets - first_row
-    here = (local >= 0) & (local < logits.shape[1])
-    chosen = logits.gather(1, local.clamp(0, logits.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
-    return torch.stack((maximum, total, torch.where(here, chosen, 0)), dim=-1)
-
-
-def reference_cross_entropy_gradient(
-    logits: Tensor, log_partition: Tensor, targets: Tensor, first_row: int
-) -> Tensor:
-    """softmax - onehot, in a new tensor."""
-    columns = torch.arange(first_row, first_row + logits.shape[1], device=logits.device)
-    onehot = (targets.unsqueeze(-1) == columns).to(logits.dtype)
-    return (logits - log_partition.unsqueeze(-1)).exp() - onehot

@@ -306,11 +306,3 @@ def accumulate_product(total: Tensor, dy: Tensor, x: Tensor, num_sms: int) -> No
 @accumulate_product.register_fake
 def _(total: Tensor, dy: Tensor, x: Tensor, num_sms: int) -> None:
     _check_product(total, dy, x, num_sms)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weightᵀ + bias; autograd of it is the reference of both gradients."""
-    return torch.nn.functional.linear(x, weight, bias)

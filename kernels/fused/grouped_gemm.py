@@ -8,8 +8,6 @@ What lies after the last offset (places that no token took) gives zeros.
 Legend: S sorted tokens, E experts, I input features, O output features.
 """
 
-from itertools import pairwise
-
 import torch
 import triton
 import triton.language as tl
@@ -251,13 +249,3 @@ def grouped_weight_gradient(total: Tensor, dy: Tensor, x: Tensor, offsets: Tenso
 @grouped_weight_gradient.register_fake
 def _(total: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, num_sms: int) -> None:
     _check_weight(total, dy, x, offsets)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Expert by expert; autograd of it is the reference of both gradients."""
-    bounds = [int(offset) for offset in offsets]
-    parts = [x[first:end] @ weight[e].t() for e, (first, end) in enumerate(pairwise(bounds))]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])

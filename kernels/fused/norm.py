@@ -231,23 +231,3 @@ def bias_dropout_add(
 def _(x: Tensor, branch: Tensor, bias: Tensor | None, key: Tensor | None, probability: float) -> Tensor:
     _check_forward("bias_dropout_add", x, branch, bias, None, None, key, probability)
     return x.new_empty(x.shape)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_bias_dropout_add(
-    x: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, probability: float
-) -> Tensor:
-    """x + dropout(branch + bias) with the mask given (`reference_keep_mask`; None: nothing is dropped)."""
-    if bias is not None:
-        branch = branch + bias
-    return x + (branch if keep is None else torch.where(keep, branch / (1 - probability), 0))
-
-
-def reference_norm(z: Tensor, weight: Tensor, shift: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm with a ``shift``, RMSNorm without."""
-    if shift is None:
-        return z / (z.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-    centred = z - z.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight + shift

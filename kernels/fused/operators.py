@@ -5,16 +5,15 @@ vocabulary rows. What is not here stays PyTorch's: embeddings, scaled-dot-produc
 group's statistics.
 """
 
-import torch
 from torch import Tensor
 
 from braid.kernels.fused import activation, cross_entropy, gemm, norm, norm_gradient, rotary
+from braid.kernels.operators.accumulation import accumulate_sum
 from braid.kernels.operators.activation import GELU, SwiGLU
-from braid.kernels.operators.attention import Attention, rotary_tables
+from braid.kernels.operators.attention import Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.operator import accumulate_sum
 from braid.kernels.operators.residual import Residual
 
 
@@ -140,10 +139,9 @@ class TritonAttention(Attention):
         return rotary.rotary(*gradients, *self._flat_tables(d_q), True)
 
     def _flat_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables, each s x d/2, in fp32."""
-        assert self.rotary_base is not None
-        tables = rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, torch.float32)
-        return tables[0].squeeze(1), tables[1].squeeze(1)
+        """The tables, each s x d/2."""
+        cos_s1h, sin_s1h = self._tables(like)
+        return cos_s1h.squeeze(1), sin_s1h.squeeze(1)
 
 
 class TritonCrossEntropyStatistics(CrossEntropyStatistics):

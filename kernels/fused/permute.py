@@ -243,21 +243,3 @@ def combine_weight_gradient(dy: Tensor, x: Tensor, slots: Tensor) -> Tensor:
 def _(dy: Tensor, x: Tensor, slots: Tensor) -> Tensor:
     _check_weight_gradient(dy, x, slots)
     return dy.new_empty(slots.shape, dtype=torch.float32)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_gather_rows(x: Tensor, sources: Tensor, choices: int, weights: Tensor | None) -> Tensor:
-    """The same by PyTorch."""
-    index = sources.clamp(min=0).long()
-    rows = x[index // choices]
-    if weights is not None:
-        rows = rows * weights.flatten()[index].unsqueeze(-1)
-    return torch.where((sources >= 0).unsqueeze(-1), rows, 0)
-
-
-def reference_combine_rows(x: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
-    """The same by PyTorch."""
-    rows = torch.where((slots >= 0).unsqueeze(-1), x[slots.clamp(min=0).long()], 0)
-    return (rows if weights is None else rows * weights.unsqueeze(-1)).sum(1)

@@ -332,28 +332,3 @@ def _(
 ) -> Tensor:
     _check_gradient(d_weights, weights, experts, logits, share)
     return logits.new_empty(logits.shape)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_route(
-    logits: Tensor, choices: int, capacity: int, normalise: bool
-) -> tuple[Tensor, Tensor, list[list[int]], Tensor]:
-    """Weights, experts, slots (token by token) and the auxiliary loss, by PyTorch and plain Python."""
-    tokens, experts = logits.shape
-    probability = logits.softmax(-1)
-    order = probability.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    weights = probability.gather(1, order)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    queues: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
-    for token, row in enumerate(order.tolist()):
-        for choice, expert in enumerate(row):
-            queues[expert].append((token, choice))
-    slots = [[-1] * choices for _ in range(tokens)]
-    for slot, (token, choice) in enumerate(one for queue in queues for one in queue[:capacity]):
-        slots[token][choice] = slot
-    share = logits.new_tensor([len(queue) / max(1, tokens * choices) for queue in queues])
-    loss = experts * (share * (probability.mean(0) if tokens else share)).sum()
-    return weights, order, slots, loss

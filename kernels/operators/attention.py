@@ -7,35 +7,56 @@ Legend: T tokens = b samples of s tokens, Q = local query heads * d, K = local k
 dimension of a head, n heads.
 """
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from braid.kernels.operators.autograd import Graph, record
 from braid.kernels.operators.operator import ComputeOperator
+
+BACKENDS: Final[Mapping[str, SDPBackend]] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""Torch's kernels of attention that store no scores, by name. Few run everywhere: the first call raises
+RuntimeError where one does not."""
 
 
 @lru_cache(maxsize=8)
 def rotary_tables(
     sequence: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each s x 1 x d/2, of position * base^(-2i/d); one copy serves all layers."""
+    """Cosines and sines, each s x 1 x d/2, of position * base^(-2i/d); one copy serves all layers.
+
+    They are in fp32 for 16-bit activations (``dtype``) too, in which an angle's rounding would be seen.
+    """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     positions = torch.arange(sequence, device=device, dtype=torch.float64)
     angles = torch.outer(positions, base**-exponents).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(wide), angles.sin().to(wide)
 
 
 def _turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
-    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out`` (h = d/2)."""
+    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out`` (h = d/2).
+
+    It is computed in the tables' dtype, and rounded once to that of ``out``.
+    """
     sign = -1 if back else 1
     first, second = x_bsnd.chunk(2, dim=-1)
     out_first, out_second = out_bsnd.chunk(2, dim=-1)
-    torch.mul(first, cos_s1h, out=out_first).addcmul_(second, sin_s1h, value=-sign)
-    torch.mul(second, cos_s1h, out=out_second).addcmul_(first, sin_s1h, value=sign)
+    for one, other, weight, out in ((first, second, -sign, out_first), (second, first, sign, out_second)):
+        if out.dtype == cos_s1h.dtype:
+            torch.mul(one, cos_s1h, out=out).addcmul_(other, sin_s1h, value=weight)
+        else:
+            torch.addcmul(torch.mul(one, cos_s1h), other, sin_s1h, value=weight, out=out)
 
 
 def _grouped_kernel_exists(q: Tensor) -> bool:
@@ -48,7 +69,10 @@ def _grouped_kernel_exists(q: Tensor) -> bool:
 
 
 class Attention(ComputeOperator):
-    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters."""
+    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters.
+
+    ``backend``: the kernel of torch that computes it (`BACKENDS`); None: torch chooses.
+    """
 
     def __init__(
         self,
@@ -59,6 +83,7 @@ class Attention(ComputeOperator):
         sequence: int,
         rotary_base: float | None,
         causal: bool = True,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         if kv_heads < 1 or heads % kv_heads:
@@ -67,6 +92,7 @@ class Attention(ComputeOperator):
             raise ValueError(f"head_dim={head_dim} must be even for a rotary embedding")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.sequence, self.rotary_base, self.causal = sequence, rotary_base, causal
+        self.backend = None if backend is None else BACKENDS[backend]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Graph]:
         """Map qkv (T x (Q + 2K), columns q, k, v, each head by head) to o_TQ and what the backward needs.
@@ -111,7 +137,8 @@ class Attention(ComputeOperator):
         if grouped and not _grouped_kernel_exists(q):
             k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
             grouped = False
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
 
     def _split_heads(self, qkv: Tensor) -> Tensor:
         """View qkv as b x s x (q, k and v heads) x d; ValueError if that is not its shape."""

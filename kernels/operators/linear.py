@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.kernels.operators.operator import (
-    ComputeOperator,
-    accumulate_product,
-    accumulate_sum,
-    empty_parameter,
-)
+from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, way_to_accumulate
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 
 
 class Linear(ComputeOperator):
@@ -35,6 +31,8 @@ class Linear(ComputeOperator):
         super().__init__()
         self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
         self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
+        if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
+            way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
 
     def forward(self, x_TI: Tensor) -> tuple[Tensor]:
         """Return y_TO."""

@@ -44,25 +44,6 @@ class ComputeOperator(nn.Module):
         raise NotImplementedError
 
 
-def accumulate_product(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
-    """Add dyᵀ x (outputs x inputs) to a sum of gradients, inside the GEMM where the dtypes allow it.
-
-    T tokens, O output features, I input features.
-    """
-    if total_OI.dtype == dy_TO.dtype:
-        total_OI.addmm_(dy_TO.t(), x_TI)
-    else:
-        total_OI.add_(dy_TO.t() @ x_TI)
-
-
-def accumulate_sum(total_O: Tensor, dy_TO: Tensor) -> None:
-    """Add the sum of dy over the T tokens, without a temporary where the dtypes allow it."""
-    if total_O.dtype == dy_TO.dtype:
-        total_O.addmv_(dy_TO.t(), dy_TO.new_ones(dy_TO.shape[0]))
-    else:
-        total_O.add_(dy_TO.sum(0, dtype=total_O.dtype))
-
-
 def empty_parameter(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
     """An uninitialised parameter: initial values are the worker's business."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -6,7 +6,8 @@ Legend: t this rank's tokens, D hidden.
 import torch
 from torch import Tensor, nn
 
-from braid.kernels.operators.operator import ComputeOperator, accumulate_sum, empty_parameter
+from braid.kernels.operators.accumulation import accumulate_sum
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 
 
 class Residual(ComputeOperator):

@@ -4,13 +4,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from braid.scheduling.fusion import fused_parts
 from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.lowering.pieces import with_pieces
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
-from braid.scheduling.lowering.programs import Order, own_program, program_of
-from braid.scheduling.lowering.split import with_split_layers
+from braid.scheduling.lowering.programs import Order, graph_of, own_program, program_of
 from braid.scheduling.operators import Part
-from braid.scheduling.rounds import rounds
+from braid.scheduling.rounds import rounds, rounds_of_all
 from braid.scheduling.schedule import (
     Await,
     Block,
@@ -29,9 +28,10 @@ from braid.scheduling.schedule import (
     Step,
     passes_in,
 )
-from braid.scheduling.schedule_text import parse_sides, write_sides
+from braid.scheduling.schedule_text import parse_sides, write_sides, write_step
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.units import has_layers, unit_parts
 
 Stages = tuple[tuple[Instruction, ...], ...]
 
@@ -123,8 +123,10 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
-    ``early``: begin after the last block of a chunk; sums over replicas stay under way beside what still runs
-    on others. Not where there are copies, whose two stages sum in one order.
+    ``early``: begin in the last block of a chunk, part by part, where there are replicas, and behind it where
+    not; sums over replicas stay under way beside what still runs on others. Not where there are copies, whose
+    two stages sum in one order, and not of a chunk with a table that another stage has, too, and comes to
+    later.
     """
     early = early and layout.copies == 1
     updated = []
@@ -134,11 +136,18 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
         instructions: list[Instruction] = []
         under_way: list[Instruction] = []
         for position, instruction in enumerate(stage):
+            ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
+            within = [c for c in ended if _of_replicas(axes[c])]
+            if within:
+                assert isinstance(instruction, Block)
+                sums = [Reduce(chunk, axis) for chunk in within for axis in axes.pop(chunk)]
+                instruction = replace(instruction, sums=tuple(sums))
+                under_way += [Await(one) for one in sums if one.axis != "tp"]
             instructions.append(instruction)
-            for chunk in [c for c, end in last.items() if end == position] if early else ():
+            for chunk in [c for c in ended if c not in within]:
                 for axis in axes.pop(chunk):
                     instructions.append(Reduce(chunk, axis))
-                    waits = under_way if axis in ("dp", "edp") else instructions
+                    waits = under_way if _of_replicas((axis,)) else instructions
                     waits.append(Await(Reduce(chunk, axis)))
         instructions += under_way
         for place in range(max(map(len, axes.values()), default=0)):  # one axis of all chunks after the other
@@ -152,12 +161,16 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
     return tuple(updated)
 
 
+def _of_replicas(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis in ("dp", "edp"))
+
+
 def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
     """Gather every chunk's parameters from the first moment on; wait before its first block (ZeRO)."""
     gathered = []
     for stage in stages:
         chunks = list(dict.fromkeys(one.chunk for i in stage for one in passes_in(i)))
-        axes = {c: [a for a in gradient_axes(model, layout, c) if a in ("dp", "edp")] for c in chunks}
+        axes = {c: _of_replicas(gradient_axes(model, layout, c)) for c in chunks}
         instructions: list[Instruction] = [Gather(chunk, axis) for chunk in chunks for axis in axes[chunk]]
         for instruction in stage:
             for chunk in dict.fromkeys(one.chunk for one in passes_in(instruction)) if chunks else ():
@@ -182,10 +195,15 @@ class Choices:
 
 
 def scheduled_parts(
-    members: Mapping[str, Part], layout: ParallelLayout, layers: int, *, fused: int = 0, split: int = 1
+    members: Mapping[str, Part],
+    layout: ParallelLayout,
+    kinds: tuple[str, ...],
+    *,
+    unit_layers: int = 0,
+    pieces: int = 1,
 ) -> dict[str, Part]:
-    """The graphs that a schedule's programs are of: embedding, layer and head, ``split``, then ``fused``."""
-    return fused_parts(with_split_layers(members, split), layout, layers, fused)
+    """The graphs that a schedule's programs are of: parts in ``pieces``, then joined to units."""
+    return unit_parts(with_pieces(members, pieces), layout, kinds, unit_layers)
 
 
 def training_schedule(
@@ -199,7 +217,7 @@ def training_schedule(
     order = setting.order.order(layout, setting.micro_batches, setting.hop)
     hop = setting.hop or setting.order.hops[0]
     stages = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
-    stages = with_update(stages, model, layout, early=kind.searched)
+    stages = with_update(stages, model, layout, early=kind.early_sums)
     if setting.zero:
         stages = with_gathering(stages, model, layout)
     schedule = Schedule(
@@ -208,10 +226,10 @@ def training_schedule(
         micro_batches=setting.micro_batches,
         stages=stages,
         programs=_programs(setting, stages, parts, choices or Choices()),
-        fused=setting.fused,
-        split=setting.split,
+        unit_layers=setting.unit_layers,
+        pieces=setting.pieces,
     )
-    return with_ends(schedule, layout, model.layers)
+    return with_ends(schedule, layout, model.kinds)
 
 
 def _programs(
@@ -223,14 +241,16 @@ def _programs(
     for kind in (kind for kind in PassKind if kind in kinds):
         for name in parts:
             side = Side(kind, name)
-            chunked = setting.kind.splits_collectives and name == "layer"
-            programs[side,] = own_program(side, parts, trains=True, chunked=chunked)
+            in_pieces = setting.kind.cuts_collectives and name in setting.model.kinds
+            programs[side,] = own_program(side, parts, trains=True, in_pieces=in_pieces)
     blocks = (passes_in(i) for stage in stages for i in stage)
     together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
     if setting.kind.pairs is PairMethod.TURNS:
-        for movers in together:
-            orders.setdefault(write_sides([Side(kind, "layer") for kind in movers]), ())
+        for sides in _meeting(setting, stages):
+            orders.setdefault(write_sides(sides), ())
+    for sides in _alike(setting, stages, parts):
+        orders.setdefault(write_sides(sides), _one_behind_the_other(sides, parts))
     decided = set()
     for text, order in orders.items():
         sides = parse_sides(text)
@@ -246,7 +266,32 @@ def _programs(
     return programs
 
 
-def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedule:
+def _meeting(setting: Setting, stages: Stages) -> Iterator[Sides]:
+    """Layers that blocks of several passes bring together."""
+    kinds = setting.model.kinds
+    of = rounds_of_all(dict.fromkeys(kinds), setting.layout, kinds)
+    for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
+        yield from (sides for sides in of(instruction) if len(sides) > 1)
+
+
+def _alike(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
+    """Units with layers that blocks of several passes of one kind bring together."""
+    kinds, units = setting.model.kinds, [name for name in parts if has_layers(name)]
+    of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
+    for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
+        if len({one.kind for one in instruction.passes}) == 1:
+            yield from (sides for sides in of(instruction) if len(sides) > 1)
+
+
+def _one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
+    return tuple(
+        write_step(turn, op.name)
+        for turn, side in enumerate(sides)
+        for op in graph_of(parts[side.unit], side.kind).operators
+    )
+
+
+def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Schedule:
     """Name the ends of backward passes in the blocks that take them up.
 
     A block does if nothing but messages stands between it and the one that leaves the end, and it begins with
@@ -255,7 +300,7 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedu
     """
     if not any(side.kind is PassKind.END for sides in schedule.programs for side in sides):
         return schedule
-    of, stages = rounds(schedule, layout, layers), []
+    of, stages = rounds(schedule, layout, kinds), []
     for stage in schedule.stages:
         instructions: list[Instruction] = []
         left: tuple[Pass, Sides] | None = None
@@ -263,7 +308,8 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedu
             if isinstance(instruction, Block):
                 found = of(instruction)
                 if left is not None and _takes_up(schedule, found[0], left[1]):
-                    instruction = Block((*instruction.passes, left[0]._replace(kind=PassKind.END)))
+                    passes = (*instruction.passes, left[0]._replace(kind=PassKind.END))
+                    instruction = replace(instruction, passes=passes)
                 left = _leaves(schedule, instruction, found[-1])
             elif not isinstance(instruction, Send | Receive) and not (
                 isinstance(instruction, Await) and isinstance(instruction.transfer, Send | Receive)
@@ -277,13 +323,13 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, layers: int) -> Schedu
 def _end_of(sides: Sides) -> Side | None:
     """The side that takes up the end of a program's backward pass."""
     back = next((side for side in sides if side.kind is PassKind.BACKWARD), None)
-    return None if back is None else Side(PassKind.END, back.run)
+    return None if back is None else Side(PassKind.END, back.unit)
 
 
 def _takes_up(schedule: Schedule, first: Sides, left: Sides) -> bool:
     end = _end_of(left)
     assert end is not None
-    alone = first == (Side(PassKind.BACKWARD, end.run),)
+    alone = first == (Side(PassKind.BACKWARD, end.unit),)
     return (*first, end) in schedule.programs and (first == left or alone)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 from braid.scheduling.lowering.pipelines import (
@@ -12,6 +13,7 @@ from braid.scheduling.lowering.pipelines import (
     eager_paired_w,
     folded_w,
     interleaved,
+    layer_by_layer,
     one_forward_one_backward,
     paired_w,
     twin_ended,
@@ -64,6 +66,12 @@ def _pipeline(
     return Pipeline(generator=generator, placement=placement, alone=alone or placement, hops=hops)
 
 
+# Backward passes that go layer by layer at a step's end: so many at most.
+_TOGETHER = {
+    f"together_{count}": _pipeline(partial(layer_by_layer, together=count), Placement.LINEAR)
+    for count in (2, 4, 8)
+}
+
 PIPELINES: Final[Mapping[str, Pipeline]] = {
     "1f1b": _pipeline(one_forward_one_backward, Placement.LINEAR),
     "eager_1f1b": _pipeline(eager_one_forward_one_backward, Placement.LINEAR),
@@ -76,6 +84,7 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
     "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
     "v": _pipeline(dual_pipe_v, Placement.FOLDED),
     "zero_bubble_v": _pipeline(zero_bubble_v, Placement.FOLDED),
+    **_TOGETHER,
 }
 """Orders of blocks by name."""
 
@@ -86,10 +95,12 @@ class ScheduleKind:
 
     pipelines: tuple[str, ...]
     pairs: PairMethod | None = None
-    """None where every block has one pass."""
-    splits_collectives: bool = False
+    """None where no block has passes of two kinds."""
+    cuts_collectives: bool = False
     searched: bool = False
-    """Our own: orders are searched for, also of passes that run alone; gradients are reduced early."""
+    """Our own: orders are searched for, also of passes that run alone."""
+    early_sums: bool = False
+    """Whether gradients are summed as soon as they are final, beside what is left of the last passes."""
 
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
         """The pipelines that suit a layout; of those that are the same on it, the first."""
@@ -98,6 +109,8 @@ class ScheduleKind:
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
             fitting.remove("twins")  # with several stages it is w
+        if layout.dp * layout.cp == 1:
+            fitting = [name for name in fitting if not name.startswith("together")] or fitting
         return tuple(fitting)
 
     def placement_on(self, stages: int) -> Placement:
@@ -109,23 +122,29 @@ def _kind(*pipelines: str, pairs: PairMethod | None = None, **more: bool) -> Sch
     return ScheduleKind(pipelines=pipelines, pairs=pairs, **more)
 
 
+def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER) -> ScheduleKind:
+    return _kind(*pipelines, pairs=pairs, searched=True, early_sums=True)
+
+
 SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "megatron": _kind("1f1b"),
+    "ddp": _kind("1f1b", early_sums=True),
     "eager": _kind("eager_1f1b"),
     "folded": _kind("folded"),
     "interleaved": _kind("interleaved"),
-    "intra_batch": _kind("1f1b", splits_collectives=True),
+    "intra_batch": _kind("1f1b", cuts_collectives=True),
     "wavelet": _kind("w", pairs=PairMethod.TURNS),
     "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
     "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
-    "braid": _kind("w", "twins", "eager_w", "v", pairs=PairMethod.ORDER, searched=True),
+    "braid": _searched("w", "twins", "eager_w", "v", *_TOGETHER),
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
-    "braid_w": _kind("w", pairs=PairMethod.ORDER, searched=True),
-    "braid_eager": _kind("eager_w", pairs=PairMethod.ORDER, searched=True),
-    "braid_twins": _kind("twins", pairs=PairMethod.ORDER, searched=True),
-    "braid_v": _kind("v", pairs=PairMethod.ORDER, searched=True),
+    "braid_w": _searched("w"),
+    "braid_eager": _searched("eager_w"),
+    "braid_twins": _searched("twins"),
+    "braid_v": _searched("v"),
+    **{f"braid_{name}": _searched(name, pairs=None) for name in _TOGETHER},
 }
 """Training schedules by the names that users know; those that begin with ``braid_`` are points of braid."""
 

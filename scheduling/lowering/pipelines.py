@@ -58,6 +58,22 @@ def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> 
     return tuple(stages)
 
 
+def layer_by_layer(layout: ParallelLayout, micro_batches: int, together: int) -> BlockOrder:
+    """1F1B whose last backward passes go through the model together, layer by layer.
+
+    A layer's gradients are then final while those passes have most of the model before them, which their sums
+    over replicas hide behind (Centauri's model tier); the activations of ``together`` micro-batches are held.
+    With several stages it is 1F1B.
+    """
+    if layout.pp > 1:
+        return one_forward_one_backward(layout, micro_batches)
+    first = max(0, micro_batches - together)
+    order = [one(m, 0) for m in range(first) for one in (forward_pass, backward_pass)]
+    order += [forward_pass(m, 0) for m in range(first, micro_batches)]
+    last = Block(tuple(backward_pass(m, 0) for m in range(first, micro_batches)))
+    return ((*alone(*order), last),)
+
+
 def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """Interleaved 1F1B: two chunks a stage, p micro-batches through one before the other (Narayanan 2021).
 

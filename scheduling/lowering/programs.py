@@ -40,9 +40,9 @@ def serial_program(graph: Graph) -> Program:
     return _in_order(graph, lambda op: op.kind is Kind.SEND_RECEIVE)
 
 
-def chunked_program(graph: Graph) -> Program:
-    """As `serial_program`, but chunks of a collective stay under way until a chunk of the GEMM needs them."""
-    return _in_order(graph, lambda op: op.kind is Kind.SEND_RECEIVE or op.chunk is not None)
+def program_in_pieces(graph: Graph) -> Program:
+    """As `serial_program`, but pieces of a collective stay under way until a piece of the GEMM needs them."""
+    return _in_order(graph, lambda op: op.kind is Kind.SEND_RECEIVE or op.piece is not None)
 
 
 def _in_order(graph: Graph, lazy: Callable[[Operator], bool]) -> Program:
@@ -57,9 +57,9 @@ def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program
     """
     label = f"order of {write_sides(sides)}"
     for side in sides:
-        if side.run not in parts:
-            raise ValueError(f"{label}: {side.run!r} is no part of this model and layout; plan anew")
-    graphs = [graph_of(parts[side.run], side.kind) for side in sides]
+        if side.unit not in parts:
+            raise ValueError(f"{label}: {side.unit!r} is no part of this model and layout; plan anew")
+    graphs = [graph_of(parts[side.unit], side.kind) for side in sides]
     lazy = {op.name for graph in graphs for op in graph.operators}
     if order and "|" in order[0]:
         return _segments(label, sides, graphs, lazy, order)
@@ -120,11 +120,11 @@ class _Issuer:
 
     def _wait(self, turn: int, op: Operator) -> None:
         self._under_way.remove((turn, op.name))
-        if op.chunk is not None and op.chunk.number == op.chunk.ways:
-            # The last chunk completes the whole value: none of the others may still be under way.
+        if op.piece is not None and op.piece.number == op.piece.ways:
+            # The last piece completes the whole value: none of the others may still be under way.
             for step in list(self._under_way):
                 other = self._operators[step]
-                alike = other.chunk is not None and other.chunk.whole == op.chunk.whole
+                alike = other.piece is not None and other.piece.whole == op.piece.whole
                 if alike and step[0] == turn and other.place == op.place:
                     self._wait(turn, other)
         self.actions.append(Wait(op.name, turn))
@@ -168,7 +168,7 @@ def _taking_turns(graphs: Sequence[Graph]) -> list[Step]:
 
 
 def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Step]) -> None:
-    """Every operator of a pass once, unless a later pass of the same run takes it up, and no others."""
+    """Every operator of a pass once, unless a later pass of the same unit takes it up, and no others."""
     several = len(sides) > 1
     known = {(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
     seen: set[Step] = set()
@@ -176,24 +176,24 @@ def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[St
         text = write_step(turn, name, several=several)
         if (turn, name) not in known:
             raise ValueError(
-                f"{label}: {text} is no operator of the run; plan anew for this model and layout"
+                f"{label}: {text} is no operator of the unit; plan anew for this model and layout"
             )
         if (turn, name) in seen:
             raise ValueError(f"{label}: {text} stands twice")
         seen.add((turn, name))
-    ends = {side.run: turn for turn, side in enumerate(sides) if side.kind is PassKind.END}
+    ends = {side.unit: turn for turn, side in enumerate(sides) if side.kind is PassKind.END}
     missing = []
     for turn, name in sorted(known - seen):
         side = sides[turn]
         if side.kind is PassKind.END or (
-            side.kind is PassKind.BACKWARD and (ends.get(side.run), name) in seen
+            side.kind is PassKind.BACKWARD and (ends.get(side.unit), name) in seen
         ):
             continue
         missing.append(write_step(turn, name, several=several))
     if missing:
-        raise ValueError(f"{label}: {', '.join(missing[:4])} of the run are missing")
+        raise ValueError(f"{label}: {', '.join(missing[:4])} of the unit are missing")
     for turn, side in enumerate(sides):
-        if side.kind is PassKind.BACKWARD and side.run in ends:
+        if side.kind is PassKind.BACKWARD and side.unit in ends:
             _check_left(label, graphs[turn], turn, {name for own, name in seen if own == turn})
 
 
@@ -208,7 +208,7 @@ def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
                 )
 
 
-def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool, chunked: bool = False) -> Program:
-    """The program of a pass that nothing was decided for: serial, or with chunks of collectives under way."""
-    graph = graph_of(parts[side.run], side.kind, trains=trains)
-    return chunked_program(graph) if chunked else serial_program(graph)
+def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool, in_pieces: bool = False) -> Program:
+    """The program of a pass that nothing was decided for: serial, or with pieces of collectives under way."""
+    graph = graph_of(parts[side.unit], side.kind, trains=trains)
+    return program_in_pieces(graph) if in_pieces else serial_program(graph)

@@ -1,4 +1,4 @@
-"""Beam search for an order of issue over many operators: runs of several layers with the model's ends.
+"""Beam search for an order of issue over many operators: units of several layers with the model's ends.
 
 Orders are built operator by operator. Of all partial orders of a length the most promising are kept: those
 with the least estimate of the end, which is the clock, the compute that is left, and a share of the

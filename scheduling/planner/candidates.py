@@ -1,20 +1,23 @@
 """Layouts that a cluster allows, priced and pruned by memory without lowering a schedule."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from braid.scheduling.analytic import analytic_profile, axis_groups, axis_placements
+from braid.scheduling.analytic import analytic_profile, axis_groups, axis_streams
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, state_bytes
-from braid.scheduling.operators import Kind, Part
+from braid.scheduling.memory import DTYPE_BYTES, state_bytes
+from braid.scheduling.operators import Graph, Kind, Part
+from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
+from braid.scheduling.units import chunk_parameters
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
@@ -106,8 +109,9 @@ def _divisors_up_to(number: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What one layer, and the ends of the model, cost on a rank for one micro-batch."""
+    """What a layer, the mean of all, and the ends of the model cost on a rank for one micro-batch."""
 
+    parts: Mapping[str, Part]
     forward_ns: float
     backward_ns: float
     pair_ns: float
@@ -121,33 +125,36 @@ def _price(
     search: Search, cluster: ClusterSpec, layout: ParallelLayout, micro_batch: int, recompute: str
 ) -> _Layer:
     """Serial times, and an estimate of the paired time between its bounds."""
-    placements = axis_placements(layout, cluster.gpus_per_node)
-    sizes = part_sizes(search.model, layout, micro_batch, placements, search.context)
+    streams = axis_streams(layout, cluster.gpus_per_node)
+    sizes = part_sizes(search.model, layout, micro_batch, streams, search.context)
     parts = built_in_parts(sizes, recompute)
     width = DTYPE_BYTES[search.dtype]
     profile = analytic_profile(cluster, layout, parts, width)
-    layer, head = parts["layer"], parts["head"]
+    kinds, ends = search.model.kinds, (parts["embedding"], parts["head"])
+    shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]
 
-    def total(part: Part, forward: bool) -> float:
-        graph = part.forward if forward else part.backward
+    def ns(graph: Graph) -> float:
         return sum(profile.solo(op.key) for op in graph.operators)
 
+    return _Layer(
+        parts=parts,
+        forward_ns=sum(share * ns(part.forward) for part, share in shares),
+        backward_ns=sum(share * ns(part.backward) for part, share in shares),
+        pair_ns=sum(share * _paired_ns(part, profile) for part, share in shares),
+        ends_ns=sum(ns(part.forward) + ns(part.backward) for part in ends),
+        saved_bytes=round(sum(share * part.saved_bytes(width) for part, share in shares)),
+        ends_saved_bytes=sum(part.saved_bytes(width) for part in ends),
+        working_bytes=_widest(parts["head"], width) + 2 * parts["head"].values["x"].bytes(width),
+    )
+
+
+def _paired_ns(layer: Part, profile: Profile) -> float:
+    """Searched pairings come within about a third of the way from the busiest stream to the serial time."""
     loads: dict[str, float] = {}
     for op in (*layer.forward.operators, *layer.backward.operators):
         loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
-    serial = sum(loads.values())
-    # Searched pairings come within about a third of the way from the busiest stream to the serial time.
-    paired = max(loads.values()) + 0.3 * (serial - max(loads.values()))
-    ends = ("embedding", "head")
-    return _Layer(
-        forward_ns=total(layer, True),
-        backward_ns=total(layer, False),
-        pair_ns=paired,
-        ends_ns=sum(total(parts[name], True) + total(parts[name], False) for name in ends),
-        saved_bytes=layer.saved_bytes(width),
-        ends_saved_bytes=sum(parts[name].saved_bytes(width) for name in ends),
-        working_bytes=_widest(head, width) + 2 * layer.values["x"].bytes(width),
-    )
+    busiest = max(loads.values())
+    return busiest + 0.3 * (sum(loads.values()) - busiest)
 
 
 def _widest(part: Part, width: int) -> int:
@@ -196,8 +203,8 @@ def _estimate(
     steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
     # The ends of the model make their stages longer: all others wait for them.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
-    held = [chunk_parameters(search.model, layout, chunk) for chunk in layout.chunks_of(0)]
-    parameters = sum(part.total for part in held)
+    kinds, chunks = search.model.kinds, layout.chunks_of(0)
+    parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
     width = DTYPE_BYTES[search.dtype]
     step += _gradients_ns(cluster, layout, parameters)
     states = sum(state_bytes(parameters, width, layout.dp * layout.cp, zero))

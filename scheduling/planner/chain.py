@@ -11,7 +11,7 @@ class Role(StrEnum):
     """What cutting an operator along a dim means (Centauri table 3)."""
 
     CONTRACTION = "contraction"
-    """Summed over: every chunk gives a partial result of full size, which has to be added up."""
+    """Summed over: every piece gives a partial result of full size, which has to be added up."""
     NONE_SPLIT = "none_split"
     """Coupled along the dim (a norm, a softmax): not to be cut."""
     OTHER = "other"

@@ -13,7 +13,7 @@ from braid.scheduling.plan import Plan, RunnerUp, score_of
 from braid.scheduling.planner.candidates import Candidate, Search, candidates
 from braid.scheduling.planner.decide import (
     COARSE,
-    UNFUSED,
+    PART_BY_PART,
     Outcome,
     best_of,
     modelled,
@@ -107,8 +107,8 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
 
 
 def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
-    """The same layout with every pipeline of its schedule; layers are not fused (see `Space`)."""
-    others = [one for one in variants(_open(best.setting), UNFUSED) if one != best.setting]
+    """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
+    others = [one for one in variants(_open(best.setting), PART_BY_PART) if one != best.setting]
     return min(best, _best(others, cluster), key=rank) if others else best
 
 
@@ -139,7 +139,7 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
     outcomes = []
     for name in OTHER_SCHEDULES:
         try:
-            outcome = _best(variants(with_schedule(best.setting, name), UNFUSED), cluster)
+            outcome = _best(variants(with_schedule(best.setting, name), PART_BY_PART), cluster)
         except ValueError:
             continue  # a schedule that wants another number of micro-batches or layers
         if not outcome.missing_bytes:

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from braid.scheduling.analytic import analytic_profile, axis_placements
+from braid.scheduling.analytic import analytic_profile, axis_streams
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
-from braid.scheduling.lowering.split import WAYS, with_split_layers
+from braid.scheduling.lowering.pieces import WAYS, with_pieces
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Part
 from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.profile import Profile, UnknownCostError, with_chunks
+from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
@@ -42,15 +42,15 @@ AUTO = "auto"
 class Space:
     """What is tried of what a schedule leaves open."""
 
-    fused: tuple[int, ...] = (0, 4)
-    """Most layers of a run: none, and as many as a search of a second can order well."""
+    unit_layers: tuple[int, ...] = (0, 4)
+    """Most layers of a unit: none, and as many as a search of a second can order well."""
     every_pipeline: bool = True
     """Else the first of a schedule's pipelines, with the usual time for messages."""
 
 
-UNFUSED = Space(fused=(0,))
-"""What a modelled cluster is planned with: searching the orders of fused layers takes seconds each."""
-COARSE = Space(fused=(0,), every_pipeline=False)
+PART_BY_PART = Space(unit_layers=(0,))
+"""What a modelled cluster is planned with: searching the orders of units takes seconds each."""
+COARSE = Space(unit_layers=(0,), every_pipeline=False)
 """To rank many layouts."""
 
 BenchOf = Callable[[Setting], Bench]
@@ -103,11 +103,13 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
                 f"{cluster.name} has {cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
                 f"change parallel, or the number of nodes"
             )
-        axes = axis_placements(setting.layout, cluster.gpus_per_node)
-        sizes = part_sizes(setting.model, setting.layout, setting.workload.micro_batch, axes, setting.context)
-        members = with_split_layers(built_in_parts(sizes, setting.recompute), setting.split)
+        streams = axis_streams(setting.layout, cluster.gpus_per_node)
+        sizes = part_sizes(
+            setting.model, setting.layout, setting.workload.micro_batch, streams, setting.context
+        )
+        members = with_pieces(built_in_parts(sizes, setting.recompute), setting.pieces)
         if profile is not None:
-            costs = with_chunks(profile, members["layer"])
+            costs = with_piece_costs(profile, members.values())
         else:
             costs = analytic_profile(cluster, setting.layout, members, DTYPE_BYTES[setting.dtype])
         return Bench(setting, members, costs, cluster.gpu.peak_flops_per_s)
@@ -119,8 +121,8 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
     """The graphs of a run, with its own costs."""
 
     def bench_of(setting: Setting) -> Bench:
-        members = with_split_layers(graphs, setting.split)
-        return Bench(setting, members, with_chunks(profile, members["layer"]))
+        members = with_pieces(graphs, setting.pieces)
+        return Bench(setting, members, with_piece_costs(profile, members.values()))
 
     return bench_of
 
@@ -138,8 +140,10 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # pipelines of one stage are all the same
         if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
             continue  # wavelet
-        if layout.tp == 1 and kind.splits_collectives:
-            continue  # nothing to split
+        if layout.tp == 1 and kind.cuts_collectives:
+            continue  # nothing to cut
+        if layout.dp * layout.cp == 1 and name == "ddp":
+            continue  # nothing to sum over replicas
         try:
             yield with_schedule(setting, name)
         except ValueError:
@@ -151,23 +155,23 @@ def with_schedule(setting: Setting, schedule: str) -> Setting:
     placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
     late = setting.layout.late_layers if placement is Placement.FOLDED else 0
     layout = replace(setting.layout, placement=placement, late_layers=late)
-    return replace(setting, schedule=schedule, layout=layout, pipeline="", split=1, fused=0, hop=0)
+    return replace(setting, schedule=schedule, layout=layout, pipeline="", pieces=1, unit_layers=0, hop=0)
 
 
 def variants(setting: Setting, space: Space) -> Iterator[Setting]:
-    """What a schedule leaves open: pipeline, slots of a message, chunks of collectives, fused layers."""
+    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit."""
     kind, layout = setting.kind, setting.layout
-    splits = [setting.split]
-    if kind.splits_collectives and setting.split == 1 and layout.tp > 1:
-        splits = [split for split in WAYS if setting.local_tokens % split == 0] or splits
-    lengths = (setting.fused,) if setting.fused or not kind.searched else space.fused
+    numbers = [setting.pieces]
+    if kind.cuts_collectives and setting.pieces == 1 and layout.tp > 1:
+        numbers = [ways for ways in WAYS if setting.local_tokens % ways == 0] or numbers
+    lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
     pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
     if not space.every_pipeline:
         pipelines = pipelines[:1]
-    for split, length, pipeline in product(splits, lengths, pipelines):
+    for ways, length, pipeline in product(numbers, lengths, pipelines):
         searched = layout.pp > 1 and not setting.hop and space.every_pipeline
         for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
-            yield replace(setting, split=split, fused=length, pipeline=pipeline, hop=hop)
+            yield replace(setting, pieces=ways, unit_layers=length, pipeline=pipeline, hop=hop)
 
 
 @contextmanager
@@ -243,25 +247,21 @@ def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: O
     """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
     setting = bench.setting
     schedule = training_schedule(setting, bench.parts, choices)
-    code = link(schedule, setting.layout, setting.model.layers, bench.parts)
-    simulation = simulate(
-        code, setting.model, bench.parts, bench.profile, dtype=setting.dtype, zero=setting.zero
-    )
+    code = link(schedule, setting.layout, setting.model.kinds, bench.parts)
+    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype, zero=setting.zero)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
 def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome:
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
     setting = bench.setting
-    code = linked(schedule, setting.layout, setting.model.layers, bench.parts)
-    simulation = simulate(
-        code, setting.model, bench.parts, bench.profile, dtype=setting.dtype, zero=setting.zero
-    )
+    code = linked(schedule, setting.layout, setting.model.kinds, bench.parts)
+    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype, zero=setting.zero)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 
 
 def evaluate(
-    setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = UNFUSED
+    setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = PART_BY_PART
 ) -> Outcome:
     """Decide and simulate one setting on a cluster, within its memory where that can be."""
     return decide([setting], modelled(cluster, profile), within(cluster.usable_bytes), space)[0]

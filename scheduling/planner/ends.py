@@ -29,10 +29,10 @@ def gives_gradient(part: Part) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def run_order(
+def unit_order(
     problem: PairProblem, *, goes_on: bool, whole: bool = False
 ) -> tuple[tuple[str, ...], IssueOrder]:
-    """The best order for two runs, and what it leaves to the next paired block, where they go on.
+    """The best order for two units, and what it leaves to the next paired block, where they go on.
 
     whole: it leaves all that comes last in the backward pass, whose input must need no gradient; else it may
     leave weight gradients of the last layer.
@@ -54,7 +54,7 @@ def run_order(
 
 
 def _last_layer(graph: StrandGraph) -> tuple[str, ...]:
-    """Names of the operators of the layer that a run's backward pass comes to last."""
+    """Names of the operators of the layer that a unit's backward pass comes to last."""
     place = [place for place, layer in zip(graph.places, graph.layers, strict=True) if layer][-1]
     return tuple(name for name, own in zip(graph.names, graph.places, strict=True) if own == place)
 

@@ -69,7 +69,7 @@ def _planned(plan: Plan, base: Outcome, change: str, cluster: ClusterSpec) -> Wh
 
 def _open(setting: Setting) -> Setting:
     """The setting with nothing decided that its schedule leaves open."""
-    return replace(with_schedule(setting, setting.schedule), fused=setting.fused)
+    return replace(with_schedule(setting, setting.schedule), unit_layers=setting.unit_layers)
 
 
 def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | None:

@@ -147,7 +147,7 @@ def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
 
 
 def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) -> IssueOrder:
-    """A good order: the best of several, each improved by moving runs of operators.
+    """A good order: the best of several, each improved by moving a few operators at a time.
 
     starts: further orders to begin with, such as that of a pairing (`pairing_order`).
     """
@@ -193,7 +193,7 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
 
 
 def improved(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrder:
-    """Move runs of one to three operators to where they help most, until no move helps."""
+    """Move one to three operators in a row to where they help most, until no move helps."""
     machine = Machine(problem)
     best, best_ns = list(order), ns
     better = True
@@ -208,12 +208,14 @@ def improved(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrde
 
 
 def _best_move(machine: Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
-    """The best place for a run of operators among those that precedence allows."""
-    run = order[start : start + length]
+    """The best place for a few operators in a row among those that precedence allows."""
+    moved = order[start : start + length]
     rest = order[:start] + order[start + length :]
     position = {op: n for n, op in enumerate(rest)}
-    inside = set(run)
-    earliest = max((position[n] + 1 for op in run for n in machine.before[op] if n not in inside), default=0)
+    inside = set(moved)
+    earliest = max(
+        (position[n] + 1 for op in moved for n in machine.before[op] if n not in inside), default=0
+    )
     latest = min(
         (position[o] for o in rest if any(n in inside for n in machine.before[o])), default=len(rest)
     )
@@ -227,9 +229,9 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
             state = machine.issue(state, rest[place - 1])
         if place == start:
             continue
-        ns = machine.complete(state, (*run, *rest[place:]), best_ns)
+        ns = machine.complete(state, (*moved, *rest[place:]), best_ns)
         if ns < best_ns:
-            best, best_ns = rest[:place] + run + rest[place:], ns
+            best, best_ns = rest[:place] + moved + rest[place:], ns
     return best, best_ns
 
 
@@ -302,12 +304,6 @@ def switching_order(problem: PairProblem) -> tuple[int, ...]:
                 break
         turn = 1 - turn
     return tuple(order)
-
-
-def serial_order(problem: PairProblem) -> tuple[int, ...]:
-    """The backward pass, then the forward pass."""
-    count = len(problem.forward)
-    return (*range(count, count + len(problem.backward)), *range(count))
 
 
 def _tails(graph: StrandGraph) -> list[float]:

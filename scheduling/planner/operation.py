@@ -1,7 +1,7 @@
 """The operation tier (Centauri section 3.2.1): how one collective and the computation around it are cut.
 
 Two answers are computed. `algorithm_1` is the paper's rule. `schedule_operation` gives every scheme of the
-partition space its scheduled time, chunk by chunk on the streams of a rank with launches and the lower
+partition space its scheduled time, piece by piece on the streams of a rank with launches and the lower
 efficiency of small operators, and takes the best; its decision says what the rule would have cost.
 """
 
@@ -15,7 +15,7 @@ from braid.scheduling.cluster import ClusterSpec, Gpu, Group
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.chain import ChainOperator, chain_ns, compute_ns
 from braid.scheduling.planner.partition import (
-    CHUNK_COUNTS,
+    PIECE_COUNTS,
     Collective,
     Scheme,
     Stage,
@@ -79,21 +79,21 @@ def algorithm_1(
     intra_size: int,
     in_cost: float,
     is_group_partitioned: bool,
-    max_chunks: int = CHUNK_COUNTS[-1],
+    max_pieces: int = PIECE_COUNTS[-1],
 ) -> tuple[float, ...]:
     """The granularity by Centauri's algorithm 1: shares of the workload, in the order of their launch.
 
     Costs are in one unit, whichever. The printed quotient of costs is rounded up, so that independent work
-    hides each chunk; the printed input cost_intra is never read and left out.
+    hides each piece; the printed input cost_intra is never read and left out.
     """
     world_size = inter_size * intra_size
     if in_cost >= comm_cost:
         return (1.0,)
-    num_chunks = max_chunks
+    num_pieces = max_pieces
     if in_cost > 0:
-        num_chunks = ceil(min(comm_cost / in_cost, max_chunks))
+        num_pieces = ceil(min(comm_cost / in_cost, max_pieces))
     if not is_group_partitioned:
-        return (1 / num_chunks,) * num_chunks
+        return (1 / num_pieces,) * num_pieces
     if in_cost > cost_inter:
         return (inter_size / world_size, 1 - inter_size / world_size)
     if comp_cost / inter_size > intra_size * cost_inter:
@@ -172,7 +172,7 @@ def rule_scheme(
 ) -> tuple[tuple[float, ...], Scheme]:
     """Algorithm 1's granularity for a collective and the scheme that it stands for.
 
-    Group partition is for an all-gather over nodes x ranks of a node, as in the paper. Equal chunks are cut
+    Group partition is for an all-gather over nodes x ranks of a node, as in the paper. Equal pieces are cut
     along the dim that takes the longest chain.
     """
     group, gpu = overlap.group, cluster.gpu
@@ -180,7 +180,7 @@ def rule_scheme(
     grouped = {
         tuple(stage.mesh_dim for stage in scheme.stages): scheme
         for scheme in sorted(schemes, key=lambda scheme: (scheme.uneven, scheme.operators))
-        if scheme.mesh == (group.nodes, group.per_node) and (scheme.uneven or scheme.chunks == 1)
+        if scheme.mesh == (group.nodes, group.per_node) and (scheme.uneven or scheme.pieces == 1)
     }
     by_group = overlap.collective.kind is Kind.ALL_GATHER and bool(grouped)
     cost_inter = 0
@@ -201,9 +201,9 @@ def rule_scheme(
         inter_first = overlap.independent_ns > cost_inter
         order = (1, 0, 1) if len(granularity) == 3 else (0, 1) if inter_first else (1, 0)
         return granularity, grouped[order]
-    even = [s for s in schemes if s.stages == direct.stages and s.chunks > 1]
+    even = [s for s in schemes if s.stages == direct.stages and s.pieces > 1]
     longest = max(even, key=lambda scheme: scheme.operators)
-    return granularity, replace(longest, chunks=len(granularity))
+    return granularity, replace(longest, pieces=len(granularity))
 
 
 def scheduled_ns(overlap: Overlap, scheme: Scheme, cluster: ClusterSpec) -> int:
@@ -214,7 +214,7 @@ def scheduled_ns(overlap: Overlap, scheme: Scheme, cluster: ClusterSpec) -> int:
 def scheme_tasks(overlap: Overlap, scheme: Scheme, cluster: ClusterSpec) -> tuple[Task, ...]:
     """The tasks of a scheme, in an order that every stream may serve.
 
-    Chunks follow each other through the stages; independent work goes first (for a reduce-scatter: last), and
+    Pieces follow each other through the stages; independent work goes first (for a reduce-scatter: last), and
     no computation waits for it. The chain before a reduce-scatter is that after a gather, turned in time.
     """
     before = overlap.collective.kind is Kind.REDUCE_SCATTER
@@ -223,15 +223,15 @@ def scheme_tasks(overlap: Overlap, scheme: Scheme, cluster: ClusterSpec) -> tupl
     tasks = []
     if overlap.independent_ns:
         tasks.append(Task(name="independent", stream=Stream.COMPUTE, ns=overlap.independent_ns))
-    waves = [(chunk + n, n, chunk) for chunk in range(scheme.chunks) for n in range(len(stages))]
-    for _, n, chunk in sorted(waves):
+    waves = [(piece + n, n, piece) for piece in range(scheme.pieces) for n in range(len(stages))]
+    for _, n, piece in sorted(waves):
         stage = stages[n]
         tasks.append(
             Task(
-                name=f"stage{n}.{chunk}",
+                name=f"stage{n}.{piece}",
                 stream=STREAM_OF[stage.group.level],
-                ns=launch + stage_ns(cluster, stage, scheme.chunks),
-                after=tuple(f"stage{other}.{chunk}" for other in stage.after),
+                ns=launch + stage_ns(cluster, stage, scheme.pieces),
+                after=tuple(f"stage{other}.{piece}" for other in stage.after),
             )
         )
     tasks.extend(_chain_tasks(overlap, scheme, stages, cluster.gpu))
@@ -246,7 +246,7 @@ def _chain_tasks(overlap: Overlap, scheme: Scheme, stages: Sequence[Stage], gpu:
     if scheme.uneven:
         pieces = [(stage.share, (f"stage{n}.0",)) for n, stage in enumerate(stages)]
     elif cut:
-        pieces = [(1 / scheme.chunks, (f"stage{last}.{chunk}",)) for chunk in range(scheme.chunks)]
+        pieces = [(1 / scheme.pieces, (f"stage{last}.{piece}",)) for piece in range(scheme.pieces)]
     else:
         pieces = []
     tasks = []
@@ -259,7 +259,7 @@ def _chain_tasks(overlap: Overlap, scheme: Scheme, stages: Sequence[Stage], gpu:
             ns += round(_unshrunk_ns(gpu, cut[-1], share))
         tasks.append(Task(name=f"chain.{number}", stream=Stream.COMPUTE, ns=ns, after=after))
     if rest:
-        everything = tuple(f"stage{n}.{chunk}" for n in range(len(stages)) for chunk in range(scheme.chunks))
+        everything = tuple(f"stage{n}.{piece}" for n in range(len(stages)) for piece in range(scheme.pieces))
         tasks.append(Task(name="rest", stream=Stream.COMPUTE, ns=chain_ns(gpu, rest), after=everything))
     return tasks
 

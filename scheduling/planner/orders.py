@@ -4,18 +4,18 @@ What `braid.scheduling.planner.decide` then compares by simulation are whole set
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from braid.scheduling.fusion import fused_parts
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Graph, Part
+from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.beam import beam_order
-from braid.scheduling.planner.ends import gives_gradient, possible_ends, run_order
+from braid.scheduling.planner.ends import gives_gradient, possible_ends, unit_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -28,10 +28,11 @@ from braid.scheduling.planner.list_schedule import (
 from braid.scheduling.planner.pairing import Pairing, pair
 from braid.scheduling.planner.strands import PairProblem, joint_problem, leaving, pair_problem
 from braid.scheduling.profile import Profile
-from braid.scheduling.rounds import rounds
-from braid.scheduling.schedule import PassKind, Schedule, Side, Sides
+from braid.scheduling.rounds import rounds_of_all
+from braid.scheduling.schedule import PassKind, Side, Sides
 from braid.scheduling.schedule_text import write_sides, write_step
 from braid.scheduling.setting import Setting
+from braid.scheduling.units import has_layers, unit_parts
 
 LONG = 40
 """Operators beyond which orders are searched for by beam."""
@@ -47,21 +48,16 @@ class Bench:
 
     setting: Setting
     members: Mapping[str, Part]
-    """Embedding, layer (split, where the setting says so) and head."""
+    """Embedding, layers of every kind (in pieces, where the setting says so) and head."""
     profile: Profile
     peak_flops_per_s: float | None = None
     """Of a GPU, where it is known: for MFU."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """What is scheduled: the members, or the runs that layers are fused to."""
+        """What is scheduled: the members, or the units that they are joined to."""
         setting = self.setting
-        return fused_parts(self.members, setting.layout, setting.model.layers, setting.fused)
-
-    @property
-    def layer(self) -> Part:
-        """The transformer layer."""
-        return self.members["layer"]
+        return unit_parts(self.members, setting.layout, setting.model.kinds, setting.unit_layers)
 
 
 def decisions(bench: Bench) -> list[Decision]:
@@ -71,7 +67,7 @@ def decisions(bench: Bench) -> list[Decision]:
     tried) in the backward pass by itself that follows.
     """
     found = [_decide(bench, whole_ends=False)]
-    if bench.setting.kind.pairs is PairMethod.ORDER and bench.setting.fused:
+    if bench.setting.kind.pairs is PairMethod.ORDER and bench.setting.unit_layers:
         other = _decide(bench, whole_ends=True)
         if _several(other[0]) != _several(found[0][0]):
             found.append(other)
@@ -92,18 +88,13 @@ def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
                 orders[write_sides([Side(_B, name)])] = _alone(bench, part)
     if bench.setting.pipeline == "twins":
         orders |= _twin_orders(bench)
-    if kind.pairs is not None and bench.setting.fused:
-        pairings, note = _decide_runs(bench, whole_ends=whole_ends)
+    if kind.pairs is not None and bench.setting.unit_layers:
+        pairings, note = _decide_units(bench, whole_ends=whole_ends)
         orders |= pairings
     elif kind.pairs is not None:
-        sides, order, note = decide_pairing(layer_pair(bench), kind.pairs)
-        orders[write_sides(sides)] = order
+        pairings, note = _decide_layers(bench, kind.pairs)
+        orders |= pairings
     return Choices(orders=orders), note
-
-
-def has_layers(run: str) -> bool:
-    """Whether a run has layers: without one it is too short to be worth a search."""
-    return any(member.rpartition("*")[2] == "layer" for member in run.split("+"))
 
 
 def _alone(bench: Bench, part: Part) -> Order:
@@ -113,7 +104,7 @@ def _alone(bench: Bench, part: Part) -> Order:
 
 
 def _twin_orders(bench: Bench) -> dict[str, Order]:
-    """How two micro-batches go through a run side by side, in both passes."""
+    """How two micro-batches go through a unit side by side, in both passes."""
     orders = {}
     for name, part in bench.parts.items():
         for kind, graph in ((_F, part.forward), (_B, part.backward)) if has_layers(name) else ():
@@ -153,25 +144,51 @@ def _with_ends(bench: Bench, choices: Choices) -> Choices:
 # -- a forward pass beside a backward pass -------------------------------------------------------------------
 
 
-def layer_pair(bench: Bench) -> PairProblem:
+Pair = tuple[str, str]
+"""Names of two units: of the forward pass and of the backward pass."""
+
+
+def layer_pair(bench: Bench, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
     """A layer's forward beside a layer's backward."""
-    layer = bench.layer
-    return pair_problem(layer.forward, layer.backward, bench.profile)
+    ahead, behind = (bench.members[kind] for kind in names)
+    return pair_problem(ahead.forward, behind.backward, bench.profile)
 
 
-def _decide_runs(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], PairingNote | None]:
-    """An order for every pair of runs that blocks bring together; the note is of the longest pair."""
+def _decide_layers(bench: Bench, method: PairMethod) -> tuple[dict[str, Order], PairingNote | None]:
+    """An order for every pair of kinds that blocks bring together; the note is of the longest pair.
+
+    Where no block is paired, as if all kinds met.
+    """
+    kinds = tuple(dict.fromkeys(bench.setting.model.kinds))
+    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # whatever comes next is like it
+    if len(kinds) > 1:
+        pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
+    orders, notes = {}, []
+    for names, goes_on in pairs.items():
+        sides, order, note = decide_pairing(layer_pair(bench, names), method, names, goes_on=goes_on)
+        orders[write_sides(sides)] = order
+        notes.append(note)
+    return orders, _longest(notes)
+
+
+def _longest(notes: Sequence[PairingNote]) -> PairingNote | None:
+    return max(notes, key=lambda note: note.serial_ns, default=None)
+
+
+def _decide_units(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], PairingNote | None]:
+    """An order for every pair of units that blocks bring together; the note is of the longest pair."""
     setting = bench.setting
     if setting.kind.pairs is not PairMethod.ORDER:
         raise ValueError(
-            f"fused={setting.fused}: schedule={setting.schedule} pairs layer by layer; set it to 0"
+            f"unit_layers={setting.unit_layers}: schedule={setting.schedule} pairs layer by layer; "
+            f"set it to 0"
         )
     orders, notes = {}, []
-    for (first, second), goes_on in _meeting_runs(bench).items():
+    for (first, second), goes_on in _meeting_units(bench).items():
         ahead, behind = bench.parts[first], bench.parts[second]
         problem = pair_problem(ahead.forward, behind.backward, bench.profile)
         whole = whole_ends and goes_on and not gives_gradient(behind)
-        end, found = run_order(problem, goes_on=goes_on, whole=whole)
+        end, found = unit_order(problem, goes_on=goes_on, whole=whole)
         sides = _pair_sides(first, second, end)
         orders[write_sides(sides)] = order_steps(problem, found.operators, end)
         turns = issue_ns(problem, turns_order(problem))
@@ -185,7 +202,7 @@ def _decide_runs(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], P
                 runner_up_ns=round(min(turns, problem.serial_ns)),
             )
         )
-    return orders, max(notes, key=lambda note: note.serial_ns, default=None)
+    return orders, _longest(notes)
 
 
 def _pair_sides(first: str, second: str, end: Collection[str]) -> Sides:
@@ -193,41 +210,35 @@ def _pair_sides(first: str, second: str, end: Collection[str]) -> Sides:
     return (*sides, Side(_L, second)) if end else sides
 
 
-def _meeting_runs(bench: Bench) -> dict[tuple[str, str], bool]:
-    """Pairs of runs that meet in paired blocks, and whether most are followed by another one like them."""
+def _meeting_units(bench: Bench) -> dict[Pair, bool]:
+    """Pairs of units that meet in paired blocks, and whether most are followed by another one like them."""
     setting = bench.setting
     stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
-    runs = [name for name in bench.parts if has_layers(name)]
-    # Rounds need to know which combinations have programs: those of runs with layers.
-    schedule = Schedule(
-        name=setting.schedule,
-        chunks=setting.layout.chunks,
-        micro_batches=setting.micro_batches,
-        stages=stages,
-        programs={(Side(_F, a), Side(_B, b)): () for a in runs for b in runs},
-        fused=setting.fused,
-    )
-    count: dict[tuple[str, str], int] = defaultdict(int)
-    followed: dict[tuple[str, str], int] = defaultdict(int)
-    of = rounds(schedule, setting.layout, setting.model.layers)
+    units = [name for name in bench.parts if has_layers(name)]
+    count: dict[Pair, int] = defaultdict(int)
+    followed: dict[Pair, int] = defaultdict(int)
+    of = rounds_of_all(units, setting.layout, setting.model.kinds, setting.unit_layers)
     for stage in stages:
         for block, after in zip(stage, [*stage[1:], None], strict=True):
             keys = of(block)
             following = of(after)[0] if after is not None else None
             for sides, then in zip(keys, [*keys[1:], following], strict=True):
-                if len(sides) == 2 and {side.kind for side in sides} == {_F, _B}:
-                    key = sides[0].run, sides[1].run
+                if [side.kind for side in sides] == [_F, _B]:
+                    key = sides[0].unit, sides[1].unit
                     count[key] += 1
                     followed[key] += then == sides
     return {key: followed[key] > count[key] / 2 for key in count}
 
 
-def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Order, PairingNote]:
+def decide_pairing(
+    problem: PairProblem, method: PairMethod, names: Pair = (UNIFORM, UNIFORM), *, goes_on: bool = True
+) -> tuple[Sides, Order, PairingNote]:
     """How two layers run together, and what the best other method costs.
 
-    ``ORDER`` takes the better of the list schedule and the segments between barriers.
+    ``ORDER`` takes the better of the list schedule and the segments between barriers. Where another pair like
+    it comes next (``goes_on``), an end may be left to that one.
     """
-    segments, end, found = _searched(problem)
+    segments, end, found = _searched(problem, goes_on=goes_on)
     in_turns = issue_ns(problem, turns_order(problem))
     prices = {
         PairMethod.ORDER: found.ns,
@@ -242,7 +253,7 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Ord
         order = order_steps(problem, found.operators, end)
     elif chosen is PairMethod.BARRIERS:
         order = segment_steps(segments)
-    sides = _pair_sides("layer", "layer", end if chosen is PairMethod.ORDER else ())
+    sides = _pair_sides(*names, end if chosen is PairMethod.ORDER else ())
     others = {str(other): ns for other, ns in prices.items() if other is not chosen}
     others["serial"] = problem.serial_ns
     runner_up = min(others, key=others.__getitem__)
@@ -258,14 +269,15 @@ def decide_pairing(problem: PairProblem, method: PairMethod) -> tuple[Sides, Ord
 
 
 @lru_cache(maxsize=1024)
-def _searched(problem: PairProblem) -> tuple[Pairing, tuple[str, ...], IssueOrder]:
+def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, tuple[str, ...], IssueOrder]:
     """Segments between barriers, the end that is left without them, and the order then.
 
     Kept: layouts and schedules of a search often have layers in common.
     """
     segments = pair(problem)
     start = pairing_order(problem, segments)
-    found = [(end, list_schedule(leaving(problem, end), [start])) for end in possible_ends(problem)]
+    ends = possible_ends(problem) if goes_on else [()]
+    found = [(end, list_schedule(leaving(problem, end), [start])) for end in ends]
     end, best = min(found, key=lambda one: round(one[1].ns))
     return segments, end, best
 
@@ -279,7 +291,7 @@ def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
         ((end, exact_order(leaving(problem, end))) for end in possible_ends(problem)),
         key=lambda one: one[1].ns,
     )
-    return _pair_sides("layer", "layer", end), order_steps(problem, best.operators, end), best.ns
+    return _pair_sides(UNIFORM, UNIFORM, end), order_steps(problem, best.operators, end), best.ns
 
 
 def order_steps(problem: PairProblem, order: tuple[int, ...], end: tuple[str, ...] = ()) -> Order:

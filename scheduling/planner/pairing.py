@@ -110,16 +110,6 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     return float(fluid_ns(loads, means)[0]) + barrier
 
 
-def round_robin(problem: PairProblem) -> Pairing:
-    """The n-th operator of one strand beside the n-th of the other, in the graphs' own order."""
-    longest = max(len(problem.forward), len(problem.backward))
-    masks = [
-        (1 << n if n < len(problem.forward) else 0, 1 << n if n < len(problem.backward) else 0)
-        for n in range(longest)
-    ]
-    return pairing_of(problem, masks)
-
-
 def pairing_of(problem: PairProblem, masks: Sequence[tuple[int, int]]) -> Pairing:
     """A given sequence of paired segments with its cost."""
     segments = tuple(

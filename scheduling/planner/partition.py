@@ -1,7 +1,7 @@
 """The partition space of one collective (Centauri section 3.1): primitive, then group, then workload.
 
 A *scheme* is one way to run the collective: *stages* (sub-collectives over sub-groups of a mesh of ranks) and
-a cut of the payload, with the computation that depends on it, into chunks. What cannot win is pruned, and
+a cut of the payload, with the computation that depends on it, into pieces. What cannot win is pruned, and
 every pruned way keeps its reason.
 
 A mesh (N1, ..., Nd) numbers the ranks of a group with the last dim fastest, in the order in which ranks fill
@@ -21,8 +21,8 @@ from braid.scheduling.operators import Kind
 from braid.scheduling.planner.chain import ChainOperator, Role
 from braid.scheduling.records import require_positive
 
-CHUNK_COUNTS: Final = (1, 2, 4, 8)
-"""Into how many chunks a workload may be cut; the last is Centauri's MAX_CHUNKS."""
+PIECE_COUNTS: Final = (1, 2, 4, 8)
+"""Into how many pieces a workload may be cut; the last is Centauri's MAX_CHUNKS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Collective:
     kind: Kind
     payload_bytes: int
     dims: tuple[str, ...] = ()
-    """Dims of the tensor; chunks of it are cut along one of them."""
+    """Dims of the tensor; pieces of it are cut along one of them."""
 
     def __post_init__(self) -> None:
         require_positive(self, ("payload_bytes",))
@@ -90,7 +90,7 @@ class Stage:
     mesh_dim: int
     group: Group
     payload_bytes: float
-    """Of the sub-group's tensor, all chunks together."""
+    """Of the sub-group's tensor, all pieces together."""
     coverage: Coverage = Coverage.WHOLE
     after: tuple[int, ...] = ()
     """Stages of the same scheme whose result it moves."""
@@ -105,25 +105,25 @@ class Scheme:
     substitution: tuple[Primitive, ...]
     mesh: tuple[int, ...]
     stages: tuple[Stage, ...]
-    chunks: int = 1
+    pieces: int = 1
     dim: str | None = None
     """Along which the chain is cut; None: the transfer is cut, the computation is not."""
     operators: int = 0
     """Operators of the chain, nearest to the collective first, that are cut with it."""
     uneven: bool = False
-    """The chain is cut as the stages deliver (``Stage.share``), not into equal chunks."""
+    """The chain is cut as the stages deliver (``Stage.share``), not into equal pieces."""
     reduces: bool = False
     """The last of the cut operators is cut along its contraction: partial results are added up."""
 
     def describe(self) -> str:
-        """The scheme in one line, such as ``all_gather 2x8 (dim 0, dim 1), 4 chunks of hidden``."""
+        """The scheme in one line, such as ``all_gather 2x8 (dim 0, dim 1), 4 pieces of hidden``."""
         names = "+".join(primitive.value for primitive in self.substitution)
         mesh = "x".join(map(str, self.mesh))
         order = ", ".join(f"dim {stage.mesh_dim}" for stage in self.stages)
         text = f"{names} {mesh}" + (f" ({order})" if len(self.mesh) > 1 else "")
         if self.uneven:
             return f"{text}, cut as stages deliver along {self.dim}"
-        return f"{text}, {self.chunks} chunks" + (f" of {self.dim}" if self.dim else "")
+        return f"{text}, {self.pieces} pieces" + (f" of {self.dim}" if self.dim else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,9 @@ def partition_space(
     return PartitionSpace(schemes=tuple(schemes), pruned=tuple(pruned))
 
 
-def stage_ns(cluster: ClusterSpec, stage: Stage, chunks: int = 1) -> int:
-    """Time of one chunk of a stage, without the launch."""
-    return primitive_ns(cluster, stage.primitive, stage.payload_bytes / chunks, stage.group)
+def stage_ns(cluster: ClusterSpec, stage: Stage, pieces: int = 1) -> int:
+    """Time of one piece of a stage, without the launch."""
+    return primitive_ns(cluster, stage.primitive, stage.payload_bytes / pieces, stage.group)
 
 
 def primitive_ns(cluster: ClusterSpec, primitive: Primitive, payload: float, group: Group) -> int:
@@ -253,7 +253,7 @@ def _substitutions(
 ) -> list[tuple[Primitive, ...]]:
     """The collective itself and what may stand in for it at no higher cost by the byte.
 
-    Latencies are left to the scheduled time, where they count for every chunk.
+    Latencies are left to the scheduled time, where they count for every piece.
     """
 
     def per_gigabyte_ns(primitive: Primitive) -> int:
@@ -345,7 +345,7 @@ def _stage_group(mesh: tuple[int, ...], dim: int, group: Group) -> Group:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    chunks: int = 1
+    pieces: int = 1
     dim: str | None = None
     operators: int = 0
     uneven: bool = False
@@ -355,8 +355,8 @@ class _Cut:
 def _workload_cuts(
     collective: Collective, chain: Sequence[ChainOperator], pruned: list[Pruned]
 ) -> Iterator[_Cut]:
-    """Chunk counts, alone and along every dim and length of chain that take the cut (section 3.1.3)."""
-    yield from (_Cut(chunks=chunks) for chunks in CHUNK_COUNTS)
+    """Piece counts, alone and along every dim and length of chain that take the cut (section 3.1.3)."""
+    yield from (_Cut(pieces=pieces) for pieces in PIECE_COUNTS)
     for dim in collective.dims:
         for length, op in enumerate(chain, start=1):
             role = op.role(dim)
@@ -367,12 +367,12 @@ def _workload_cuts(
                 break
             reduces = role is Role.CONTRACTION
             yield _Cut(dim=dim, operators=length, uneven=True, reduces=reduces)
-            for chunks in CHUNK_COUNTS[1:]:
-                if size % chunks == 0:
-                    yield _Cut(chunks=chunks, dim=dim, operators=length, reduces=reduces)
+            for pieces in PIECE_COUNTS[1:]:
+                if size % pieces == 0:
+                    yield _Cut(pieces=pieces, dim=dim, operators=length, reduces=reduces)
                 else:
-                    what = f"{chunks} chunks along {dim} of {op.name}"
-                    pruned.append(Pruned(what=what, reason=f"{chunks} does not divide {size}"))
+                    what = f"{pieces} pieces along {dim} of {op.name}"
+                    pruned.append(Pruned(what=what, reason=f"{pieces} does not divide {size}"))
             if reduces:
                 what = f"cut along {dim} of {length + 1} operators and more"
                 pruned.append(Pruned(what=what, reason=f"{op.name} contracts it: its result is whole"))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from braid.scheduling.operators import Graph, Stream
 from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write_step
 
@@ -30,7 +31,7 @@ class StrandGraph:
     weights: int = 0
     """Mask of the weight gradients."""
     places: tuple[int, ...] = ()
-    """Per operator, of its part in the run."""
+    """Per operator, of its part in the unit."""
     layers: tuple[bool, ...] = ()
     """Per operator, whether its part is a layer."""
 
@@ -161,7 +162,7 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
         before=tuple(before),
         weights=sum(1 << n for n, op in enumerate(graph.operators) if op.phase is Phase.WEIGHT_GRADIENT),
         places=tuple(op.place for op in graph.operators),
-        layers=tuple(op.part == "layer" for op in graph.operators),
+        layers=tuple(is_layer(op.part) for op in graph.operators),
     )
 
 

@@ -43,7 +43,7 @@ class DegreePlan:
 
 
 def describe_degrees(degrees: Sequence[int]) -> str:
-    """Runs of equal degrees in the order of the layers: ``[2]x8+[4]x16``."""
+    """Equal degrees in a row, in the order of the layers: ``[2]x8+[4]x16``."""
     starts = [0, *(n for n, (a, b) in enumerate(pairwise(degrees), 1) if a != b), len(degrees)]
     return "+".join(f"[{degrees[start]}]x{end - start}" for start, end in pairwise(starts))
 
@@ -85,18 +85,6 @@ def strategy_memory_bytes(problem: DegreeProblem, degrees: Sequence[int]) -> int
     options = [problem.option(degree) for degree in degrees]
     units = sum(o.resident_units for o in options) + max(o.runtime_units for o in options)
     return units * MEMORY_UNIT_BYTES
-
-
-def brute_force(problem: DegreeProblem) -> tuple[int, tuple[int, ...]]:
-    """Cost and degrees of the best strategy, found by looking at all; `ValueError` if none fits."""
-    fitting = [
-        (strategy_cost(problem, degrees), degrees)
-        for degrees in product(problem.degrees, repeat=problem.layers)
-        if strategy_memory_bytes(problem, degrees) <= problem.memory_limit_bytes
-    ]
-    if not fitting:
-        raise _too_little_memory(problem)
-    return min(fitting)
 
 
 def uniform(problem: DegreeProblem) -> UniformStrategy:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from braid.scheduling.analytic import axis_groups
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Kind, Operator, Part, Pass
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.plan import CollectiveNote, TierNote
 from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul
 from braid.scheduling.planner.layer import BackwardCosts, decide_priority
@@ -17,26 +17,28 @@ from braid.scheduling.planner.operation import Overlap, schedule_operation
 from braid.scheduling.planner.orders import Bench
 from braid.scheduling.planner.partition import Collective
 from braid.scheduling.simulate import Simulation
+from braid.scheduling.units import chunk_parameters, chunk_parts
 
 
 def collective_notes(bench: Bench, cluster: ClusterSpec) -> tuple[CollectiveNote, ...]:
-    """The operation tier: every collective of a layer's forward pass with the GEMM that depends on it."""
+    """The operation tier: every collective of the layers' forward passes with the GEMM that depends on it."""
     groups = axis_groups(bench.setting.layout, cluster.gpus_per_node)
     notes = []
-    for op, gemm in _with_gemm(bench.layer):
+    layers = {name: part for name, part in bench.members.items() if is_layer(name)}
+    for name, op, gemm in ((n, *pair) for n, part in layers.items() for pair in _with_gemm(part)):
         assert op.axis is not None
         group = groups[op.axis]
         sent = op.bytes
         collective = Collective(
             kind=op.kind, payload_bytes=sent * group.size // (group.size - 1), dims=("tokens",)
         )
-        chain = () if gemm is None else (_as_matmul(bench.layer, gemm),)
+        chain = () if gemm is None else (_as_matmul(layers[name], gemm),)
         decision = schedule_operation(
             Overlap(collective=collective, group=group, chain=chain, independent_ns=0), cluster
         )
         notes.append(
             CollectiveNote(
-                collective=f"layer/{op.name}",
+                collective=f"{name}/{op.name}",
                 scheme=decision.scheme.describe(),
                 ns=decision.ns,
                 unpartitioned_ns=decision.unpartitioned_ns,
@@ -49,7 +51,8 @@ def collective_notes(bench: Bench, cluster: ClusterSpec) -> tuple[CollectiveNote
 
 def tier_notes(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> tuple[TierNote, ...]:
     """The layer tier (equation 1) and, where gradients are shared, the model tier (equation 2)."""
-    notes = [_layer_note(bench)]
+    kinds = dict.fromkeys(bench.setting.model.kinds)
+    notes = [_layer_note(bench, kind, f"{kind}: " if len(kinds) > 1 else "") for kind in kinds]
     layout = bench.setting.layout
     if layout.dp * layout.cp > 1 and bench.setting.micro_batches > 1:
         note = _model_note(bench, simulation, cluster)
@@ -90,10 +93,10 @@ def _tokens(part: Part) -> int:
     return max(1, reads * local // widths)
 
 
-def _layer_note(bench: Bench) -> TierNote:
+def _layer_note(bench: Bench, kind: str, which: str) -> TierNote:
     """T1 and T2 over the backward pass of a layer: tensor-parallel collectives, no sharded weights."""
     ns: dict[str, int] = dict.fromkeys(("gather", "scatter", "input", "weight", "others"), 0)
-    for op in bench.layer.backward.operators:
+    for op in bench.members[kind].backward.operators:
         cost = bench.profile.solo(op.key)
         match op.kind:
             case Kind.ALL_GATHER:
@@ -120,9 +123,9 @@ def _layer_note(bench: Bench) -> TierNote:
     other = "weight" if decision.priority.value == "activation" else "activation"
     return TierNote(
         tier="layer",
-        decision=f"{decision.priority.value} gradient first",
+        decision=f"{which}{decision.priority.value} gradient first",
         ns=decision.ns,
-        runner_up=f"{other} gradient first",
+        runner_up=f"{which}{other} gradient first",
         runner_up_ns=decision.runner_up_ns,
     )
 
@@ -130,13 +133,14 @@ def _layer_note(bench: Bench) -> TierNote:
 def _model_note(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> TierNote | None:
     setting = bench.setting
     layout = setting.layout
-    parameters = chunk_parameters(setting.model, layout, layout.chunks_of(0)[0]).dense
-    layers = len(layout.layers_of(0, setting.model.layers))
-    graphs = bench.layer.forward, bench.layer.backward
+    kinds = setting.model.kinds
+    parameters = chunk_parameters(bench.members, layout, kinds, 0).dense
+    layers = [bench.members[name] for name, _ in chunk_parts(layout, kinds, 0) if is_layer(name)]
+    passes = [layer.forward for layer in layers], [layer.backward for layer in layers]
     forward, backward = (
-        layers * sum(bench.profile.solo(op.key) for op in graph.operators) for graph in graphs
+        sum(bench.profile.solo(op.key) for graph in graphs for op in graph.operators) for graphs in passes
     )
-    saved = layers * bench.layer.saved_bytes(2)
+    saved = sum(layer.saved_bytes(2) for layer in layers)
     memory = simulation.memory[0]
     free = cluster.usable_bytes - memory.total_bytes + memory.activation_bytes
     if free < saved:

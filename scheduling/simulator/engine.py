@@ -13,13 +13,13 @@ it is run once and remembered.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from braid.scheduling.code import Barrier, Compute, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.code import Barrier, Compute, Message, Node, Operation, Start, Stretch, Wait
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
-from braid.scheduling.schedule import Await, Block, Pass, Receive, Send
+from braid.scheduling.schedule import Await, Block, Pass, Receive, Reduce, Send
 from braid.scheduling.simulator.prices import LANES, Price, Prices
 
 _OF_LAYERS = 2
@@ -47,6 +47,14 @@ class _Flight:
     end: float | None = None
 
 
+def _token(operation: Start | Wait, stretch: Stretch) -> object:
+    """What a transfer is known by until its wait; sums of gradients are waited for in another stretch."""
+    what = operation.what
+    if isinstance(what, Node):
+        return operation.turn, id(what)
+    return stretch.transfer if isinstance(what, Message) else what
+
+
 @dataclass(frozen=True)
 class _Fate:
     """What becomes of a transfer during a body; times relative to its begin."""
@@ -64,6 +72,10 @@ class Course:
     executed: tuple[Executed, ...]
     fates: tuple[_Fate, ...]
     """Of every transfer under way at the begin."""
+    begun: tuple[tuple[int, _Flight, float], ...] = ()
+    """Transfers that are under way at the end: lane, when they began, what is left of them."""
+    finished: tuple[object, ...] = ()
+    """Those that have ended and are waited for later."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +140,15 @@ class RankRun:
                     self.clock += run_compute(self._lanes, self.prices.slow, price.task, price.ns, ended)
                     self._links = self.clock
                     self.executed.append(Executed(operation, price, start, self.clock))
-                case Start(what=what):
-                    price = self.prices.of(operation)
-                    token = (operation.turn, id(what)) if isinstance(what, Node) else stretch.transfer
+                case Start():
+                    price, token = self.prices.of(operation), _token(operation, stretch)
+                    if price.lane < 0:
+                        self._finished.add(token)
+                        continue
                     self._issue(price.lane, _Flight(operation, price, token), price.ns)
                     self._wait(self.clock + price.busy_ns)
-                case Wait(what=what):
-                    token = (operation.turn, id(what)) if isinstance(what, Node) else stretch.transfer
+                case Wait():
+                    token = _token(operation, stretch)
                     self._drain(partial(self._is_under_way, token))
                     self._finished.discard(token)
                     self._wait(self.clock + self.prices.of(operation).busy_ns)
@@ -172,6 +186,11 @@ class RankRun:
                 self._lanes[number].pop(place)
                 self._flights[number].pop(place)
                 self._note(flight, begin + fate.end)
+        for number, flight, left in course.begun:
+            start = None if flight.start is None else begin + flight.start
+            self._lanes[number].append((flight.price.task, left))
+            self._flights[number].append(replace(flight, start=start))
+        self._finished.update(course.finished)
         self.clock = self._links = begin + course.duration
 
     def _first_course(self, stretch: Stretch, under_way: Sequence[tuple[int, _Flight, float]]) -> Course:
@@ -189,6 +208,7 @@ class RankRun:
             for fs, lane in zip(rank._flights, rank._lanes, strict=True)
             for f, (_, rest) in zip(fs, lane, strict=True)
         }
+        known = {id(copy) for copy in copies}
         return Course(
             duration=rank.clock,
             executed=tuple(rank.executed),
@@ -196,6 +216,13 @@ class RankRun:
                 _Fate(rests.get(id(copy), 0.0), copy.start if flight.start is None else None, copy.end)
                 for (_, flight, _), copy in zip(under_way, copies, strict=True)
             ),
+            begun=tuple(
+                (number, flight, rests[id(flight)])
+                for number, flights in enumerate(rank._flights)
+                for flight in flights
+                if id(flight) not in known
+            ),
+            finished=tuple(token for token in rank._finished if isinstance(token, Reduce)),
         )
 
     # -- time ------------------------------------------------------------------------------------------------

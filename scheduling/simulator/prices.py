@@ -1,11 +1,10 @@
 """What the operations of linked code cost: their times alone, lanes and names for contention."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from braid.scheduling.code import Code, Compute, Message, Node, Operation, Start, Wait
-from braid.scheduling.memory import DTYPE_BYTES, chunk_parameters, message_bytes
-from braid.scheduling.operators import Kind, Part, Stream
+from braid.scheduling.memory import DTYPE_BYTES, message_bytes
+from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.spec import ModelShape
@@ -41,12 +40,11 @@ class Prices:
         self,
         code: Code,
         shape: ModelShape,
-        parts: Mapping[str, Part],
         profile: Profile,
         dtype: str,
         zero: int,
     ) -> None:
-        self._code, self._shape, self._parts = code, shape, parts
+        self._code, self._shape = code, shape
         self._profile, self._dtype, self._zero = profile, dtype, zero
         self._known: dict[Operation, Price] = {}
         self._tasks: dict[tuple[str, Stream], int] = {}
@@ -76,12 +74,12 @@ class Prices:
             case Compute(what=Step()):
                 return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
             case Start(what=Message(sent=True)):
-                payload = message_bytes(self._parts, DTYPE_BYTES[self._dtype])
+                payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
-            case Start(what=Reduce(int(chunk), axis)):
+            case Start(what=Reduce(int(chunk), axis, part)):
                 cut = self._zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
-                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]))
+                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), part)
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
             case Start(what=Gather(chunk, axis)):
@@ -101,10 +99,10 @@ class Prices:
             op.flops,
         )
 
-    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int) -> Price:
-        """A transfer over the ranks that share parameters of a chunk (`gradient_axes`)."""
+    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int, part: int | None = None) -> Price:
+        """A transfer over the ranks that share parameters of a chunk or a part of it (`gradient_axes`)."""
         layout, shape = self._code.layout, self._shape
-        held = chunk_parameters(shape, layout, chunk)
+        held = self._code.parameters(chunk, part)
         match axis:
             case "tp":
                 count, ranks = held.whole, layout.tp
@@ -116,6 +114,8 @@ class Prices:
                 count, ranks = held.experts, layout.dp // layout.ep
             case _:
                 count, ranks = held.dense, layout.dp * layout.cp
+        if not count:
+            return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
         return self._transfer(axis, kind, count * width, round(count * width * share))
 
@@ -131,7 +131,7 @@ class Prices:
         layout = self._code.layout
         shares = layout.dp * layout.cp if self._zero else 1
         count = max(
-            sum(chunk_parameters(self._shape, layout, chunk).total for chunk in layout.chunks_of(stage))
+            sum(self._code.parameters(chunk).total for chunk in layout.chunks_of(stage))
             for stage in range(layout.pp)
         )
         return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)

@@ -16,7 +16,7 @@ from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.host_state import take
-from braid.actors.stage.messages import Held, RunPlan
+from braid.actors.stage.messages import CopiesHeld, RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Worker
 from braid.scheduling.schedule_text import write
@@ -90,7 +90,7 @@ class Ranks:
                 self.group.call(rank, Rank.copies_held)
         assert self.group.interrupt() == sorted(ranks)
 
-    def lose(self, ranks: Sequence[int], shift: int) -> list[Held]:
+    def lose(self, ranks: Sequence[int], shift: int) -> list[CopiesHeld]:
         """Kill ranks and replace them; what all hold then."""
         self.kill(ranks)
         self.group.replace(ranks)

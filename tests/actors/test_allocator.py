@@ -10,6 +10,8 @@ import pytest
 
 from braid.actors.stage.allocator import set_aside_what_lasts
 
+pytestmark = pytest.mark.slow
+
 FAULTS = """
 import resource, sys
 import torch

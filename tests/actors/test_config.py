@@ -93,6 +93,31 @@ def test_layers_that_are_no_files() -> None:
     assert config.model.layer == "package.module:Layer"
 
 
+def test_layers_by_name(tmp_path: Path) -> None:
+    """In a file, in overrides, beside the configuration, and written down again."""
+    model: dict[str, Any] = {
+        "layer": {"own": "mine.py:Layer", "other": "package.module:Layer"},
+        "pattern": "2*own other layer",
+    }
+    config = anchored(parse_config({"model": model}, ["model.layer.own=other.py:Wide"]), Path("/base"))
+    assert config.model.own_layers == {"own": "/base/other.py:Wide", "other": "package.module:Layer"}
+    assert config.check(257).kinds == ("own", "own", "other", "layer")
+    assert model["layer"]["own"] == "mine.py:Layer", "what is given stays as it is"
+    (tmp_path / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(tmp_path / "run.yaml") == config
+    assert parse_config({"model": {"layer": "a.b:C"}}).model.own_layers == {"layer": "a.b:C"}
+    assert parse_config({}).model.own_layers == {}
+    model = {"preset": "llama-3.1-8b", "pattern": "31*layer own", "layer": {"own": "a:B"}}
+    preset = parse_config({"model": model})
+    assert preset.model.shape(1).kinds.count("layer") == 31
+
+
+@pytest.mark.parametrize("layer", [3, {}, {"own": 3}, {1: "a:B"}, ["a:B"], True])
+def test_layers_that_are_no_names(layer: object) -> None:
+    with pytest.raises(ConfigError, match=r"model\.layer.*'package\.module:Class'"):
+        parse_config({"model": {"layer": layer}})
+
+
 def test_what_belongs_to_the_configuration_begins_at_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

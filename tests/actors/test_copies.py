@@ -12,13 +12,14 @@ from braid.actors.stage.rank import Rank
 from tests.actors.ranks import Probed, started
 from tests.end_to_end.runs import prepare_text
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("copies"), 3, files=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "shift", "wait"),
     [({"tp": 2}, 1, True), ({"pp": 3}, 2, False), ({"dp": 3}, 0, True)],

@@ -2,12 +2,15 @@
 
 import struct
 from itertools import pairwise
+from typing import cast
 
 import pytest
-import torch
 
-from braid.actors.stage import cuda_streams
+from braid.actors.stage.accelerator import Accelerator
 from braid.actors.stage.cuda_streams import CudaStreams
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.operators import Stream
+from braid.scheduling.trace import Label
 
 MINUTE = 60_000_000_000
 
@@ -18,6 +21,9 @@ class Event:
     def __init__(self, ns: int) -> None:
         self.ns = ns
 
+    def record(self, stream: object) -> None:
+        """Its time is known."""
+
     def synchronize(self) -> None:
         """It has happened."""
 
@@ -27,12 +33,22 @@ class Event:
         return float(rounded)
 
 
+class Clock:
+    """A device whose events are of its begin."""
+
+    def current(self) -> None:
+        """There is one stream."""
+
+    def event(self) -> Event:
+        return Event(0)
+
+    def synchronise(self) -> None:
+        """Nothing runs."""
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(cuda_streams, "_record", lambda stream: Event(0))
-    return CudaStreams(torch.device("cuda"))
+def clock() -> CudaStreams:
+    return CudaStreams(cast(Accelerator, Clock()))
 
 
 @pytest.mark.parametrize("start", [0, 7_000, MINUTE, 600 * MINUTE])
@@ -49,3 +65,45 @@ def test_times_are_about_those_since_the_origin(clock: CudaStreams) -> None:
     for n in range(1, 200):
         ns = n * 700_000_000
         assert clock.nanoseconds(Event(ns)) == pytest.approx(ns, abs=20_000)
+
+
+class Counted(Event):
+    """An event that has happened, and how often it was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.recorded = 0
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+
+    def query(self) -> bool:
+        return True
+
+
+class CountedClock(Clock):
+    """Remembers the events that it made."""
+
+    def __init__(self) -> None:
+        self.made: list[Counted] = []
+
+    def event(self) -> Counted:
+        self.made.append(Counted())
+        return self.made[-1]
+
+
+def test_events_of_a_step_are_used_again_and_no_others() -> None:
+    clock = CountedClock()
+    streams = CudaStreams(cast(Accelerator, clock))
+    recorder = Recorder(streams)
+    outside = streams.mark()
+    label = Label(operator="one", stream=Stream.COMPUTE)
+    for _ in range(3):
+        recorder.clear()
+        for _ in range(10):
+            recorder.compute(label, None, recorder.mark(), recorder.mark())
+    assert len(clock.made) == 2 + 20  # the origin, the one outside, those of a step
+    assert cast(Counted, outside).recorded == 1
+    assert streams.progress() == 2 + 60
+    recorder.recording = False
+    assert recorder.mark() is None

@@ -11,13 +11,15 @@ import pytest
 
 from braid.actors.config import Config
 from braid.actors.controller import decisions, planning
+from braid.actors.controller.combining import combine
 from braid.actors.controller.decisions import KEPT, find_or_decide, sources_digest
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.profiling import combine
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.train import Chosen, plan_run
 from braid.scheduling.profile import Profile
 from tests.actors.test_profiling import VOCABULARY, config_of, samples_of
+
+pytestmark = pytest.mark.slow
 
 
 def profile_of(config: Config, oef: float = 0.75) -> Profile:

@@ -2,13 +2,13 @@
 
 import torch
 
-from braid.actors.stage.host_link import HostLink, gather_from_host, scatter_from_host
+from braid.actors.stage.host_link import HostLink
 
 
 def test_a_gather_puts_the_peers_tokens_behind_its_own() -> None:
     link = HostLink(torch.device("cpu"), seed=5)
     x = torch.arange(12.0).view(3, 4)
-    launch = gather_from_host(x, link)
+    launch = link.all_gather(x)
     launch.issue().wait()
     assert launch.result.shape == (6, 4)
     assert torch.equal(launch.result[:3], x)
@@ -20,7 +20,7 @@ def test_a_gather_puts_the_peers_tokens_behind_its_own() -> None:
 def test_a_scatter_sends_one_half_and_adds_to_the_other() -> None:
     link = HostLink(torch.device("cpu"), seed=5)
     x = torch.arange(24.0).view(6, 4)
-    launch = scatter_from_host(x, link)
+    launch = link.reduce_scatter(x)
     launch.issue().wait()
     assert torch.equal(launch.result, x[:3] + link.received(x[:3]))
     assert torch.equal(link.sent(x[:3]), x[3:])

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from braid.actors.controller.manifest import (
     write_durably,
 )
 from tests.actors.saved import digests
+from tests.scheduling.cases import LLAMA
 
 _CRASHED = 42
 
@@ -132,6 +134,7 @@ def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> b
 
 @pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
 @pytest.mark.parametrize("again", [False, True], ids=["a newer step", "the same step again"])
+@pytest.mark.slow
 def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
     tmp_path: Path, again: bool, loses: bool
 ) -> None:
@@ -170,6 +173,7 @@ def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@pytest.mark.slow
 def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool) -> None:
     at, through = 0, False
     while not through:
@@ -291,3 +295,18 @@ def test_a_manifest_that_was_tampered_with_is_refused(tmp_path: Path, change: An
     flip(Path(found.path) / ".metadata")
     with pytest.raises(CheckpointError, match="no older checkpoint is left"):
         Homes(store, None, "").newest_good(verify)
+
+
+def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> None:
+    """One from before there were patterns has layers of one kind."""
+    store = CheckpointStore(tmp_path)
+    other = replace(LLAMA, pattern="layer wide")
+    before = {key: value for key, value in asdict(LLAMA).items() if key != "pattern"}
+    homes = Homes(store, None, "")
+    for step, shape, fits, odd in ((1, asdict(other), other, LLAMA), (2, before, LLAMA, other)):
+        folder = written(store, step, "any")
+        store.publish(folder, digests(folder), step=step, layout={}, data={}, shape=shape)
+        assert homes.newest_of(fits).manifest.step == step
+        says = rf"with pattern={fits.pattern}, the configuration says pattern={odd.pattern}$"
+        with pytest.raises(CheckpointError, match=says):
+            homes.newest_of(odd)

@@ -12,6 +12,8 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from tests.scheduling.plans import cluster
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 256
 
 
@@ -46,7 +48,7 @@ def held(outcome: Outcome) -> int:
 
 def test_a_bound_is_kept() -> None:
     alone, free = activations("megatron", None), activations("braid", None)
-    assert free > 1.3 * alone, "without a bound, runs of layers hold more: there is something to bound"
+    assert free > 1.3 * alone, "without a bound, units of layers hold more: there is something to bound"
     bounded = [activations("braid", slack) for slack in (0.15, 0.3)]
     assert bounded[0] <= 1.15 * alone
     assert bounded[0] < bounded[1] <= 1.3 * alone, "what is allowed is used"

@@ -19,6 +19,8 @@ from braid.actors.controller.manifest import MANIFEST, CheckpointError, Checkpoi
 from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, check_url
 from tests.actors.saved import digests
 
+pytestmark = pytest.mark.slow
+
 FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.hub_files import StoredTensor
 from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Held, Rendezvous, Rescue
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import GlobalParameter, Place, StageParameter, cut, whole
 from braid.actors.stage.rescue import held_slices, write_slices
@@ -34,6 +34,9 @@ from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.schedule import Reduce
 from braid.scheduling.spec import ParallelLayout
+from tests.forking import run_forked
+
+pytestmark = pytest.mark.slow
 
 SHAPE: Final = MeshShape((("pp", 1), ("dp", 2), ("toy", 2)), cut=("pp", "toy"))
 W: Final = GlobalParameter(name="w", shape=(5, 3), deviation=0.5)
@@ -160,7 +163,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         torch.testing.assert_close(parameter.tensor, parameter.slices[0].of_global(source))
 
     # Copies: all go back a step; the lost rank's state comes from one who holds the same slices.
-    held: list[Held] = [Held(own=(), partner=None, partners=())] * SHAPE.ranks
+    held: list[CopiesHeld] = [CopiesHeld(own=(), partner=None, partners=())] * SHAPE.ranks
     dist.all_gather_object(held, copies.held())
     common = newest_common(held, SHAPE, STEPS - 1)
     assert common is not None
@@ -172,7 +175,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         torch.testing.assert_close(parameter.tensor.detach(), piece.of_global(state))
 
     # Rescue: the others write what they hold of all.
-    held[LOST] = Held(own=(), partner=None, partners=())
+    held[LOST] = CopiesHeld(own=(), partner=None, partners=())
     common = newest_common(held, SHAPE, STEPS - 1)
     assert common is not None
     assert LOST not in common[1]
@@ -209,4 +212,4 @@ def test_everything_follows_from_placements(tmp_path: Path) -> None:
     free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = free.port
     del free
-    mp.spawn(run_rank, (str(tmp_path), port), nprocs=SHAPE.ranks)
+    run_forked(run_rank, (str(tmp_path), port), nprocs=SHAPE.ranks)

@@ -13,6 +13,8 @@ from braid.actors.controller.group import WorkerError
 from braid.actors.controller.processes import ProcessLauncher
 from tests.end_to_end.runs import small_config
 
+pytestmark = pytest.mark.slow
+
 
 class Rank:
     """Rank 0 fails at once, rank 1 answers when it may."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.combining import combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import (
     check_hardware,
-    combine,
     find_or_measure,
     known_profile,
     profile_key,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.controller.recovery import newest_common, partner_shift
-from braid.actors.stage.messages import Held
+from braid.actors.stage.messages import CopiesHeld
 from braid.scheduling.spec import ParallelLayout
 
 LAYOUTS = st.builds(ParallelLayout, dp=st.integers(1, 3), tp=st.integers(1, 3), pp=st.integers(1, 3))
@@ -76,19 +76,19 @@ def test_one_host_that_is_lost_takes_no_state_with_it(
         assert common[0] == min(done, 7)
 
 
-def kept(rank: int, shift: int, ranks: int, own: Sequence[int], partners: Sequence[int]) -> Held:
+def kept(rank: int, shift: int, ranks: int, own: Sequence[int], partners: Sequence[int]) -> CopiesHeld:
     """What a rank holds; without a shift nobody's but its own."""
     source = (rank - shift) % ranks if shift else None
-    return Held(own=tuple(own), partner=source, partners=tuple(partners) if shift else ())
+    return CopiesHeld(own=tuple(own), partner=source, partners=tuple(partners) if shift else ())
 
 
-def empty(rank: int, shift: int, ranks: int) -> Held:
+def empty(rank: int, shift: int, ranks: int) -> CopiesHeld:
     """A rank that was started anew."""
     return kept(rank, shift, ranks, (), ())
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> tuple[ParallelLayout, list[Held]]:
+def holdings(draw: st.DrawFn) -> tuple[ParallelLayout, list[CopiesHeld]]:
     """A layout, and what every rank has left, after ranks were lost with copies under way."""
     layout = draw(LAYOUTS)
     ranks = layout.ranks
@@ -104,7 +104,7 @@ def holdings(draw: st.DrawFn) -> tuple[ParallelLayout, list[Held]]:
 
 @given(holdings(), st.integers(0, 5))
 def test_the_newest_step_is_found_and_its_sources_hold_it(
-    case: tuple[ParallelLayout, list[Held]], done: int
+    case: tuple[ParallelLayout, list[CopiesHeld]], done: int
 ) -> None:
     layout, held = case
     ranks = range(layout.ranks)

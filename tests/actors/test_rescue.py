@@ -18,6 +18,8 @@ from braid.actors.stage.rank import Rank
 from tests.actors.ranks import Ranks, started
 from tests.end_to_end.runs import prepare_text
 
+pytestmark = pytest.mark.slow
+
 GPT = {"family": "gpt", "kv_heads": 4}
 COPIES = {"copies_every": 1, "copies_wait": True}
 FACTS = {"data": "a test's"}
@@ -49,7 +51,6 @@ class Run:
         self.directory.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "model", "shift", "lost"),
     [

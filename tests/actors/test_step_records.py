@@ -58,7 +58,7 @@ def record(recorder: StepRecorder, ran: Ran) -> None:
         elif label.stream is Stream.COMPUTE:
             recorder.compute(label, block, begin, end)
         else:
-            recorder.transfer(label, block, Transfer(result=None, work=None, begin=begin, end=end))
+            recorder.transfer(label, block, Transfer(launch=None, work=None, begin=begin, end=end))
 
 
 def sort_of(label: Label | None) -> int:

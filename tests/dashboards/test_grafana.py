@@ -222,6 +222,7 @@ def test_push_below_a_path_as_a_process_of_its_own(stub: Stub, tmp_path: Path) -
     ],
 )
 @pytest.mark.parametrize("path", ["/api/folders", "/api/datasources", "/api/dashboards/db"])
+@pytest.mark.slow
 def test_errors_are_one_line_with_a_remedy(
     stub: Stub, capsys: pytest.CaptureFixture[str], path: str, status: int, body: str, says: str
 ) -> None:

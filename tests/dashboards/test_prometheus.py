@@ -12,6 +12,8 @@ import yaml
 from braid.dashboards.metric_table import METRICS
 from braid.dashboards.prometheus import RULES
 
+pytestmark = pytest.mark.slow
+
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 

@@ -54,6 +54,7 @@ print(json.dumps(text))
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_names_labels_and_values_are_what_the_dashboards_expect() -> None:
     pytest.importorskip("ray")
     # Not pytest's folder: Ray's sockets need a short path.

@@ -256,6 +256,7 @@ def test_events_tell_of_new_steps_and_rest_without_readers(tmp_path: Path) -> No
     asked(made.path, ask)
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
     made = MadeUpRun(tmp_path / "run", 2)
 

@@ -3,13 +3,14 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.end_to_end.forked import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,18 +45,9 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def start(folder: Path, *arguments: str) -> Command:
     """Start ``braid ARGUMENTS`` in a folder."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "braid.jobs.cli", *arguments],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return Command(arguments, folder, environment())
 
 
 def braid(folder: Path, *arguments: str, timeout: float = 120.0) -> Outcome:
@@ -110,8 +102,15 @@ def _processes_in(session: int) -> list[str]:
     return alive
 
 
-def processes_mentioning(text: str) -> list[str]:
-    """Command lines of live processes that mention a text, such as a cluster's folder."""
+def processes_mentioning(text: str, patience: float = 0.0) -> list[str]:
+    """Command lines of live processes that mention a text, such as a cluster's folder, after a while."""
+    deadline = time.monotonic() + patience
+    while (found := _mentioning(text)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _mentioning(text: str) -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -1,11 +1,11 @@
 """``parallel: auto``: a run measures the layouts there is room for and takes the fastest."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.records import read_lines
 from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
 from tests.end_to_end.command import braid, write_config, write_corpus
@@ -77,12 +77,13 @@ def test_a_run_takes_the_fastest_and_its_plan_repeats_it(
     plan = read_plan(run / "plan.yaml")
     measured = [line for line in first.output.splitlines() if "measuring layout" in line]
     assert len(measured) > 1
-    text = (run / "schedule.txt").read_text()
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert f"({plan.setting.layout.describe()})" in first.output
+    if launcher == "ray":
+        return  # what a plan repeats does not depend on who starts the ranks
     again = braid(tmp_path, *common, "--plan", str(run / "plan.yaml"), "--set", "name=again")
     assert again.code == 0, again.errors
     assert "measuring layout" not in again.output
-    run = tmp_path / "runs" / "again"
-    assert (run / "schedule.txt").read_text() == text
-    assert [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] == losses
+    other = tmp_path / "runs" / "again"
+    assert (other / "schedule.txt").read_text() == (run / "schedule.txt").read_text()
+    losses, theirs = ([line["loss"] for line in read_lines(one / "metrics.jsonl")] for one in (run, other))
+    assert losses == theirs

@@ -78,10 +78,10 @@ NODES: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes(tmp_path: Path) -> None:
-    """Nodes that join, are slow, lost and drained, between other faults: the bits of two ranks throughout."""
+    """Nodes that join, are slow and lost: the bits of two ranks throughout. A drained one: `test_elastic`."""
     write_corpus(tmp_path)
     write_config(tmp_path, **NODES)
-    faults = "node-joins,node-joins,node-slow,node-lost,node-drained,kill-controller"
+    faults = "node-joins,node-slow,node-lost"
     process = start(tmp_path, "drill", "run.yaml", "--faults", faults, "--seed", "2", "--json")
     try:
         output, errors = process.communicate(timeout=850)
@@ -89,7 +89,7 @@ def test_nodes(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 0, errors + output
     assert not left_running(process.pid)
-    assert not processes_mentioning(str(tmp_path))
+    assert not processes_mentioning(str(tmp_path), patience=10.0)
     report = json.loads(output)
     check(report, set())
     assert report["allowed_difference"] == 0
@@ -98,11 +98,9 @@ def test_nodes(tmp_path: Path) -> None:
     assert report["emulated_nodes"]
     assert sorted(one["fault"]["kind"] for one in report["outcomes"]) == sorted(faults.split(","))
     for one in report["outcomes"]:
-        parts = ["plan", "rendezvous", "restore", "first step"]
-        if one["fault"]["kind"].startswith("node-"):
-            assert list(one["parts"]) == ["room", *parts]
-            assert abs(sum(one["parts"].values()) - one["recovered_after"]) < 1e-3
-            assert one["steps_lost"] == 0  # of a lost node's ranks the others have copies
+        assert list(one["parts"]) == ["room", "plan", "rendezvous", "restore", "first step"]
+        assert abs(sum(one["parts"].values()) - one["recovered_after"]) < 1e-3
+        assert one["steps_lost"] == 0  # of a lost node's ranks the others have copies
     run = tmp_path / "runs" / "run-drill-2" / "broken"
     ranks = [len(line["peak_bytes"]) for line in read_lines(run / "metrics.jsonl")]
     assert set(ranks) >= {one["fault"]["nodes"] for one in report["outcomes"]}, "each number has trained"

@@ -1,4 +1,7 @@
-"""Nodes join and leave a Ray cluster while a run trains: the run follows, with the curve of a fixed one."""
+"""Nodes leave a Ray cluster while a run trains: the run follows, with the curve of a fixed one.
+
+Nodes that join, and are lost without a word: `test_drill`.
+"""
 
 import json
 import signal
@@ -60,6 +63,7 @@ def drain(address: str, node: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.timeout(600)
 def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     write_corpus(tmp_path)
@@ -90,11 +94,6 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
 
     try:
         until(lambda: trained_on(2))
-        workers += [nodes.add_node(num_cpus=1) for _ in range(2)]
-        until(lambda: trained_on(4))
-        for _ in range(2):
-            nodes.remove_node(workers.pop(), allow_graceful=False)
-        until(lambda: trained_on(2))
         drain(nodes.address, workers.pop().node_id)
         until(lambda: trained_on(1))
         process.send_signal(signal.SIGTERM)
@@ -109,19 +108,15 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    changes = [line["ranks"] for line in incidents if line["kind"] == "resized"]
-    assert [before for before, _ in changes] == [2, *(after for _, after in changes[:-1])]
-    assert changes[0] in ([2, 4], [2, 3]), "both at once, unless the second node took its time"
-    assert max(after for _, after in changes) == 4
-    assert changes[-1] == [2, 1]
-    assert incidents[-1]["text"].startswith("a node is leaving")
-    assert incidents[-1]["steps_lost"] == 0
+    (drained,) = incidents
+    assert (drained["kind"], drained["ranks"], drained["steps_lost"]) == ("resized", [2, 1], 0)
+    assert drained["text"].startswith("a node is leaving")
     (last,) = read_lines(run / "incidents.jsonl")[len(incidents) :]
     assert last["text"].startswith("not all nodes are there: the layout asks for 2 ranks")
     assert (last["ranks"], last["steps_lost"]) == ([2, 1], 0)
     metrics = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
-    assert {len(line["peak_bytes"]) for line in metrics} >= {1, 2, 4}
+    assert {len(line["peak_bytes"]) for line in metrics} == {1, 2}
 
     alone = ("--launcher", "processes", "--set", "name=fixed", "--set", "elastic={}")
     fixed = braid(tmp_path, "train", "run.yaml", *alone, "--until", str(len(metrics)), timeout=240)
@@ -133,6 +128,7 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.timeout(120)
 def test_a_place_that_is_lost_while_its_rank_starts(
     tmp_path: Path, nodes: Any, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from braid.actors.stage.messages import RunPlan
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 
 

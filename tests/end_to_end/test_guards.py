@@ -18,6 +18,8 @@ from braid.actors.stage.messages import Fault, RunPlan
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
 
+pytestmark = pytest.mark.slow
+
 STEPS, HIT = 8, 5
 """The gradients of the step after five are hit."""
 LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from braid.jobs.benchmarks.hosts import JOB_PORT, Host, ray_cluster, two_hosts
+from braid.jobs.drill.hosts import JOB_PORT, Host, ray_cluster, two_hosts
 from tests.end_to_end.command import ROOT, environment, processes_mentioning, write_config, write_corpus
 from tests.end_to_end.test_two_hosts import require_hosts
 
@@ -85,7 +85,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     nodes = here | {
         "PYTHONPATH": str(other.parent),
         "PATH": os.pathsep.join((str(BIN), here["PATH"])),
-        "RAY_worker_niceness": "0",
     }
     with two_hosts() as link, ray_cluster(link.hosts, nodes, cpus=2, job_server=True):
         (session,) = sessions(link.hosts[0])

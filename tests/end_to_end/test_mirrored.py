@@ -18,6 +18,8 @@ from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, small_config
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_goes_on_from_its_mirror(tmp_path: Path) -> None:
     data = prepare_text(tmp_path, 11, files=3)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickle
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from braid.actors.stage.layers import load_layer
+from braid.actors.stage.layers import load_layer, load_layers
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.jobs.benchmarks.plain_torch import (
@@ -24,9 +25,8 @@ from braid.jobs.benchmarks.plain_torch import (
 )
 from braid.jobs.cli import main
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.graph_builder import GraphBuilder
-from braid.scheduling.layer_builder import LayerBuilder
-from braid.scheduling.operators import Kind, Part
+from braid.scheduling.layers import layer_part
+from braid.scheduling.operators import Graph, Kind, Operator, Part
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -53,12 +53,13 @@ class PlainParallelLayer(Layer):
 
 
 def plain_losses(
-    shape: ModelShape, settings: PlainSettings, data: Path, batches: list[list[int]]
+    shape: ModelShape, own: dict[str, str], settings: PlainSettings, data: Path, batches: list[list[int]]
 ) -> list[float]:
-    """The losses of the plain model from the example's initial values."""
+    """The losses of the plain model from the same initial values; kinds of ``own`` are the example."""
     sizes = PlainSizes.of(shape)
     model = PlainModel(sizes)
-    model.layers = nn.ModuleList(PlainParallelLayer(sizes) for _ in range(sizes.layers))
+    kinds = [PlainParallelLayer if kind in own else Layer for kind in shape.kinds]
+    model.layers = nn.ModuleList(kind(sizes) for kind in kinds)
     model.to(torch.float64)
     layout = ParallelLayout()
     ours = StageModel(
@@ -68,7 +69,7 @@ def plain_losses(
         sizes=part_sizes(shape, layout, 1),
         device=torch.device("meta"),
         dtype=torch.float64,
-        definition=load_layer(REFERENCE),
+        layers=load_layers(own),
     )
     pieces = [piece for parameter in ours.parameters for piece in parameter.slices]
     load_named(model, {piece.source.name: piece.source.initial(0) for piece in pieces})
@@ -80,12 +81,19 @@ def plain_losses(
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "schedule"), [(1, "megatron"), (2, "megatron"), (2, "intra_batch")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_own_layer_against_autograd(tmp_path: Path, tp: int, schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize("pattern", ["layer", "layer own"])
+def test_own_layer_against_autograd(
+    tmp_path: Path, tp: int, schedule: str, recompute: str, pattern: str
+) -> None:
     data = prepare_text(tmp_path, seed=tp)
     run = run_layout(
         tmp_path / "runs",
         data,
-        model={"layer": REFERENCE, "layers": 2},
+        model={
+            "layer": REFERENCE if pattern == "layer" else {"own": REFERENCE},
+            "layers": 2,
+            "pattern": pattern,
+        },
         train={"steps": 6, "dtype": "fp64", "recompute": recompute},
         parallel={"tp": tp},
         overlap={"schedule": schedule},
@@ -96,7 +104,8 @@ def test_own_layer_against_autograd(tmp_path: Path, tp: int, schedule: str, reco
     batches = [
         sample_ids(train.seed, count, step * train.global_batch, train.global_batch) for step in range(6)
     ]
-    assert run.losses == pytest.approx(plain_losses(run.shape, settings, data, batches), rel=1e-9)
+    plain = plain_losses(run.shape, run.config.model.own_layers, settings, data, batches)
+    assert run.losses == pytest.approx(plain, rel=1e-9)
 
 
 SHAPE = ModelShape(
@@ -113,28 +122,42 @@ SHAPE = ModelShape(
 
 
 def part_of(reference: str | None, sizes: PartSizes) -> Part:
-    g = LayerBuilder("layer", sizes)
-    return g.build(load_layer(reference).graph(g))
+    return layer_part(sizes) if reference is None else layer_part(sizes, graph=load_layer(reference).graph)
 
 
 def priced_by_hand(sizes: PartSizes) -> Part:
     """The example's graph with FLOPs and sizes as they were written before these followed from shapes."""
     shape, tp, tokens, local = sizes.shape, sizes.tp, sizes.tokens, sizes.local_tokens
     qkv, hidden = shape.query_width + 2 * shape.kv_width, shape.hidden
-    g = GraphBuilder("layer", sizes.axes)
-    x = g.input("x", local * hidden)
-    n = g.norm("norm", x, local, statistics_each=1)
-    n = g.gather("gather", n, "tp")
-    a = g.gemm("qkv", n, tokens * qkv // tp, 2 * tokens * hidden * qkv // tp)
-    scores = 2 * tokens * shape.sequence * shape.query_width // tp
-    statistics = tokens * shape.heads // tp
-    a = g.attention("attention", a, tokens * shape.query_width // tp, scores, tokens * qkv // tp, statistics)
-    a = g.gemm("projection", a, tokens * hidden, 2 * tokens * shape.query_width * hidden // tp)
-    m = g.gemm("mlp_in", n, tokens * shape.ffn // tp, 2 * tokens * hidden * shape.ffn // tp)
-    m = g.custom("activation", (m,), tokens * shape.ffn // tp, saved_elements=tokens * shape.ffn // tp)
-    m = g.gemm("mlp_out", m, tokens * hidden, 2 * tokens * shape.ffn * hidden // tp)
-    both = g.scatter("scatter", g.residual("sum", a, m), "tp")
-    return g.build(g.residual("residual", both, x))
+    inner = tokens * shape.ffn // tp
+    elements = {"norm.statistics": local, "attention.saved": tokens * qkv // tp, "activation.saved": inner}
+    elements |= {"attention.out": tokens * shape.query_width // tp, "qkv.out": tokens * qkv // tp}
+    elements |= {f"{name}.out": inner for name in ("mlp_in", "activation")}
+    elements |= {f"{name}.out": tokens * hidden for name in ("gather", "projection", "mlp_out", "sum")}
+    elements |= dict.fromkeys(("x", "norm.out", "scatter.out", "residual.out"), local * hidden)
+    flops = {
+        "qkv": 2 * tokens * hidden * qkv // tp,
+        "attention": 2 * tokens * shape.sequence * shape.query_width // tp,
+        "projection": 2 * tokens * shape.query_width * hidden // tp,
+        "mlp_in": 2 * tokens * hidden * shape.ffn // tp,
+        "mlp_out": 2 * tokens * shape.ffn * hidden // tp,
+    }
+    sent = 2 * tokens * hidden * (tp - 1) // tp
+
+    def priced(graph: Graph) -> Graph:
+        return Graph(operators=tuple(map(of_operator, graph.operators)))
+
+    def of_operator(op: Operator) -> Operator:
+        work = flops.get(op.module, 0) * (2 if op.name == "attention.grad" else 1)
+        return replace(op, flops=work if op.kind is not Kind.ADD else 0, bytes=sent * op.kind.communicates)
+
+    part = part_of(REFERENCE, sizes)
+    values = {}
+    for name, value in part.values.items():
+        whole = re.split("[~@]", name.removeprefix("d."))[0]
+        statistics = tokens * shape.heads // tp if name == "attention.saved" else 0
+        values[name] = replace(value, elements=elements[whole], statistics=statistics)
+    return replace(part, forward=priced(part.forward), backward=priced(part.backward), values=values)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -157,9 +180,9 @@ def test_prices_follow_from_shapes(tp: int, sequence: int) -> None:
 def test_own_layer_has_half_the_collectives() -> None:
     sizes = part_sizes(SHAPE, ParallelLayout(tp=2), 1)
     own, built_in = part_of(REFERENCE, sizes), part_of(None, sizes)
-    for graph, twin in ((own.forward, built_in.forward), (own.backward, built_in.backward)):
+    for graph, theirs in ((own.forward, built_in.forward), (own.backward, built_in.backward)):
         count = sum(op.kind.communicates for op in graph.operators)
-        assert count * 2 == sum(op.kind.communicates for op in twin.operators)
+        assert count * 2 == sum(op.kind.communicates for op in theirs.operators)
     assert any(op.kind is Kind.ADD for op in own.backward.operators)
 
 

@@ -27,6 +27,8 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
+pytestmark = pytest.mark.slow
+
 GATE, LOG = "BRAID_TEST_GATE", "BRAID_TEST_LOG"
 """Variables of the slow ranks' environment: files."""
 

@@ -1,5 +1,5 @@
 """Overlap changes no result: two strands (paired and split blocks), and one that overlaps with itself (in
-chunks: gathers and GEMMs), train exactly as one strand without overlap does, and as plain PyTorch.
+pieces: gathers and GEMMs), train exactly as one strand without overlap does, and as plain PyTorch.
 
 Pairings come from plans with modelled costs of a made-up cluster: whatever they are, results do not change.
 """
@@ -25,7 +25,9 @@ from braid.scheduling.planner.orders import decisions
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
 from tests.scheduling.plans import cluster
 
-STEPS = 20
+pytestmark = pytest.mark.slow
+
+STEPS = 5
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama"},
     "gpt": {"family": "gpt", "kv_heads": 4},
@@ -52,14 +54,14 @@ CASES = [
     ("gpt", "two_beside_one", {"dp": 2, "tp": 2}, "fp64"),
     ("llama", "two_beside_one", {"tp": 2}, "fp32"),
     ("llama", "braid_twins", {"tp": 2}, "fp32"),
-    ("gpt", "fused twins", {"tp": 2}, "fp64"),
+    ("gpt", "units twins", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
     ("llama", "braid_w", {"tp": 2}, "fp32"),
     *(
-        ("llama", "fused", parallel, "fp64")
+        ("llama", "units", parallel, "fp64")
         for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
     ),
-    ("gpt", "fused", {"tp": 2}, "fp64"),
+    ("gpt", "units", {"tp": 2}, "fp64"),
     *(("llama", "far", parallel, "fp64") for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})),
     ("gpt", "far", {"tp": 2}, "fp64"),
     ("llama", "far", {"tp": 2}, "fp32"),
@@ -71,15 +73,15 @@ CASES = [
     ),
     ("gpt", "intra_batch", {"tp": 4}, "fp64"),
     ("llama", "intra_batch", {"tp": 2}, "fp32"),
-    ("llama", "planned chunks", {"tp": 2}, "fp64"),
+    ("llama", "planned pieces", {"tp": 2}, "fp64"),
 ]
 """``intra_batch`` is exact to the bit as long as a row of a GEMM comes out the same beside fewer other rows:
 so it is in single and double precision on the CPU that this was tried on."""
-RUN = "embedding+4*layer+head"
-ENDS = (f"F:{RUN}|B:{RUN}|L:{RUN}", f"B:{RUN}|L:{RUN}")
+UNIT = "embedding+4*layer+head"
+ENDS = (f"F:{UNIT}|B:{UNIT}|L:{UNIT}", f"B:{UNIT}|L:{UNIT}")
 """Programs that take up what a backward pass has left."""
-FUSED = 4
-"""Layers of a run in the schedule that these tests call fused: braid_w with several layers ordered as one."""
+UNIT_LAYERS = 4
+"""Most layers of a unit in the schedules that these tests call units and far."""
 
 
 class Runs:
@@ -88,6 +90,7 @@ class Runs:
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._seed = path, seed
         self._runs: dict[tuple[object, ...], Run] = {}
+        self._plain: dict[tuple[str, str], list[float]] = {}
 
     @cached_property
     def data(self) -> Path:
@@ -97,14 +100,14 @@ class Runs:
     def of(self, model: str, schedule: str, parallel: Mapping[str, int], dtype: str) -> Run:
         """Through controller and processes; schedules that need a pairing get a plan.
 
-        ``planned chunks``: ``intra_batch`` with a plan. ``far``: runs whose backward passes leave all that
+        ``planned pieces``: ``intra_batch`` with a plan. ``far``: runs whose backward passes leave all that
         they may to the next block.
         """
         key = (model, schedule, tuple(parallel.items()), dtype)
         far = schedule.startswith("far")
-        fused = FUSED if far or schedule.startswith("fused") else 0
-        plans = schedule == "planned chunks"
-        aliases = {"fused": "braid_w", "fused twins": "braid_twins", "planned chunks": "intra_batch"}
+        unit_layers = UNIT_LAYERS if far or schedule.startswith("units") else 0
+        plans = schedule == "planned pieces"
+        aliases = {"units": "braid_w", "units twins": "braid_twins", "planned pieces": "intra_batch"}
         aliases |= {"far": "braid_w", "far twins": "braid_twins"}
         schedule = aliases.get(schedule, schedule)
         if key not in self._runs:
@@ -115,18 +118,24 @@ class Runs:
                 "overlap": {"schedule": schedule},
             }
             if plans or SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
-                plan = self._plan(overrides, fused, far=far)
+                plan = self._plan(overrides, unit_layers, far=far)
                 overrides["overlap"] = {"schedule": schedule, "plan": str(plan)}
             self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
         return self._runs[key]
 
-    def _plan(self, overrides: Mapping[str, Mapping[str, Any]], fused: int, *, far: bool) -> Path:
+    def plain(self, model: str, dtype: str, run: Run) -> list[float]:
+        """Losses of the plain loop for what ``run`` trains."""
+        if (model, dtype) not in self._plain:
+            self._plain[model, dtype] = run_plain(run.config, self.data).losses
+        return self._plain[model, dtype]
+
+    def _plan(self, overrides: Mapping[str, Mapping[str, Any]], unit_layers: int, *, far: bool) -> Path:
         """A plan for links on which communication is worth hiding, and of runs also worth putting off for."""
         config = small_config(self._path / "plans", **overrides)
         ranks = config.layout().ranks
-        spec: ClusterSpec = cluster(gpus=ranks, intra=4e8 if fused else 2e8)
+        spec: ClusterSpec = cluster(gpus=ranks, intra=4e8 if unit_layers else 2e8)
         job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
-        setting = replace(fixed_setting(job), fused=fused)
+        setting = replace(fixed_setting(job), unit_layers=unit_layers)
         outcome = evaluate(setting, spec)
         if far:
             choices, _ = decisions(modelled(spec)(setting))[-1]
@@ -163,12 +172,11 @@ def test_overlap_changes_no_result(
     assert run.gradient_norms == one.gradient_norms
     ours, theirs = run.parameters(), one.parameters()
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-    plain = run_plain(run.config, runs.data)
+    plain = runs.plain(model, dtype, run)
     tolerance = {"fp64": 1e-9, "fp32": 2e-5}[dtype]
-    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+    assert run.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-@pytest.mark.slow
 def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
     late = runs.of("llama of 8 layers", "braid_w", {"pp": 2, "late_layers": 1}, "fp64")
     one = runs.of("llama of 8 layers", "megatron", {"pp": 2}, "fp64")
@@ -192,25 +200,24 @@ def test_two_copies_of_the_model_train_as_one(runs: Runs, model: str, parallel: 
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-7, atol=1e-9)
-    assert run.losses == pytest.approx(run_plain(run.config, runs.data).losses, rel=1e-9, abs=0)
+    assert run.losses == pytest.approx(runs.plain(model, "fp64", run), rel=1e-9, abs=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["megatron", "folded", "interleaved", "braid_w", "zbv"])
 def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
     """Embedding and head add their gradients to one table, in an order that depends on the schedule."""
     run = runs.of("gpt, one table", schedule, {"pp": 2}, "fp64")
-    assert run.losses == pytest.approx(run_plain(run.config, runs.data).losses, rel=1e-9, abs=0)
+    assert run.losses == pytest.approx(runs.plain("gpt, one table", "fp64", run), rel=1e-9, abs=0)
 
 
 def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     """Late weight gradients are part of what is tested."""
     text = (runs.of("llama", "braid_w", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
     assert "\nprogram F:layer|B:layer|L:layer\n" in text
-    text = (runs.of("llama", "fused", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
-    assert f"|L:{RUN}\n" in text
+    text = (runs.of("llama", "units", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
+    assert f"|L:{UNIT}\n" in text
     assert "  compute 2:" in text
-    assert "fused 4" in text
+    assert "unit 4" in text
     assert re.search(r"\[F2\.0\|B1\.0b?\|L0\.0", text), "blocks take up what the block before has left"
     text = (runs.of("llama", "far", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
     late = [f"start {turn}:1.layer/attention_gather.grad on intra" for turn in (1, 2)]
@@ -220,18 +227,18 @@ def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     assert late[0] in of_one, "and taken up by the last backward pass"
 
 
-def test_chunks_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
+def test_pieces_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
     """Two without a plan, as many as the plan says with one."""
     text = (runs.of("llama", "intra_batch", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
-    assert "\nsplit 2\n" in text
+    assert "\npieces 2\n" in text
     begin = text.index("start attention_gather.2of2 on intra")
     assert begin < text.index("compute qkv.1of2") < text.index("wait attention_gather.2of2")
-    run = runs.of("llama", "planned chunks", {"tp": 2}, "fp64")
+    run = runs.of("llama", "planned pieces", {"tp": 2}, "fp64")
     plan = run.config.overlap.plan
     assert plan is not None
-    split = read_plan(plan).setting.split
-    assert split > 1
-    assert f"\nsplit {split}\n" in (run.directory / "schedule.txt").read_text()
+    pieces = read_plan(plan).setting.pieces
+    assert pieces > 1
+    assert f"\npieces {pieces}\n" in (run.directory / "schedule.txt").read_text()
 
 
 def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:

@@ -21,6 +21,8 @@ from braid.scheduling.trace import length_ns, merge
 from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
 
+pytestmark = pytest.mark.slow
+
 SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
 """The node of every bundle."""
 
@@ -130,7 +132,7 @@ def four_nodes() -> Iterator[Any]:
             ray.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.timeout(400)  # eight actors on two cores
 def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
     """Ranks are numbered by node and GPU, not as bundles come: tensor groups lie inside nodes."""

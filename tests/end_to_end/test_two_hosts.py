@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.jobs.benchmarks.hosts import HostsError, check_hosts, ray_cluster, two_hosts
+from braid.jobs.drill.hosts import HostsError, check_hosts, ray_cluster, two_hosts
 from tests.end_to_end.command import environment, write_config, write_corpus
 
 

@@ -13,7 +13,9 @@ import yaml
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.records import RunDirectory
 from braid.jobs.cli import main
-from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
+from tests.end_to_end.command import ROOT, braid, left_running, start, write_config, write_corpus
+
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ CASES = [
         {"parallel": {"pp": 2, "late_layers": 1}, "overlap": {"schedule": "folded"}},
     ),
     Case(
-        "tokens in chunks",
+        "tokens in pieces",
         ("overlap.schedule=intra_batch", "33 tokens", "model.sequence=33", "parallel.tp=2", "multiple of 2"),
         {"model": {"sequence": 33}, "parallel": {"tp": 2}, "overlap": {"schedule": "intra_batch"}},
     ),
@@ -126,6 +128,30 @@ CASES = [
         ("train.kernels='triton'", "train.dtype='fp64'", "torch"),
         {"train": {"kernels": "triton", "dtype": "fp64"}},
     ),
+    Case(
+        "unknown kind of layer",
+        ("model.pattern='layer wide'", "'wide'", "model.layer.wide", "or use layer"),
+        {"model": {"pattern": "layer wide"}},
+    ),
+    Case(
+        "kind that is not used",
+        ("model.layer.wide='m:C'", "model.pattern='layer'", "leave it out"),
+        {"model": {"layer": {"wide": "m:C"}}},
+    ),
+    Case(
+        "pattern and layers",
+        ("model.pattern='2*layer wide'", "3 layers", "model.layers=4", "3 or 6"),
+        {"model": {"pattern": "2*layer wide", "layer": {"wide": "m:C"}}},
+    ),
+    Case("layer called head", ("model.pattern='layer head'", "'head'"), {"model": {"pattern": "layer head"}}),
+    Case("odd name of a layer", ("model.pattern='a+b'", "letters"), {"model": {"pattern": "a+b"}}),
+    Case("no layers", ("model.pattern=' '", "'2*layer wide'"), {"model": {"pattern": " "}}),
+    Case("layer that is a list", ("model.layer", "file.py:Class"), {"model": {"layer": ["m:C"]}}),
+    Case(
+        "unknown layer by name",
+        ("model.layer.wide='nowhere:Layer'", "package.module:Class"),
+        {"model": {"layer": {"wide": "nowhere:Layer"}, "pattern": "layer wide"}},
+    ),
     Case("unknown layer", ("model.layer", "package.module:Class"), {"model": {"layer": "nowhere:Layer"}}),
     Case(
         "missing schedule file",
@@ -143,13 +169,13 @@ CASES = [
         {"overlap": {"schedule_file": "forward.txt"}},
         prepare=_write(
             "forward.txt",
-            b"braid schedule 4\nname f\nstages 1\nchunks 1\nmicro_batches 4\nfused 0\nsplit 1\n"
+            b"braid schedule 5\nname f\nstages 1\nchunks 1\nmicro_batches 4\nunit 0\npieces 1\n"
             b"stage 0\n F0.0\n",
         ),
     ),
     Case(
         "schedule of another version",
-        ("braid schedule 4", "braid schedule 7"),
+        ("braid schedule 5", "braid schedule 7"),
         {"overlap": {"schedule_file": "old.txt"}},
         prepare=_write("old.txt", b"braid schedule 7\nname megatron\n"),
     ),
@@ -274,7 +300,6 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         _check(tmp_path, Case("in use", ("runs/run", "in use", "--set name=")), "train", "run.yaml")
 
 
-@pytest.mark.slow
 def test_damaged_checkpoints(tmp_path: Path) -> None:
     """Truncated, flipped, missing: refused by name; an older good one is used, and that is said aloud."""
     write_corpus(tmp_path)
@@ -295,7 +320,6 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     _check(tmp_path, case, "train", "run.yaml", "--resume")
 
 
-@pytest.mark.slow
 def test_other_data_or_model_cannot_resume(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_config(tmp_path)
@@ -304,12 +328,15 @@ def test_other_data_or_model_cannot_resume(tmp_path: Path) -> None:
         ("model.layers=2", ("layers=4", "layers=2")),
         ("train.seed=7", ("seed=0", "7", "sample order")),
         ("train.global_batch=4", ("global_batch=8", "4")),
+        ("model.pattern=layer own", ("pattern=layer,", "pattern=layer own")),
     ):
-        arguments = ("train", "run.yaml", "--resume", "--set", override)
+        arguments = ["train", "run.yaml", "--resume", "--set", override]
+        if "pattern" in override:
+            example = ROOT / "docs" / "examples" / "parallel_layer.py"
+            arguments += ["--set", f"model.layer.own={example}:ParallelLayer"]
         _check(tmp_path, Case(override, says), *arguments)
 
 
-@pytest.mark.slow
 def test_ray_cluster_too_small(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"dp": 64}, train={"global_batch": 128})

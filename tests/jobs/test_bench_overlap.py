@@ -20,16 +20,16 @@ from braid.actors.controller.processes import ProcessLauncher, enter_namespace
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
-from braid.jobs.benchmarks.hosts import HostsError, check_hosts, two_hosts
-from braid.jobs.benchmarks.overlap import OverlapCase
+from braid.jobs.benchmarks.overlap_case import OverlapCase
 from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.drill.hosts import HostsError, check_hosts, two_hosts
 from braid.scheduling.schedule_text import write
-from tests.end_to_end.command import braid, environment
+from tests.end_to_end.command import braid, environment, start
 
 SMALL = ("--hidden", "64", "--layers", "1", "--tokens", "32", "--micro-batches", "4", "--rounds", "2")
 
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 
 def require_hosts() -> None:
@@ -51,7 +51,6 @@ def left_over() -> set[str]:
     return {name for name in names if not Path(f"/proc/{int(name.split('-')[1], 16)}").exists()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ray", [False, True], ids=["processes", "ray"])
 def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) -> None:
     require_hosts()
@@ -78,16 +77,31 @@ def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) 
     assert not left_over()
 
 
-@pytest.mark.slow
+def test_replicas_train_as_the_peers_do(tmp_path: Path) -> None:
+    require_hosts()
+    words = (*SMALL, "--layout", "dp2", "--link-mbit", "500", "--schedules", "megatron", "--json")
+    outcome = braid(tmp_path, "bench", "overlap", *words, timeout=240)
+    assert outcome.code == 0, outcome.errors
+    result: dict[str, Any] = json.loads(outcome.output)
+    assert "4 micro-batches a replica, dp2" in result["model"]
+    rows = {row["schedule"]: row for row in result["rows"]}
+    assert set(rows) == {"megatron", "torch_ddp", "torch_fsdp2", "torch_fsdp2_kept"}
+    serial = rows["megatron"]
+    assert 0 < serial["alpha"] < 1
+    assert serial["hidden_fraction"] < 0.05
+    assert serial["predicted_seconds"] > 0
+    tokens = 2 * 4 * 32  # of a step: replicas, micro-batches, tokens
+    for row in rows.values():
+        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(tokens)
+    losses = [row["loss"] for row in rows.values() if row is not serial]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "all peers train alike"
+    assert losses[0] == pytest.approx(serial["loss"], rel=0.1), "with weights of their own"
+    assert not left_over()
+
+
 def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     require_hosts()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "braid.jobs.cli", "bench", "overlap", *SMALL, "--link-mbit", "500"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(tmp_path, "bench", "overlap", *SMALL, "--link-mbit", "500")
     try:
         deadline = time.monotonic() + 60
         while not namespaces(process.pid) and time.monotonic() < deadline and process.poll() is None:
@@ -185,7 +199,6 @@ def run_code(folder: Path, code: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
 def test_without_root_connections_are_paced(tmp_path: Path) -> None:
     """The command becomes another user once its modules are there, which others may not be able to read."""
@@ -195,7 +208,7 @@ def test_without_root_connections_are_paced(tmp_path: Path) -> None:
     words = ["braid", "bench", "overlap", *SMALL, "--link-mbit", "200", *few]
     code = (
         "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
-        "import braid.jobs.benchmarks.hosts as hosts\n"
+        "import braid.jobs.drill.hosts as hosts\n"
         "from braid.jobs.cli import main\n"
         "hosts.os.geteuid = lambda: 65534\n"
         f"sys.argv = {words!r}; main()"
@@ -227,7 +240,7 @@ def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
 
 def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
     for words, message in (
-        (("--layout", "tp3"), "--layout 'tp3' must be one of tp2, pp2, tp2pp2"),
+        (("--layout", "tp3"), "--layout 'tp3' must be one of tp2, pp2, tp2pp2, dp2"),
         (("--alpha", "0.3", "--link-mbit", "100"), "--link-mbit and --alpha exclude each other"),
         (("--schedules", "megatron,bread"), "--schedules: 'bread' must be one of"),
     ):
@@ -236,7 +249,6 @@ def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
         assert message in outcome.errors
 
 
-@pytest.mark.slow
 def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> None:
     """A tenth of the rate from the third step on: slower, and the same losses bit for bit."""
     require_hosts()

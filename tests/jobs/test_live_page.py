@@ -15,6 +15,8 @@ import pytest
 from braid.jobs.page import LivePage
 from tests.end_to_end.command import environment, processes_mentioning
 
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -48,7 +50,6 @@ def get(url: str) -> str:
         return str(answer.read().decode())
 
 
-@pytest.mark.slow
 def test_a_page_that_says_a_lot_goes_on(run: Path, page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python tells on standard error of every module that it loads: far more than a pipe holds."""
     monkeypatch.setenv("PYTHONVERBOSE", "2")

@@ -1,6 +1,5 @@
 """Every peer trains the model that the plain loop trains: same losses, same parameters."""
 
-import multiprocessing
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B, _Action
 
+from braid.jobs.benchmarks.peer_model import PeerSizes
 from braid.jobs.benchmarks.peers import (
     DUALPIPEV,
     DUALPIPEV_THREADS,
@@ -23,10 +23,11 @@ from braid.jobs.benchmarks.peers import (
     TP_PIPELINE,
     Peer,
     PeerSettings,
-    PeerSizes,
 )
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer
+from braid.jobs.benchmarks.replicated_peers import DDP, FSDP2, FSDP2_KEPT, REPLICATED, peer_of
 from braid.jobs.benchmarks.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
+from tests.forking import fork_context
 
 SIZES = {
     "hidden": 32,
@@ -89,23 +90,30 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 """Losses of the steps, and the parameters after them."""
 
 
-def plain_training() -> tuple[Trained, list[float]]:
+def plain_training(**changes: Any) -> tuple[Trained, list[float]]:
     """What the plain loop reaches, and its gradient norms."""
     model = plain_model()
-    trainer = PlainTrainer(model, PlainSettings(steps=1, min_lr_fraction=1.0, warmup_steps=0, **OPTIMIZER))
+    constant: dict[str, Any] = {"steps": 1, "min_lr_fraction": 1.0, "warmup_steps": 0}
+    trainer = PlainTrainer(model, PlainSettings(**{**constant, **OPTIMIZER, **changes}))
     done = [trainer.step(step, tokens.split(MICRO_BATCH)) for step, tokens in enumerate(batches())]
     return ([loss for loss, _ in done], named(model)), [norm for _, norm in done]
 
 
 def run_rank(
-    kind: str, rank: int, world_size: int, port: int, weights: Mapping[str, Any], results: "Queue[Any]"
+    kind: str,
+    changes: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    weights: Mapping[str, Any],
+    results: "Queue[Any]",
 ) -> None:
     """One process: train, put (rank, losses, parameters as lists)."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    peer = Peer(settings(kind), rank, world_size)
+    peer = peer_of(settings(kind, **changes), rank, world_size)
     peer.load({name: torch.tensor(value) for name, value in weights.items()})
     with pytest.raises(ValueError, match=r"weight is missing"):
         peer.load({})
@@ -114,10 +122,12 @@ def run_rank(
     losses = [peer.step(tokens) for tokens in batches()]
     if kind in (TP, TP_PIPELINE):
         check_messages(kind, rank, world_size, weights, losses)
+    parameters = {name: value.tolist() for name, value in peer.parameters().items()}
+    if kind in REPLICATED:
+        check_collectives(kind, peer)
     assert peer.peak_bytes() > 2**20
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(BACKWARD_THREAD)]
     assert len(threads) == (kind == DUALPIPEV_THREADS)
-    parameters = {name: value.tolist() for name, value in peer.parameters().items()}
     results.put((rank, losses, parameters))
     dist.barrier()
     dist.destroy_process_group()
@@ -135,6 +145,20 @@ def check_messages(
     assert peer._messages.calls >= least
 
 
+def check_collectives(kind: str, peer: Peer) -> None:
+    """One more step: gradients are summed once, and parameters gathered as often as the kind says."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        peer.step(batches()[0])
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gloo:")}
+    layers, micro_batches = SIZES["layers"], MICRO_BATCHES // 2
+    if kind == DDP:
+        assert counts == {"gloo:all_reduce": 1 + 1}  # a bucket, and the loss
+        return
+    gathers = layers + 1 if kind == FSDP2_KEPT else (2 * layers + 1) * micro_batches
+    # gloo's reduce-scatters are all-reduces; those of norm and loss come after them
+    assert counts == {"gloo:all_gather": gathers, "gloo:all_reduce": layers + 1 + 2}
+
+
 def result_of(processes: Sequence[BaseProcess], results: "Queue[Any]") -> Any:
     """The next result; fails at once if a process has failed, else after some time."""
     for _ in range(4 * TIMEOUT_S):
@@ -145,14 +169,14 @@ def result_of(processes: Sequence[BaseProcess], results: "Queue[Any]") -> Any:
     pytest.fail("the ranks do not answer")
 
 
-def train(kind: str, world_size: int) -> list[Trained]:
+def train(kind: str, world_size: int, **changes: Any) -> list[Trained]:
     """Losses and parameters of every rank of a peer, over loopback."""
-    spawn = multiprocessing.get_context("spawn")
+    spawn = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Queue[Any] = spawn.Queue()
     weights = {name: value.tolist() for name, value in named(plain_model()).items()}
     processes = [
-        spawn.Process(target=run_rank, args=(kind, rank, world_size, store.port, weights, results))
+        spawn.Process(target=run_rank, args=(kind, changes, rank, world_size, store.port, weights, results))
         for rank in range(world_size)
     ]
     try:
@@ -176,11 +200,20 @@ def train(kind: str, world_size: int) -> list[Trained]:
     ]
 
 
-RUNS = [(TP, 2), (PIPELINE, 2), (DUALPIPEV, 2), (DUALPIPEV_THREADS, 2), (TP_PIPELINE, 4)]
+RUNS = [
+    (TP, 2),
+    (PIPELINE, 2),
+    (DUALPIPEV, 2),
+    (DUALPIPEV_THREADS, 2),
+    (TP_PIPELINE, 4),
+    (DDP, 2),
+    (FSDP2, 2),
+    (FSDP2_KEPT, 2),
+]
 
 
 def test_every_kind_is_run() -> None:
-    assert {kind for kind, _ in RUNS} == set(KINDS)
+    assert {kind for kind, _ in RUNS} == {*KINDS, *REPLICATED}
 
 
 @pytest.mark.slow
@@ -197,20 +230,31 @@ def test_peer_trains_the_plain_model(kind: str, world_size: int) -> None:
             torch.testing.assert_close(value, parameters[name], rtol=2e-5, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DDP, FSDP2])
+def test_gradients_of_replicas_have_the_scale_of_one_process(kind: str) -> None:
+    """Without clipping, which brings gradients of any scale to the same."""
+    (losses, _), _ = plain_training(clip_norm=0.0)
+    for found, _ in train(kind, 2, clip_norm=0.0):
+        assert found == pytest.approx(losses, rel=2e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "world_size", "changes", "named"),
     [
-        ("torch_ddp", 2, {}, "kind 'torch_ddp'"),
+        ("torch_zero", 2, {}, "kind 'torch_zero'"),
         (PIPELINE, 1, {}, "1 ranks"),
         (TP_PIPELINE, 3, {}, "3 ranks"),
         (TP, 4, {}, "sizes.kv_heads 2"),
         (PIPELINE, 6, {}, "sizes.layers 5"),
         (DUALPIPEV, 2, {"micro_batches": 3}, "micro_batches 3"),
+        (DDP, 1, {}, "1 ranks"),
+        (FSDP2, 4, {}, "micro_batches 6"),
     ],
 )
 def test_settings_that_do_not_fit(kind: str, world_size: int, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Peer(settings(kind, **changes), 0, world_size)
+        peer_of(settings(kind, **changes), 0, world_size)
 
 
 class Meeting(ThreadedOverlap):

@@ -11,6 +11,9 @@ import pytest
 
 from braid.jobs.planning import work as planning
 from braid.scheduling.planner.decide import modelled
+from tests.end_to_end.forked import Command
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT.parent / "shared/data/rtx3090_tmp_profile.csv"
@@ -31,13 +34,12 @@ contention: nvlink
 """
 
 
-def braid(*arguments: str, cwd: Path, columns: int = 120) -> subprocess.CompletedProcess[str]:
+def braid(*arguments: str, cwd: Path, columns: int = 120) -> "subprocess.CompletedProcess[str]":
     """Run the command line in a folder."""
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": str(columns)}
-    command = [sys.executable, "-m", "braid.jobs.cli", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    outside = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": str(columns)}
+    process = Command(arguments, cwd, outside)
+    output, errors = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(arguments, process.wait(), output, errors)
 
 
 def as_json(*arguments: str, cwd: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_a_damaged_plan_is_refused_in_one_line(plan: Path, tmp_path: Path, old: 
     assert "\n" not in str(refused.value).strip()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "braid_plan: 3\n", "\x00", "a: [unclosed"])
+@pytest.mark.parametrize("text", ["", "[]", "braid_plan: 4\n", "\x00", "a: [unclosed"])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(text, encoding="utf-8")

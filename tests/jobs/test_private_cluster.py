@@ -14,7 +14,7 @@ from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
 from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.own_process]
 
 
 def authentication() -> dict[str, str]:

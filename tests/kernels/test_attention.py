@@ -132,6 +132,33 @@ def test_rotation_is_hugging_face_llamas():
         assert_close(actual, reference, 1e-5)
 
 
+def with_narrow_tables(x_bsnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turned in the dtype of x, tables and every result rounded to it: what 16 bits must be better than."""
+    cos, sin = cos.to(x_bsnd.dtype), sin.to(x_bsnd.dtype)
+    first, second = x_bsnd.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rotation_in_16_bits_is_rounded_once(dtype):
+    torch.manual_seed(0)
+    sequence, d, base = 300, 32, 10_000.0
+    x = torch.randn(2, sequence, 3, d).to(dtype)
+    exact = rotated(x.double(), base)
+    tables = attention.rotary_tables(sequence, d, base, x.device, dtype)
+    assert {table.dtype for table in tables} == {torch.float32}
+    turned = torch.empty_like(x)
+    attention._turn(x, *tables, turned)
+    half_a_step = torch.finfo(dtype).eps / 2
+    errors, before = (turned.double() - exact).abs(), (with_narrow_tables(x, *tables).double() - exact).abs()
+    assert bool((errors <= 1.001 * half_a_step * exact.abs() + 1e-6).all())
+    assert errors.max() < 0.7 * before.max()
+    assert errors.mean() < 0.7 * before.mean()
+    back = torch.empty_like(x)
+    attention._turn(turned, *tables, back, back=True)
+    assert_close(back, x, 4 * half_a_step)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()

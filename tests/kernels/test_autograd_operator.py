@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from braid.kernels.operators.autograd import AutogradOperator
 from tests.kernels.cases import assert_close, prepare
 
+pytestmark = pytest.mark.slow
+
 
 class Mixed(nn.Module):
     """Two floating-point inputs and an index; two outputs; a parameter that is frozen and one unused."""

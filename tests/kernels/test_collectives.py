@@ -6,9 +6,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from braid.kernels.collectives.primitives import Launch, Line, all_gather, reduce_scatter, swap
+from braid.kernels.collectives.messages import MessageLine
+from braid.kernels.collectives.primitives import Launch
+from tests.forking import run_forked
+
+pytestmark = pytest.mark.slow
 
 TOKENS, WIDTH, TURNS = 6, 5, 20
 
@@ -30,12 +33,12 @@ def run_rank(rank: int, ranks: int, port: int, seed: int, ways: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     group, upward = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
-    line = Line(group, upward if ways == 2 else None)
+    line = MessageLine(group, upward if ways == 2 else None)
     assert (line.toward(0, 1) is line.toward(1, 0)) == (ways == 1)
     under_way = []
     for turn in range(TURNS):  # all are issued before the first is awaited
         whole = inputs(seed, rank, turn, TOKENS * ranks)
-        for launch in (all_gather(whole[:TOKENS], line), reduce_scatter(whole, line)):
+        for launch in (line.all_gather(whole[:TOKENS]), line.reduce_scatter(whole)):
             under_way.append((launch, launch.issue()))
     for turn in range(TURNS):
         everyone = [inputs(seed, other, turn, TOKENS * ranks) for other in range(ranks)]
@@ -52,7 +55,7 @@ def run_rank(rank: int, ranks: int, port: int, seed: int, ways: int) -> None:
         assert torch.equal(scattered.result, total.chunk(ranks)[rank])
     if ranks % 2 == 0:
         mine = inputs(seed, rank, 0, TOKENS)
-        assert torch.equal(finished(swap(mine, rank ^ 1, line)), inputs(seed, rank ^ 1, 0, TOKENS))
+        assert torch.equal(finished(line.swap(mine, rank ^ 1)), inputs(seed, rank ^ 1, 0, TOKENS))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -65,4 +68,4 @@ def test_ranks_get_what_all_have(ranks: int, ways: int) -> None:
         port = probe.getsockname()[1]
     seed = int(torch.randint(1 << 30, ()))
     print(f"seed {seed}")
-    mp.spawn(run_rank, (ranks, port, seed, ways), nprocs=ranks)
+    run_forked(run_rank, (ranks, port, seed, ways), nprocs=ranks)

@@ -1,4 +1,4 @@
-"""Operators split over an emulated tensor group against their unsharded twins.
+"""Operators split over an emulated tensor group against the whole ones.
 
 Legend: T all tokens, t a rank's slice of them, D hidden, F feed-forward width, Q and K query and key widths.
 """

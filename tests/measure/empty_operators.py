@@ -19,7 +19,7 @@ import braid.actors.stage.bindings as bindings
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.held import NoUpdate
+from braid.actors.stage.memory_meter import NoUpdate
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
@@ -35,17 +35,17 @@ class NoStreams(HostStreams):
     """Marks cost nothing, transfers are done when they start."""
 
     def mark(self) -> int:
-        self.marks += 1
+        self._marks += 1
         return 0
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        self.marks += 1
-        return Transfer(result=launch.result, work=None, begin=0, finish=launch.finish)
+        self._marks += 1
+        return Transfer(launch=launch, work=None, begin=0)
 
     def wait(self, transfer: Transfer) -> None:
         transfer.end = 0
 
-    def synchronise(self) -> None:
+    def barrier(self) -> None:
         """Nothing is under way."""
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
 from braid.scheduling.planner.chain import Dim, matmul
-from braid.scheduling.planner.data_parallel import StepResult, schedule_step, step_tasks
-from braid.scheduling.planner.model import Method, Step, Unit, choices, state_bytes
 from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from tests.papers.data_parallel import StepResult, schedule_step, step_tasks
+from tests.papers.methods import Method, Step, Unit, choices, state_bytes
 
 SEQUENCE = 2048
 BATCHES = (1, 2, 4, 8)

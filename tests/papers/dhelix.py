@@ -110,7 +110,7 @@ def _dense_rows(dense: Mapping[str, Sequence[Steps]]) -> Iterator[Row]:
 
 
 _HIDDEN_NOTES: Final = {
-    "intra_batch": "chunks of a collective flow beside chunks of its GEMM without any loss but the smaller "
+    "intra_batch": "pieces of a collective flow beside pieces of its GEMM without any loss but the smaller "
     "GEMMs' own; kernels of a real split wait for each other more",
     "wavelet": "strands take turns operator by operator",
     "dhelix": "the best pairing of segments between barriers",

@@ -15,7 +15,7 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import sent_bytes
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.memory import DTYPE_BYTES, stage_parameters
+from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Kind, Pass
 from braid.scheduling.planner.decide import evaluate, modelled, replay, with_schedule
 from braid.scheduling.planner.orders import Bench, layer_pair, segment_steps
@@ -25,6 +25,7 @@ from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.units import chunk_parameters
 from tests.papers.dhelix import BATCH_TOKENS, PAPER
 from tests.papers.rows import (
     FORMULA_TOLERANCE,
@@ -71,12 +72,13 @@ def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> Volu
     """
     width = DTYPE_BYTES["bf16"]
     samples = step_tokens // model.sequence // layout.dp
-    layer = built_in_parts(part_sizes(model, layout, 1), "none")["layer"]
+    parts = built_in_parts(part_sizes(model, layout, 1), "none")
+    layer = parts["layer"]
     operators = (*layer.forward.operators, *layer.backward.operators)
     tensor = sum(op.bytes for op in operators if op.axis == "tp")
     message = sent_bytes(Kind.SEND_RECEIVE, layer.values[layer.output].bytes(width), layout.pp)
     messages = 2 * (layout.pp - 1) / layout.pp * message
-    whole = stage_parameters(model, ParallelLayout(tp=layout.tp), 0)
+    whole = chunk_parameters(parts, ParallelLayout(tp=layout.tp), model.kinds, 0).total
     tables = 2 * -(-model.vocabulary // layout.tp) * model.hidden
     held = (whole - tables) / layout.pp + tables
     return Volumes(
@@ -247,7 +249,7 @@ def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
 
 
 def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
-    problem = restricted(layer_pair(bench), bench.layer.backward, part)
+    problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
     choices = Choices(orders={"F:layer|B:layer": segment_steps(pair(problem))})
     return replay(bench.setting, choices, cluster).numbers.step_seconds
 

@@ -21,12 +21,12 @@ from rich.table import Table
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import exact_order, list_schedule, pairing_order
 from braid.scheduling.planner.orders import layer_pair
-from braid.scheduling.planner.pairing import pair, round_robin
+from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload
-from tests.scheduling.pairing_cases import brute_force, made_up_problem
+from tests.scheduling.pairing_cases import brute_force, made_up_problem, round_robin
 
 NEAR: Final = 0.02
 """A list schedule within this share of the best order counts as near."""

@@ -128,7 +128,7 @@ def _peak_bytes(setting: Setting, cluster: ClusterSpec) -> int:
 def axis_share(run: Steps, axes: Sequence[str]) -> float:
     """Percent of the serial step that the layers' collectives over some axes take, mean over the stages."""
     bench = run.outcomes["megatron"].bench
-    layer, setting = bench.layer, bench.setting
+    layer, setting = bench.members["layer"], bench.setting
     ns = sum(
         bench.profile.solo(op.key)
         for op in (*layer.forward.operators, *layer.backward.operators)

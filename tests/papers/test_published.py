@@ -165,7 +165,7 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
     setting = chosen_setting([model], cluster, global_batch=64, cp=2)
     bench = modelled(cluster)(with_schedule(setting, "dhelix"))
     problem = layer_pair(bench)
-    problems = [restricted(problem, bench.layer.backward, part) for part in PARTS]
+    problems = [restricted(problem, bench.members["layer"].backward, part) for part in PARTS]
     times = [pair(each).ns for each in problems]
     assert times == sorted(times, reverse=True)
     assert times[0] < problem.serial_ns
@@ -181,8 +181,8 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
                     assert each.slowdown[i, j] == 1.0
                 else:
                     assert each.slowdown[i, j] == problem.slowdown[i, j]
-    assert _moved_weight_gradients(problems[-2], bench.layer.backward.operators) == 0
-    assert _moved_weight_gradients(problems[-1], bench.layer.backward.operators) > 0
+    assert _moved_weight_gradients(problems[-2], bench.members["layer"].backward.operators) == 0
+    assert _moved_weight_gradients(problems[-1], bench.members["layer"].backward.operators) > 0
 
 
 def _moved_weight_gradients(problem: PairProblem, operators: tuple[Operator, ...]) -> int:

@@ -8,7 +8,7 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.fused` cannot. ``--as-before``
+`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot. ``--as-before``
 records with the costs and names of `tests.recorded.before`, to be compared with a record from before them.
 """
 
@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from braid.jobs.cli import app
 from tests.recorded.before import FORMER, former_costs
 from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, read_cases, write_cases
-from tests.recorded.fused import fused_cases
+from tests.recorded.units import unit_cases
 
 NUMBERS: Final = (
     "step_seconds",
@@ -232,7 +232,7 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
 def record(pattern: str | None, tell: Callable[[str], None], *, as_before: bool = False) -> dict[str, Case]:
     """All cases whose names hold the pattern; ``as_before``: see `tests.recorded.before`."""
     called = FORMER if as_before else {}
-    cases = {**cli_cases(called), **fused_cases(numbers_of, called)}
+    cases = {**cli_cases(called), **unit_cases(numbers_of, called)}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):

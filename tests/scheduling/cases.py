@@ -118,7 +118,7 @@ def parts_for(setting: Setting) -> dict[str, Part]:
     """The graphs that the programs of a setting's schedule are of."""
     members = model_parts(replace(setting.model, layers=LLAMA.layers), setting.layout.tp, setting.recompute)
     return scheduled_parts(
-        members, setting.layout, setting.model.layers, fused=setting.fused, split=setting.split
+        members, setting.layout, setting.model.kinds, unit_layers=setting.unit_layers, pieces=setting.pieces
     )
 
 
@@ -160,12 +160,12 @@ def _serial(layer: Part, sides: str) -> Order:
 
 
 def choices_for(setting: Setting, *, ends: bool = False) -> Choices:
-    """Decisions of a setting that need no profile (`in_turn`), for single layers or for the longest run."""
+    """Decisions of a setting that need no profile (`in_turn`), for single layers or for the longest unit."""
     method, parts = setting.kind.pairs, parts_for(setting)
     if method is None:
         return Choices()
-    runs = [part for name, part in parts.items() if "layer" in name]
-    return Choices(orders={key: o for run in runs for key, o in in_turn(run, method, ends=ends).items()})
+    units = [part for name, part in parts.items() if "layer" in name]
+    return Choices(orders={key: o for unit in units for key, o in in_turn(unit, method, ends=ends).items()})
 
 
 @cache
@@ -203,7 +203,7 @@ def code_of(
 ) -> Code:
     """The validated code of a schedule of single parts."""
     parts = model_parts(shape, layout.tp, recompute)
-    return linked(schedule, layout, model_for(layout, shape).layers, parts)
+    return linked(schedule, layout, model_for(layout, shape).kinds, parts)
 
 
 def with_stage(schedule: Schedule, stage: int, instructions: Iterable[Instruction]) -> Schedule:
@@ -222,7 +222,7 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
     def moved(old: Instruction) -> Instruction:
         match old:
             case Block(passes):
-                return Block(tuple(map(placed, passes)))
+                return replace(old, passes=tuple(map(placed, passes)))
             case Send() | Receive():
                 return replace(old, moved=placed(old.moved))
             case Await(Send() | Receive() as transfer):
@@ -234,14 +234,17 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
 
 
 def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
-    """The schedule with the sums of a chunk's gradients begun after its last block."""
+    """The schedule with the sums of a chunk's gradients begun in its last block, or behind it."""
 
     def updates(instruction: Instruction) -> bool:
         return isinstance(instruction, Reduce | Await | Norm | Step) and not (
             isinstance(instruction, Await) and not isinstance(instruction.transfer, Reduce)
         )
 
-    plain = tuple(tuple(i for i in stage if not updates(i)) for stage in schedule.stages)
+    def without(instruction: Instruction) -> Instruction:
+        return replace(instruction, sums=()) if isinstance(instruction, Block) else instruction
+
+    plain = tuple(tuple(without(i) for i in stage if not updates(i)) for stage in schedule.stages)
     return replace(schedule, stages=with_update(plain, model_for(layout), layout, early=True))
 
 

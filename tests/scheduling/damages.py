@@ -30,6 +30,7 @@ from braid.scheduling.schedule import (
     Step,
     Strand,
     passes_in,
+    sums_in,
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError
@@ -93,6 +94,10 @@ class Place:
     def sum(self, norm: bool = False) -> int:
         """The position of some start to sum gradients, or the norm."""
         return self.find(Reduce, where=lambda i: (i.chunk is None) is norm)
+
+    def summed(self, reduce: Reduce) -> int:
+        """The position of what starts a sum, of gradients perhaps a block."""
+        return next(n for n, i in enumerate(self.list) if reduce == i or reduce in sums_in(i))
 
     def position(self, instruction: Instruction | None) -> int:
         """The position of an instruction that must be there."""
@@ -239,7 +244,7 @@ def run_a_block_on_the_other_strand(at: Place) -> None:
     at.list[n] = block_of(other_strand(only(at.list[n])))
 
 
-@damage("still has passes to run|is never sent to the stage that needs it")
+@damage("still has passes to run|is never sent to the stage that needs it|no REDUCE.* is under way")
 def run_a_block_after_the_step(at: Place) -> None:
     """Or after the norm."""
     last = max(n for n, i in enumerate(at.list) if isinstance(i, Block))
@@ -500,7 +505,7 @@ def wait_for_a_reduce_twice(at: Place) -> None:
 @damage("no REDUCE.* is under way")
 def wait_before_the_reduce(at: Place) -> None:
     wait = at.list.pop(at.wait(Reduce))
-    at.list.insert(at.number(0, at.position(wait.transfer)), wait)
+    at.list.insert(at.number(0, at.summed(wait.transfer)), wait)
 
 
 @damage("is not waited for|are not summed|still has passes to run")

@@ -13,8 +13,8 @@ from braid.scheduling.schedule import (
     Pass,
     PassKind,
     Receive,
-    Reduce,
     passes_in,
+    sums_in,
 )
 from tests.scheduling.cases import PAIRED, SPLIT
 from tests.scheduling.damages import (
@@ -214,10 +214,15 @@ def take_up_an_end_of_another_stage(at: Place) -> None:
 @damage("still has passes to run", ORDERED, ends=True)
 def take_up_an_end_after_the_sum(at: Place) -> None:
     n, end = an_end(at)
-    (reduce, *_) = [i for i in at.list if isinstance(i, Reduce) and i.chunk == end.chunk]
-    m = at.find(Block, where=lambda i: at.position(i) > at.position(reduce))
+    first = first_sum(at, end.chunk)
+    m = at.find(Block, where=lambda i: at.position(i) > first)
     at.list[n] = Block(at.list[n].passes[:-1])
     at.list[m] = Block((*at.list[m].passes, end))
+
+
+def first_sum(at: Place, chunk: int) -> int:
+    """The position of what starts the first sum of a chunk's gradients."""
+    return next(n for n, i in enumerate(at.list) for one in sums_in(i) if one.chunk == chunk)
 
 
 # -- split backward passes -----------------------------------------------------------------------------------
@@ -268,9 +273,11 @@ def run_both_gradients_instead_of_those_of_the_input(at: Place) -> None:
 
 @damage("still has passes to run", SPLIT)
 def reduce_before_the_last_weight_gradients(at: Place) -> None:
-    block = at.list.pop(weight_gradients(at))
-    last = next(i for i in at.list if isinstance(i, Reduce) and i.chunk == only(block).chunk)
-    at.list.insert(at.number(at.position(last) + 1, len(at.list)), block)
+    n = weight_gradients(at)
+    first = first_sum(at, only(at.list[n]).chunk)
+    assume(n < first)
+    block = at.list.pop(n)
+    at.list.insert(at.number(first, len(at.list)), block)
 
 
 # -- gathered parameters -------------------------------------------------------------------------------------

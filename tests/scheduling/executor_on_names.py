@@ -153,6 +153,10 @@ class Rank:
         made = [one for mover in movers for one in self.one_pass(mover)]
         self.inputs |= set(made)
         self.ends |= {one for one in leaving if not one.forward and one in self.named}
+        for one in block.sums:
+            self.run(one)
+            if one.axis == "tp":
+                self.under_way.remove(one)
 
     def leaves(self, forward: Pass, backward: Pass) -> bool:
         """Whether a paired block ends with a layer beside a layer, so that an end may be left."""

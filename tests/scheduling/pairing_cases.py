@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.planner.pairing import is_segment, segment_ns
+from braid.scheduling.planner.pairing import Pairing, is_segment, pairing_of, segment_ns
 from braid.scheduling.planner.strands import STREAMS, PairProblem, StrandGraph
 
 Segmentation = tuple[int, ...]
@@ -105,3 +105,19 @@ def orders(graph: StrandGraph) -> Iterator[tuple[int, ...]]:
                 yield from extend((*order, op))
 
     yield from extend(())
+
+
+def round_robin(problem: PairProblem) -> Pairing:
+    """The n-th operator of one strand beside the n-th of the other, in the graphs' own order."""
+    longest = max(len(problem.forward), len(problem.backward))
+    masks = [
+        (1 << n if n < len(problem.forward) else 0, 1 << n if n < len(problem.backward) else 0)
+        for n in range(longest)
+    ]
+    return pairing_of(problem, masks)
+
+
+def serial_order(problem: PairProblem) -> tuple[int, ...]:
+    """The backward pass, then the forward pass."""
+    count = len(problem.forward)
+    return (*range(count, count + len(problem.backward)), *range(count))

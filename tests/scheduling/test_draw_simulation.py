@@ -25,9 +25,9 @@ WIDE = replace(
 )
 
 
-@pytest.mark.parametrize("fused", [0, 2])
-def test_what_was_left_is_marked(fused: int) -> None:
-    own = setting("braid_w", tp=2, micro_batches=8, model=WIDE, fused=fused)
+@pytest.mark.parametrize("unit_layers", [0, 2])
+def test_what_was_left_is_marked(unit_layers: int) -> None:
+    own = setting("braid_w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
     found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
     programs = found.code.schedule.programs
     late = [
@@ -37,7 +37,7 @@ def test_what_was_left_is_marked(fused: int) -> None:
         if side.kind is PassKind.END and len(sides) > 2
     ]
     side, operators = max(late, key=lambda one: len(one[1]))
-    names = [op.own_name for op in found.parts[side.run].backward.operators if op.name in operators]
+    names = [op.own_name for op in found.code.parts[side.unit].backward.operators if op.name in operators]
     run = paired_run(found)
     assert names
     assert run is not None

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.graph_builder import AxisPlacement, GraphBuilder
+from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, with_recompute
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.sizes import part_sizes
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.scheduling.cases import GPT, LLAMA, TOKENS, model_parts
 
 FORWARD = """
@@ -36,9 +37,9 @@ def names(graph: Graph) -> list[str]:
     return [op.name for op in graph.operators]
 
 
-def two_way_builder(name: str = "layer") -> GraphBuilder:
-    """A builder with two tensor-parallel ranks."""
-    return GraphBuilder(name, {"tp": AxisPlacement(degree=2)})
+def builder(name: str = "layer", tp: int = 1) -> LayerBuilder:
+    """A builder whose activations are as wide as their inputs."""
+    return LayerBuilder(name, part_sizes(GPT, ParallelLayout(tp=tp), 1))
 
 
 # -- operators ---------------------------------------------------------------------------------------------
@@ -160,16 +161,16 @@ def gradient_of(part: Part, weights: dict[str, int]) -> tuple[int, int]:
 
 def parallel_layer(gather_once: bool) -> Part:
     """PaLM's layer: attention and MLP read the same norm, both add to x."""
-    g = two_way_builder()
-    x = g.input("x", 8)
-    h = g.norm("norm", x, 2)
-    a = m = g.gather("gather", h, "tp") if gather_once else h
+    g = builder(tp=2)
+    x = g.input()
+    h = g.norm("norm", x)
+    a = m = g.gather("gather", h) if gather_once else h
     if not gather_once:
-        a, m = g.gather("attention_gather", h, "tp"), g.gather("mlp_gather", h, "tp")
-    a = g.gemm("projection", g.attention("attention", g.gemm("qkv", a, 24, 7), 8, 5, 24), 16, 7)
-    x = g.residual("attention_residual", g.scatter("attention_scatter", a, "tp"), x)
-    m = g.gemm("mlp_out", g.activation("activation", g.gemm("mlp_in", m, 32, 7), 32), 16, 7)
-    return g.build(g.residual("mlp_residual", g.scatter("mlp_scatter", m, "tp"), x))
+        a, m = g.gather("attention_gather", h), g.gather("mlp_gather", h)
+    a = g.rows("projection", g.attention("attention", g.columns("qkv", a, 24)), 16)
+    x = g.residual("attention_residual", g.scatter("attention_scatter", a), x)
+    m = g.rows("mlp_out", g.activation("activation", g.columns("mlp_in", m, 32)), 16)
+    return g.build(g.residual("mlp_residual", g.scatter("mlp_scatter", m), x))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +201,8 @@ def test_a_value_with_two_readers_gets_the_sum_of_their_gradients(
 @st.composite
 def random_parts(draw: st.DrawFn) -> Part:
     """Layers in which any value may be read any number of times."""
-    g = two_way_builder()
-    values = [g.input("x", 8)]
+    g = builder(tp=2)
+    values = [g.input()]
     unread = ["x"]
 
     def pick() -> str:
@@ -217,26 +218,26 @@ def random_parts(draw: st.DrawFn) -> Part:
         name, x = f"{kind}{n}", pick()
         match kind:
             case "norm":
-                y = g.norm(name, x, 2)
+                y = g.norm(name, x)
             case "gemm":
-                y = g.gemm(name, x, 8, 3)
+                y = (g.rows if g.dims(x).cut > 1 else g.columns)(name, x, 8)
             case "attention":
-                y = g.attention(name, x, 8, 3, 8)
+                y = g.attention(name, x)
             case "activation":
-                y = g.activation(name, x, 8)
+                y = g.activation(name, x)
             case "gather":
-                y = g.gather(name, x, "tp")
+                y = g.gather(name, x)
             case "residual" if (other := pick()) != x:
                 y = g.residual(name, x, other)
             case _:
                 splits = draw(st.booleans())
-                y = g.custom(name, (x,), 8, saved_elements=8, flops=3, splits_weight_gradient=splits)
+                y = g.custom(name, x, saved_elements=8, flops=3, splits_weight_gradient=splits)
         values.append(y)
         unread.append(y)
     y = unread[0]
     for n, other in enumerate(unread[1:]):
-        y = g.custom(f"join{n}", (y, other), 8, saved_elements=8)
-    return g.build(g.activation("last", y, 8))
+        y = g.custom(f"join{n}", y, other, saved_elements=8)
+    return g.build(g.activation("last", y))
 
 
 @given(random_parts(), st.data())
@@ -258,9 +259,9 @@ def test_gradients_of_any_graph(part: Part, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_module_of_the_users_own(splits: bool) -> None:
-    g = GraphBuilder("layer")
-    x = g.input("x", 8)
-    part = g.build(g.custom("own", (x,), 4, saved_elements=2, flops=5, splits_weight_gradient=splits))
+    g = builder()
+    x = g.input()
+    part = g.build(g.custom("own", x, saved_elements=2, flops=5, splits_weight_gradient=splits))
     assert names(part.backward) == (["own.dgrad", "own.wgrad"] if splits else ["own.dgrad"])
     assert all(op.reads == ("d.own.out", "own.saved") for op in part.backward.operators)
     assert (part.forward.flops, part.backward.flops) == (5, 10)
@@ -268,35 +269,34 @@ def test_a_module_of_the_users_own(splits: bool) -> None:
 
 
 def test_a_constant_gets_no_gradient() -> None:
-    g = GraphBuilder("layer")
-    x, tokens = g.input("x", 8), g.constant("tokens", 8)
-    part = g.build(g.custom("lookup", (x, tokens), 8, flops=3))
+    g = builder()
+    part = g.build(g.custom("lookup", g.input(), g.token_ids("tokens"), flops=3))
     assert [op.writes for op in part.backward.operators] == [("d.x",)]
 
 
 def test_graphs_that_have_no_gradient_are_refused() -> None:
-    g = GraphBuilder("layer")
-    x = g.input("x", 8)
+    g = builder()
+    x = g.input()
     with pytest.raises(ValueError, match=r"layer: value gate.out is written twice"):
-        g.gemm("gate", g.gemm("gate", x, 8, 1), 8, 1)
+        g.columns("gate", g.columns("gate", x, 8), 8)
     with pytest.raises(ValueError, match=r"operator double reads the same value twice: x, x"):
         g.residual("double", x, x)
-    g = GraphBuilder("layer")
-    x = g.input("x", 8)
-    g.gemm("forgotten", x, 8, 1)
+    g = builder()
+    x = g.input()
+    g.columns("forgotten", x, 8)
     with pytest.raises(ValueError, match=r"forgotten.dgrad needs d.forgotten.out, which no operator writes"):
-        g.build(g.norm("norm", x, 1))
-    g = GraphBuilder("layer")
-    y = g.norm("norm", g.input("x", 8), 1)
-    g.activation("after", y, 8)
+        g.build(g.norm("norm", x))
+    g = builder()
+    y = g.norm("norm", g.input())
+    g.activation("after", y)
     with pytest.raises(ValueError, match=r"the output norm.out must not be read inside the part"):
         g.build(y)
 
 
 @pytest.mark.parametrize("name", ["two words", "", "hash#tag", "tab\t"])
 def test_operator_names_must_be_words(name: str) -> None:
-    g = GraphBuilder("layer")
-    y = g.activation(name, g.input("x", 8), 8)
+    g = builder()
+    y = g.activation(name, g.input())
     with pytest.raises(ValueError, match="a name is one word without '#'"):
         g.build(y)
 
@@ -437,10 +437,10 @@ def test_weight_gradients_at_once_come_before_input_gradients(shape: ModelShape)
 
 
 def test_what_ends_in_a_loss_has_the_same_operators_at_once() -> None:
-    g = two_way_builder("end")
-    x, targets = g.input("x", 8), g.constant("targets", 8)
-    scale = g.constant("loss_scale", 1, Precision.STATISTIC)
-    part = g.build(g.cross_entropy("loss", g.gemm("one", g.gemm("two", x, 8, 1), 8, 1), targets, scale, 8))
+    g = builder("end", tp=2)
+    x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
+    logits = g.rows("one", g.columns("two", x, 8), 8)
+    part = g.build(g.cross_entropy("loss", logits, targets, scale))
     at_once = part.at_once()
     assert at_once.evaluation == part.forward
     assert set(at_once.forward.operators) == {*part.forward.operators, *part.backward.operators}

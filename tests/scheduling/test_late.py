@@ -34,9 +34,9 @@ MICRO_BATCHES = 4
 def bench(
     micro_batches: int = MICRO_BATCHES, layers: int = LAYERS, pp: int = 1, rate: float = 8.4e9
 ) -> Bench:
-    """A model that is fused, on links on which it communicates almost as long as it computes."""
+    """A model in units of four layers, on links on which it communicates almost as long as it computes."""
     model = replace(SMALL, layers=layers, hidden=2048, ffn=5440, heads=32, kv_heads=32, sequence=256)
-    own = setting("braid_w", tp=2, pp=pp, micro_batches=micro_batches, model=model, fused=4)
+    own = setting("braid_w", tp=2, pp=pp, micro_batches=micro_batches, model=model, unit_layers=4)
     return modelled(cluster(gpus=2 * pp, intra=rate))(own)
 
 
@@ -51,7 +51,7 @@ def choices() -> Choices:
 
 
 def with_pairing(steps: Order, **more: Order) -> Choices:
-    """These decisions with an order of two runs; with ``2:`` in it, it leaves an end."""
+    """These decisions with an order of two units; with ``2:`` in it, it leaves an end."""
     orders = {sides: order for sides, order in choices().orders.items() if not sides.startswith(PAIR)}
     leaves = any(step.startswith("2:") for step in steps)
     return Choices(orders={**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more})
@@ -107,7 +107,7 @@ def ended(draw: st.DrawFn) -> Choices:
 
 
 def backward_spans(simulation: Simulation) -> dict[int, dict[str, Span]]:
-    """By micro-batch and the operator's name in the run; every operator once."""
+    """By micro-batch and the operator's name in the unit; every operator once."""
     names = {(op.place - 1, op.own_name): op.name for op in PART.backward.operators}
     assert len(names) == len(PART.backward.operators)
     found: dict[int, dict[str, Span]] = {}
@@ -248,11 +248,11 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
     seen = set()
     for one, _ in decisions(two):
         for sides, order in one.orders.items():
-            if sides.count("|") == 2 and "embedding" not in (run := sides.rpartition(":")[2]):
-                late = [two.parts[run].backward.named(name) for name in late_of(order)]
+            if sides.count("|") == 2 and "embedding" not in (unit := sides.rpartition(":")[2]):
+                late = [two.parts[unit].backward.named(name) for name in late_of(order)]
                 assert late
                 assert all(op.name.endswith(".wgrad") for op in late)
-                seen.add(run)
+                seen.add(unit)
     assert seen
 
 
@@ -272,7 +272,7 @@ def refused(steps: Iterable[str]) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda order: [*order, "1:qkv"], "1:qkv is no operator of the run"),
+        (lambda order: [*order, "1:qkv"], "1:qkv is no operator of the unit"),
         (lambda order: [n for n in order if n != order[0]], "{0} of B2.0 never runs"),
         (lambda order: [*order[1:], order[0]], "gradients are added up in the order of micro-batches"),
         (lambda order: [*order, f"1:{PART.backward.operators[0].name}"], "runs twice ({1} has run)"),
@@ -306,13 +306,13 @@ def test_an_end_that_nobody_has_left_is_refused() -> None:
     changed = [*schedule.stages[0]]
     changed[blocks[-1]] = Block((*passes_in(changed[blocks[-1]]), Pass(PassKind.END, 0, 0)))
     with pytest.raises(ScheduleError) as error:
-        linked(with_stage(schedule, 0, changed), two.setting.layout, LAYERS, two.parts)
+        linked(with_stage(schedule, 0, changed), two.setting.layout, two.setting.model.kinds, two.parts)
     assert "at [B1.0b|L0.0]: no block before it has left an end of B0.0" in str(error.value)
 
 
 def test_what_is_needed_cannot_be_left() -> None:
-    forward = [f"0:{op.name}" for op in ALONE.layer.forward.operators]
-    first, *between, last = (op.name for op in ALONE.layer.backward.operators)
+    forward = [f"0:{op.name}" for op in ALONE.members["layer"].forward.operators]
+    first, *between, last = (op.name for op in ALONE.members["layer"].backward.operators)
     middle = [f"1:{name}" for name in between]
     assert refused([*forward, f"2:{first}", *middle, f"1:{last}"]).startswith(
         f"order of F:layer|B:layer|L:layer: {first} is left to the end, but 1:"
@@ -322,8 +322,8 @@ def test_what_is_needed_cannot_be_left() -> None:
 
 def test_what_has_run_is_not_left() -> None:
     """An end of which the pass has done some already, or a step says that nothing of it is left."""
-    forward = [f"0:{op.name}" for op in ALONE.layer.forward.operators]
-    backward = [op.name for op in ALONE.layer.backward.operators]
+    forward = [f"0:{op.name}" for op in ALONE.members["layer"].forward.operators]
+    backward = [op.name for op in ALONE.members["layer"].backward.operators]
     own = [f"1:{name}" for name in backward if name != "qkv.wgrad"]
     assert "runs twice (mlp_in.wgrad has run)" in refused([*forward, *own, "2:mlp_in.wgrad", "2:qkv.wgrad"])
     whole = [*forward, *(f"1:{name}" for name in backward), "2:qkv.wgrad"]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import layer_part
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
@@ -29,8 +28,8 @@ Values = Mapping[int, set[str]]
 
 def ring_layer() -> Part:
     """A layer with tensor parallelism inside the node and ring attention between nodes."""
-    axes = {"tp": AxisPlacement(degree=2), "cp": AxisPlacement(degree=4, stream=Stream.INTER)}
-    return layer_part(PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", axes=axes, ep=1))
+    streams = {"cp": Stream.INTER}
+    return layer_part(PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", streams=streams))
 
 
 def acting(action: Action) -> Compute | Start | Wait:
@@ -350,12 +349,12 @@ def test_wrong_steps_of_an_order_are_refused() -> None:
         assert refused(step, *ORDER) == (f"{step!r}: operators of 2 passes are written 0:NAME to 1:NAME")
     for step in ("0:nothing", "0:qkv.dgrad", "1:qkv"):
         assert (
-            refused(step, *ORDER) == f"{step} is no operator of the run; plan anew for this model and layout"
+            refused(step, *ORDER) == f"{step} is no operator of the unit; plan anew for this model and layout"
         )
     assert refused(*ORDER, ORDER[3]) == f"{ORDER[3]} stands twice"
-    assert refused(*ORDER[1:]) == f"{ORDER[0]} of the run are missing"
+    assert refused(*ORDER[1:]) == f"{ORDER[0]} of the unit are missing"
     assert refused(ORDER[0]) == (
-        "0:activation, 0:attention, 0:attention_gather, 0:attention_residual of the run are missing"
+        "0:activation, 0:attention, 0:attention_gather, 0:attention_residual of the unit are missing"
     )
 
 
@@ -364,7 +363,7 @@ def test_ends_that_do_not_fit_are_refused() -> None:
     assert refused(*others, "2:qkv.dgrad", sides=LEAVING) == (
         "qkv.dgrad is left to the end, but 1:attention_gather.grad needs it"
     )
-    assert refused(*others, sides=LEAVING) == "1:qkv.dgrad of the run are missing", "nobody takes it up"
+    assert refused(*others, sides=LEAVING) == "1:qkv.dgrad of the unit are missing", "nobody takes it up"
     assert refused(*ORDER, "3:qkv.wgrad", sides=LEAVING) == (
         "'3:qkv.wgrad': operators of 3 passes are written 0:NAME to 2:NAME"
     )
@@ -377,17 +376,17 @@ def test_wrong_segments_are_refused() -> None:
         "segment 'qkv attention' must be written 'OPERATORS | OPERATORS', one per pass"
     )
     assert refused("qkv.dgrad | ", *SEGMENTS) == (
-        "0:qkv.dgrad is no operator of the run; plan anew for this model and layout"
+        "0:qkv.dgrad is no operator of the unit; plan anew for this model and layout"
     )
     assert refused(*SEGMENTS, "qkv | ") == "0:qkv stands twice"
-    assert "of the run are missing" in refused(*SEGMENTS[:-1])
+    assert "of the unit are missing" in refused(*SEGMENTS[:-1])
 
 
 def test_wrong_orders_of_one_pass_are_refused() -> None:
     names = [op.name for op in LAYER.forward.operators]
     alone = "F:layer"
     assert refused(*names, "qkv.dgrad", sides=alone).startswith(
-        "qkv.dgrad is no operator of the run; plan anew"
+        "qkv.dgrad is no operator of the unit; plan anew"
     )
     assert refused(*names, "qkv", sides=alone) == "qkv stands twice"
-    assert refused(*(name for name in names if name != "qkv"), sides=alone) == "qkv of the run are missing"
+    assert refused(*(name for name in names if name != "qkv"), sides=alone) == "qkv of the unit are missing"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import cycle
 
 import pytest
 import torch
@@ -18,25 +19,33 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.held import NoUpdate, held_bytes
+from braid.actors.stage.layers import LayerDefinition, ModuleContext, load_layers
+from braid.actors.stage.memory_meter import NoUpdate, held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.parameters import Place
+from braid.actors.stage.parameters import OperatorModule, Place
 from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.code import Code, Operation
-from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.layer_builder import LayerBuilder
+from braid.scheduling.layers import model_parts as every_part
+from braid.scheduling.link import link
+from braid.scheduling.lowering.lower import training_schedule, validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.pieces import with_pieces
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory, stage_parameters
-from braid.scheduling.planner.decide import modelled
+from braid.scheduling.operators import Part
+from braid.scheduling.planner.decide import measured
 from braid.scheduling.planner.orders import decisions
-from braid.scheduling.schedule import Reduce, Step, Strand
+from braid.scheduling.schedule import Reduce, Step
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
 from braid.scheduling.sweep import Sweep
 from braid.scheduling.validate import ScheduleError, check_memory, linked
+from tests.end_to_end.command import ROOT
 from tests.scheduling.cases import (
     GPT,
     LLAMA,
@@ -55,9 +64,43 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 
 
+class MlpLayer:
+    """A layer without attention, twice as wide inside."""
+
+    def graph(self, g: LayerBuilder) -> str:
+        shape, x = g.shape, g.input()
+        m = g.gather("gather", g.norm("norm", x))
+        m = g.columns("mlp_in", m, shape.ffn * (4 if shape.gated else 2), bias=shape.biases)
+        m = g.rows("mlp_out", g.activation("activation", m), shape.hidden)
+        return g.residual("residual", g.scatter("scatter", m), x, bias=shape.biases)
+
+    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
+        shape, name = context.shape, f"layers.{index}"
+        inner = {f"{name}.{part}": 2 * shape.ffn for part in (("gate", "up") if shape.gated else ("up",))}
+        return {
+            "norm": context.norm(f"{name}.norm"),
+            "mlp_in": context.columns(inner, shape.hidden, bias=shape.biases),
+            "activation": context.activation(),
+            "mlp_out": context.rows(f"{name}.out", 2 * shape.ffn, shape.hidden),
+            "residual": context.residual(f"{name}.out"),
+        }
+
+
+EXAMPLE = f"{ROOT}/docs/examples/parallel_layer.py:ParallelLayer"
+LAYERS: dict[str, LayerDefinition] = {**load_layers({"example": EXAMPLE}), "mlp": MlpLayer()}
+"""The family's own layer, and two others."""
+
+
+def graphs(shape: ModelShape, layout: ParallelLayout, policy: str = "none") -> dict[str, Part]:
+    """The parts of a model that may have all these layers."""
+    layers = {kind: definition.graph for kind, definition in LAYERS.items()}
+    return every_part(part_sizes(shape, layout, MICRO_BATCH), layers, policy)
+
+
 def stage_model(shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str = "fp32") -> StageModel:
     """The modules of a rank, not initialised."""
     return StageModel(
+        layers=LAYERS,
         shape=shape,
         layout=layout,
         place=Place.of(layout.mesh, rank),
@@ -75,23 +118,28 @@ def stage_model(shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("tied_head", [False, True])
+@pytest.mark.parametrize("pattern", ["layer", "layer 2*example mlp"])
 def test_parameters_are_those_of_the_model(
-    shape: ModelShape, tp: int, pp: int, folded: bool, tied_head: bool
+    shape: ModelShape, tp: int, pp: int, folded: bool, tied_head: bool, pattern: str
 ) -> None:
-    shape = replace(shape, tied_head=tied_head, vocabulary=97)  # not divisible: ranks differ
+    # A vocabulary that is not divisible: ranks differ.
+    shape = replace(shape, tied_head=tied_head, vocabulary=97, pattern=pattern)
     layout = ParallelLayout(tp=tp, pp=pp, placement=Placement.FOLDED if folded else Placement.LINEAR)
     models = [stage_model(shape, layout, rank) for rank in range(layout.ranks)]
+    parts = graphs(shape, layout)
+    code = link(validation_schedule(layout, 1, parts), layout, shape.kinds, parts)
     for stage in range(pp):
         ranks = [m for rank, m in enumerate(models) if layout.coordinate(rank)["pp"] == stage]
         held = [sum(parameter.tensor.numel() for parameter in model.parameters) for model in ranks]
-        assert stage_parameters(shape, layout, stage) == held[0] == max(held)
+        assert stage_parameters(code, shape, stage) == held[0] == max(held)
     slices = {
         (piece.source.name, piece.offsets): piece.of_local(parameter.tensor).numel()
         for model in models
         for parameter in model.parameters
         for piece in parameter.slices
     }
-    assert sum(slices.values()) == shape.parameters()
+    if pattern == "layer":
+        assert sum(slices.values()) == shape.parameters()
 
 
 # -- what a rank really holds --------------------------------------------------------------------------------
@@ -103,13 +151,15 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
     if layout.ranks > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
-        yield build_mesh(layout, rank, timeout=timedelta(seconds=1), strands=tuple(Strand))
+        yield build_mesh(layout, rank, timeout=timedelta(seconds=1))
     finally:
         if layout.ranks > 1:
             dist.destroy_process_group()
 
 
-def measured(shape: ModelShape, code: Code, stage: int, dtype: str = "fp32") -> list[tuple[Operation, int]]:
+def held_for_real(
+    shape: ModelShape, code: Code, stage: int, dtype: str = "fp32"
+) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
     Tokens and parameters do not count.
@@ -140,7 +190,7 @@ def measured(shape: ModelShape, code: Code, stage: int, dtype: str = "fp32") -> 
 def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
     for stage, stretches in enumerate(code.stages):
-        found = iter(measured(shape, code, stage, dtype))
+        found = iter(held_for_real(shape, code, stage, dtype))
         sweep, during = Sweep(DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
         most = 0
         for stretch, said in zip(stretches, during, strict=True):
@@ -159,28 +209,28 @@ def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, the layout that it runs on, longest run of layers and chunks of collectives."""
+    """A schedule, the layout that it runs on, most layers of a unit and pieces of collectives."""
 
     name: str
     stages: int
     tp: int
-    fused: int = 0
-    split: int = 1
+    unit_layers: int = 0
+    pieces: int = 1
 
 
 CASES = (
     Case("megatron", 1, 1),
     Case("megatron", 2, 2),
-    Case("eager", 2, 1, fused=2),
+    Case("eager", 2, 1, unit_layers=2),
     Case("folded", 2, 2),
     Case("interleaved", 2, 1),
-    Case("intra_batch", 1, 2, split=2),
-    Case("intra_batch", 2, 2, split=4),
+    Case("intra_batch", 1, 2, pieces=2),
+    Case("intra_batch", 2, 2, pieces=4),
     Case("wavelet", 2, 1),
     Case("dhelix", 2, 2),
     Case("dualpipev", 2, 1),
     Case("zbv", 2, 2),
-    Case("braid_w", 1, 2, fused=2),
+    Case("braid_w", 1, 2, unit_layers=2),
     Case("braid_w", 2, 1),
     Case("braid_twins", 1, 2),
     Case("two_beside_one", 1, 2),
@@ -205,22 +255,39 @@ def codes(shape: ModelShape, case: Case, policy: str) -> list[Code]:
         workload=Workload(global_batch=6 * MICRO_BATCH, micro_batch=MICRO_BATCH),
         schedule=case.name,
         recompute=policy,
-        fused=case.fused,
-        split=case.split,
+        unit_layers=case.unit_layers,
+        pieces=case.pieces,
     )
-    bench = modelled(cluster(gpus=layout.ranks, intra=1e8))(setting)
+    parts, spec = graphs(shape, layout, policy), cluster(gpus=layout.ranks, intra=1e8)
+    bench = measured(parts, analytic_profile(spec, layout, with_pieces(parts, case.pieces)))(setting)
     return [
-        linked(training_schedule(setting, bench.parts, choices), layout, shape.layers, bench.parts)
+        linked(training_schedule(setting, bench.parts, choices), layout, shape.kinds, bench.parts)
         for choices, _ in decisions(bench)
     ]
 
 
 @pytest.mark.parametrize(("shape", "case", "policy"), SHAPED)
+@pytest.mark.slow
 def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, policy: str) -> None:
     shape = replace(shape, layers=4)
     found = codes(shape, case, policy)
     assert found
     for code in found:
+        assert_exact(shape, code)
+
+
+MIXED = [
+    pytest.param((LLAMA, GPT)[n % 2], case, policy, id=f"{case.name}-{case.stages}-{case.tp}-{policy}")
+    for n, (case, policy) in enumerate(zip(CASES, cycle(RECOMPUTE_POLICIES), strict=False))
+]
+
+
+@pytest.mark.parametrize(("shape", "case", "policy"), MIXED)
+def test_activations_of_layers_of_several_kinds_are_counted_to_the_byte(
+    shape: ModelShape, case: Case, policy: str
+) -> None:
+    shape = replace(shape, layers=4, pattern="layer mlp")
+    for code in codes(shape, case, policy):
         assert_exact(shape, code)
 
 
@@ -234,7 +301,7 @@ def test_activations_of_any_width_are_counted_to_the_byte(
     shape = replace(shape, layers=4, vocabulary=vocabulary)
     setting = setting_for("megatron", ParallelLayout(tp=2), 2, model=shape)
     parts = model_parts(shape, 2)
-    assert_exact(shape, linked(training_schedule(setting, parts), setting.layout, 4, parts), dtype)
+    assert_exact(shape, linked(training_schedule(setting, parts), setting.layout, shape.kinds, parts), dtype)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -242,7 +309,7 @@ def test_late_layers_hold_less_for_real(stage: int) -> None:
     """Of the first stage's chunks the first waits longer: p = 2 holds it 3 times beside the last, once."""
     schedule = named_schedule("folded", 2, 4, 2)
     layouts = [replace(layout_for("folded", 2, 2), late_layers=late) for late in (0, 1)]
-    peaks = [max(held for _, held in measured(LLAMA, code_of(schedule, one), stage)) for one in layouts]
+    peaks = [max(held for _, held in held_for_real(LLAMA, code_of(schedule, one), stage)) for one in layouts]
     saved = model_parts(tp=2)["layer"].saved_bytes(4)
     assert peaks[0] - peaks[1] == pytest.approx(2 * saved if stage == 0 else 0, abs=saved / 4)
 

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.code import Compute, Node, Start
-from braid.scheduling.graph_builder import AxisPlacement
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
-from braid.scheduling.schedule import Reduce
+from braid.scheduling.schedule import sums_in
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
+from braid.scheduling.units import chunk_parameters
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import GPT, LLAMA, in_turn, setting_for
 
@@ -67,13 +66,9 @@ def parts_of(
     shape: ModelShape, tp: int, cp: int, ep: int, context: str = "all_gather", recompute: str = "none"
 ) -> dict[str, Part]:
     """Parts whose experts and context are parallel between nodes."""
-    axes = {
-        "tp": AxisPlacement(degree=tp),
-        "cp": AxisPlacement(degree=cp, stream=Stream.INTER),
-        "ep": AxisPlacement(degree=ep, stream=Stream.INTER),
-    }
+    streams = {"cp": Stream.INTER, "ep": Stream.INTER}
     layout = ParallelLayout(dp=ep, tp=tp, cp=cp, ep=ep)
-    return built_in_parts(part_sizes(shape, layout, B, axes, context), recompute)
+    return built_in_parts(part_sizes(shape, layout, B, streams, context), recompute)
 
 
 def layer_of(
@@ -257,7 +252,8 @@ def test_expert_parallelism_shares_out_parameters_not_activations() -> None:
     """Every rank works on as many tokens as it sends."""
     saved = {layer_of(MOE, 2, 1, ep).saved_bytes(2) for ep in (1, 2, 4, 8)}
     assert len(saved) == 1
-    held = [chunk_parameters(MOE, ParallelLayout(dp=8, tp=2, ep=ep), 0) for ep in (1, 2, 4, 8)]
+    layouts = [ParallelLayout(dp=8, tp=2, ep=ep) for ep in (1, 2, 4, 8)]
+    held = [chunk_parameters(parts_of(MOE, 2, 1, own.ep), own, MOE.kinds, 0) for own in layouts]
     each = MOE.layers * 3 * MOE.hidden * MOE.ffn // 2
     assert [parameters.experts for parameters in held] == [each * 8, each * 4, each * 2, each]
     assert len({parameters.dense for parameters in held}) == 1
@@ -287,8 +283,8 @@ def test_schedules_of_these_layers_are_valid(name: str, shape: ModelShape, ep: i
     method = setting.kind.pairs
     choices = Choices(orders=in_turn(parts["layer"], method) if method else {})
     schedule = training_schedule(setting, parts, choices)
-    code = linked(schedule, layout, shape.layers, parts)
-    sums = {i.axis for i in schedule.stages[0] if isinstance(i, Reduce) and i.chunk is not None}
+    code = linked(schedule, layout, shape.kinds, parts)
+    sums = {one.axis for i in schedule.stages[0] for one in sums_in(i)}
     assert sums == {"tp", "dp"} | ({"edp"} if shape.experts and ep < 4 else set())
     ran = [
         operation.what.operator.name

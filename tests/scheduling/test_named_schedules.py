@@ -1,5 +1,7 @@
 """The table of named schedules, what they need, and what they refuse."""
 
+from functools import partial
+
 import pytest
 
 from braid.scheduling.lowering.lower import Choices, training_schedule
@@ -10,6 +12,7 @@ from braid.scheduling.lowering.pipelines import (
     eager_paired_w,
     folded_w,
     interleaved,
+    layer_by_layer,
     one_forward_one_backward,
     paired_w,
     twin_ended,
@@ -90,7 +93,10 @@ def test_generators_want_their_layout() -> None:
         interleaved: Placement.INTERLEAVED,
         bidirectional: Placement.BIDIRECTIONAL,
     }
-    assert {kind.generator: kind.placement for kind in PIPELINES.values()} == generators
+    named = {kind.generator: kind.placement for kind in PIPELINES.values()}
+    together = {one: placement for one, placement in named.items() if isinstance(one, partial)}
+    assert {one.func for one in together} == {layer_by_layer}
+    assert {one: placement for one, placement in named.items() if one not in together} == generators
     for generator, wanted in generators.items():
         for placement in Placement:
             if placement is not wanted:
@@ -102,4 +108,6 @@ def test_braid_searches_the_pipelines_of_all_its_points() -> None:
     points = [SCHEDULES[name] for name in POINTS]
     assert {pipeline for kind in points for pipeline in kind.pipelines} == set(SCHEDULES["braid"].pipelines)
     assert all(len(kind.pipelines) == 1 and kind.searched for kind in points)
-    assert {kind.pairs for kind in points} == {PairMethod.ORDER}
+    alone = {kind.pipelines[0] for kind in points if kind.pairs is None}
+    assert alone == {name for name, one in PIPELINES.items() if isinstance(one.generator, partial)}
+    assert {kind.pairs for kind in points} == {PairMethod.ORDER, None}

@@ -52,7 +52,7 @@ def test_algorithm_1_leaves_hidden_communication_whole() -> None:
 
 def test_algorithm_1_cuts_evenly_without_groups() -> None:
     assert rule(is_group_partitioned=False) == (1 / 8,) * 8
-    assert rule(is_group_partitioned=False, max_chunks=4) == (1 / 4,) * 4
+    assert rule(is_group_partitioned=False, max_pieces=4) == (1 / 4,) * 4
     assert rule(is_group_partitioned=False, in_cost=40) == (1 / 2,) * 2
     assert rule(is_group_partitioned=False, in_cost=30) == (1 / 3,) * 3
     assert rule(is_group_partitioned=False, in_cost=1) == (1 / 8,) * 8
@@ -195,7 +195,7 @@ def test_chain_comes_before_a_reduce_scatter() -> None:
 
 def test_large_gathers_are_cut_and_small_ones_are_not() -> None:
     large = schedule_operation(case(Kind.ALL_GATHER, 4096, 8192, 0), CLUSTER)
-    assert large.scheme.chunks > 1 or large.scheme.uneven
+    assert large.scheme.pieces > 1 or large.scheme.uneven
     assert large.ns < 0.8 * large.unpartitioned_ns
     hidden = case(Kind.ALL_GATHER, 256, 512, 50_000_000)
     small = schedule_operation(hidden, CLUSTER)
@@ -218,5 +218,5 @@ def test_rule_follows_the_granularity_with_groups() -> None:
 def test_rule_cuts_other_collectives_evenly() -> None:
     decision = schedule_operation(case(Kind.REDUCE_SCATTER, 4096, 8192, 0), CLUSTER)
     assert decision.granularity == (1 / 8,) * 8
-    assert decision.algorithm_1.chunks == 8
+    assert decision.algorithm_1.pieces == 8
     assert decision.algorithm_1.operators == 2

@@ -17,7 +17,6 @@ from braid.scheduling.planner.list_schedule import (
     issue_ns,
     list_schedule,
     pairing_order,
-    serial_order,
     switching_order,
     turns_order,
 )
@@ -33,7 +32,6 @@ from braid.scheduling.planner.pairing import (
     is_segment,
     pair,
     pairing_of,
-    round_robin,
     segment_ns,
 )
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
@@ -42,7 +40,14 @@ from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Placement, Workload
-from tests.scheduling.pairing_cases import brute_force, made_up_problem, orders, segmentations
+from tests.scheduling.pairing_cases import (
+    brute_force,
+    made_up_problem,
+    orders,
+    round_robin,
+    segmentations,
+    serial_order,
+)
 from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
 GRAPHS = 500
@@ -151,7 +156,7 @@ def bench_of(model: str = "llama-25b", cluster: str = "a40", layers: int = 4, pp
 def test_cost_of_two_single_operators_is_the_profiled_pair(cluster: str) -> None:
     bench = bench_of(cluster=cluster)
     problem, profile = layer_pair(bench), bench.profile
-    forward, backward = bench.layer.forward.operators, bench.layer.backward.operators
+    forward, backward = bench.members["layer"].forward.operators, bench.members["layer"].backward.operators
     seen = 0
     for (i, first), (j, second) in product(enumerate(forward), enumerate(backward)):
         if first.stream is second.stream:

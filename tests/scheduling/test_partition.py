@@ -12,7 +12,7 @@ from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind
 from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul, pointwise
 from braid.scheduling.planner.partition import (
-    CHUNK_COUNTS,
+    PIECE_COUNTS,
     Collective,
     Coverage,
     PartitionSpace,
@@ -112,11 +112,11 @@ def run_stage(stage: Stage, mesh: tuple[int, ...], per_node: int, held: list[Blo
 
 
 def run_scheme(scheme: Scheme, per_node: int, start: list[Blocks]) -> list[Blocks]:
-    """All stages of all chunks; the results of stages that nobody moves on, joined."""
+    """All stages of all pieces; the results of stages that nobody moves on, joined."""
     ranks = len(start)
     pieces = []
-    for c in range(scheme.chunks):
-        cut = slice(c * WIDTH // scheme.chunks, (c + 1) * WIDTH // scheme.chunks)
+    for c in range(scheme.pieces):
+        cut = slice(c * WIDTH // scheme.pieces, (c + 1) * WIDTH // scheme.pieces)
         initial = [{b: part[cut] for b, part in blocks.items()} for blocks in start]
         outputs: list[list[Blocks]] = []
         known = [set() if scheme.stages[0].share else None for _ in range(ranks)]
@@ -181,11 +181,11 @@ def test_first_scheme_is_the_collective_itself_and_none_comes_twice() -> None:
     for kind in KINDS:
         space = whole_space(kind, Group(size=8, per_node=2))
         first = space.schemes[0]
-        assert (first.mesh, first.chunks, len(first.stages)) == ((8,), 1, 1)
+        assert (first.mesh, first.pieces, len(first.stages)) == ((8,), 1, 1)
         cost = collective_ns(CLUSTER, kind, 8 * BLOCK_BYTES, Group(size=8, per_node=2))
         assert stage_ns(CLUSTER, first.stages[0]) == cost
         assert len(set(space.schemes)) == len(space.schemes)
-        assert {scheme.chunks for scheme in space.schemes} == set(CHUNK_COUNTS)
+        assert {scheme.pieces for scheme in space.schemes} == set(PIECE_COUNTS)
 
 
 def test_all_reduce_is_substituted_by_scatter_and_gather_and_by_nothing_dearer() -> None:
@@ -266,14 +266,14 @@ def test_cut_chain_computes_what_the_whole_chain_computes(dims: tuple[str, str])
     x, w = rng.normal(size=(6, 16)), rng.normal(size=(16, 8))
     whole = compute("norm", compute("relu", compute("product", x, w), w), w)
     cuts = {
-        (scheme.dim, scheme.operators, scheme.chunks)
+        (scheme.dim, scheme.operators, scheme.pieces)
         for scheme in whole_space(Kind.ALL_GATHER, GROUPS[3], CHAIN, dims).schemes
         if scheme.dim is not None
     }
     assert {dim for dim, _, _ in cuts} == set(dims)
-    for dim, operators, chunks in cuts:
+    for dim, operators, pieces in cuts:
         parts = []
-        for index in np.array_split(np.arange({"rows": 6, "in": 16, "out": 8}[dim]), chunks):
+        for index in np.array_split(np.arange({"rows": 6, "in": 16, "out": 8}[dim]), pieces):
             a, b = x, w
             if dim == "rows":
                 a = x[index]
@@ -303,7 +303,7 @@ def test_cuts_stop_where_the_dims_do() -> None:
     assert reasons["cut along out of 3 operators and more"] == "norm is coupled along it"
     assert reasons["cut along head of 1 operators and more"] == "product has no such dim"
     assert "contracts it" in reasons["cut along in of 2 operators and more"]
-    assert reasons["4 chunks along rows of product"] == "4 does not divide 6"
+    assert reasons["4 pieces along rows of product"] == "4 does not divide 6"
 
 
 def test_schemes_are_data() -> None:

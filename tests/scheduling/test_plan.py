@@ -9,7 +9,7 @@ from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout, plan_of
-from braid.scheduling.planner.decide import UNFUSED, evaluate, replay, variants
+from braid.scheduling.planner.decide import PART_BY_PART, evaluate, replay, variants
 from braid.scheduling.planner.explain import explain
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import SMALL, cluster, setting
@@ -35,7 +35,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "message"),
     [
-        (r"braid_plan: 3", "braid_plan: 7", r"braid_plan=7 is not version 3; make the plan anew"),
+        (r"braid_plan: 4", "braid_plan: 7", r"braid_plan=7 is not version 4; make the plan anew"),
         (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
@@ -52,7 +52,9 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
         (r"  pipeline: \w+", "  pipeline: zigzag", r"pipeline='zigzag' must be one of w, twins, eager_w, v"),
         (r"  pipeline: \w+", "  pipeline: 1f1b", r"pipeline='1f1b' must be one of w, twins, eager_w, v"),
         (r"  hop: \d", "  hop: 9", r"hop=9 must be one of "),
-        (r"  fused: 0", "  fused: 9", r"fused=9 must be between 0 and 8 layers"),
+        (r"  unit_layers: 0", "  fused: 4", r"'fused' is called 'unit_layers'; write that and braid_plan: 4"),
+        (r"  pieces: 1", "  split: 2", r"'split' is called 'pieces'; write that and braid_plan: 4"),
+        (r"  unit_layers: 0", "  unit_layers: 9", r"unit_layers=9 must be between 0 and 8 layers"),
         (r"  schedule: braid", "  scedule: braid", r"unknown key 'scedule'; did you mean 'schedule'\?"),
         (r"global_batch: 8", "global_batch: 7", None),
     ],
@@ -83,7 +85,7 @@ def replayed(plan: Plan, sides: str, steps: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("0:qkv", "0:qvk", "0:qvk is no operator of the run"),
+        ("0:qkv", "0:qvk", "0:qvk is no operator of the unit"),
         ("0:qkv", "0:projection", "0:projection stands twice"),
         ("0:qkv", "qkv", r"'qkv': operators of \d passes are written 0:NAME to \d:NAME"),
         ("0:qkv", "F:qkv", r"'F:qkv': operators of \d passes are written 0:NAME to \d:NAME"),
@@ -122,6 +124,7 @@ def test_a_pairing_that_reads_too_early_is_refused() -> None:
         replayed(plan, sides, tuple(steps))
 
 
+@pytest.mark.slow
 def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     spec = cluster(nodes=2, gpus=4, inter=2e9)
     search = Search(model=SMALL, global_batch=32)
@@ -187,7 +190,7 @@ def test_explain_says_what_would_help(schedule: str) -> None:
     """Of plans in which hops and chunks are decided, too: they are decided anew."""
     plan = made(schedule)
     assert bool(plan.setting.hop) is (schedule == "braid_eager")
-    assert (plan.setting.split > 1) is (schedule == "intra_batch")
+    assert (plan.setting.pieces > 1) is (schedule == "intra_batch")
     explanation = explain(plan, cluster(nodes=2, gpus=4))
     assert explanation.ideal_overlap_seconds < plan.score.step_seconds
     changes = {answer.change: answer for answer in explanation.what_if}
@@ -201,13 +204,13 @@ def test_more_hops_than_decided_are_not_tried() -> None:
     """A number of slots is one of its pipeline's: others of the same schedule have none, or others."""
     spec = cluster(nodes=2, gpus=4)
     own = setting("braid", tp=4, pp=2, micro_batches=8, pipeline="eager_w")
-    assert {(one.pipeline, one.hop) for one in variants(own, UNFUSED)} == {
+    assert {(one.pipeline, one.hop) for one in variants(own, PART_BY_PART)} == {
         ("w", 0),
         *(("eager_w", hop) for hop in PIPELINES["eager_w"].hops),
         ("v", 0),
     }
     fixed = replace(own, hop=3)
-    assert [*variants(fixed, UNFUSED)] == [fixed]
+    assert [*variants(fixed, PART_BY_PART)] == [fixed]
     outcome = evaluate(fixed, spec)
     assert (outcome.setting.pipeline, outcome.setting.hop) == ("eager_w", 3)
     assert evaluate(own, spec).step_ns <= outcome.step_ns

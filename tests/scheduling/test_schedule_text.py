@@ -94,18 +94,18 @@ SCHEDULES = st.builds(
     micro_batches=NUMBERS,
     stages=st.lists(st.lists(INSTRUCTIONS, max_size=30).map(tuple), max_size=4).map(tuple),
     programs=programs(),
-    fused=st.integers(0, 8),
-    split=st.integers(1, 64),
+    unit_layers=st.integers(0, 8),
+    pieces=st.integers(1, 64),
 )
 
 SMALL = """\
-braid schedule 4
+braid schedule 5
 name small
 stages 2
 chunks 2
 micro_batches 1
-fused 0
-split 1
+unit 0
+pieces 1
 
 stage 0
   F0.0 SEND(F0.1>1)

@@ -96,9 +96,9 @@ def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
         ("name small", 2, "expected 'name' and one word, found 'stages 2'"),
         ("stages 2", 3, "expected 'stages' and a number, found 'chunks 2'"),
         ("chunks 2", 4, "expected 'chunks' and a number, found 'micro_batches 1'"),
-        ("micro_batches 1", 5, "expected 'micro_batches' and a number, found 'fused 0'"),
-        ("fused 0", 6, "expected 'fused' and a number, found 'split 1'"),
-        ("split 1", 8, "expected 'split' and a number, found 'stage 0'"),
+        ("micro_batches 1", 5, "expected 'micro_batches' and a number, found 'unit 0'"),
+        ("unit 0", 6, "expected 'unit' and a number, found 'pieces 1'"),
+        ("pieces 1", 8, "expected 'pieces' and a number, found 'stage 0'"),
     ],
 )
 def test_missing_header_lines(line: str, number: int, cause: str) -> None:
@@ -114,10 +114,12 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("chunks 2", "chunks -2", "line 4: expected 'chunks' and a number, found 'chunks -2'"),
         ("chunks 2", "chunks ٢", "line 4: expected 'chunks' and a number, found 'chunks ٢'"),
         ("micro_batches 1", "micro_batches 1 2", "line 5: expected 'micro_batches' and a number, found"),
-        ("fused 0", "fused two", "line 6: expected 'fused' and a number, found 'fused two'"),
-        ("split 1", "split 0", "line 7: a split is into 1 chunk or more"),
-        ("split 1", "split 02", "line 7: expected 'split' and a number, found 'split 02'"),
-        ("split 1", "split 1\nsplit 2", "line 8: expected 'stage 0', found 'split 2'"),
+        ("unit 0", "fused 4", "line 6: expected 'unit' and a number, found 'fused 4'; write 'unit 4'"),
+        ("unit 0", "unit two", "line 6: expected 'unit' and a number, found 'unit two'"),
+        ("pieces 1", "split 2", "line 7: expected 'pieces' and a number, found 'split 2'; write 'pieces 2'"),
+        ("pieces 1", "pieces 0", "line 7: a collective is in 1 piece or more"),
+        ("pieces 1", "pieces 02", "line 7: expected 'pieces' and a number, found 'pieces 02'"),
+        ("pieces 1", "pieces 1\npieces 2", "line 8: expected 'stage 0', found 'pieces 2'"),
         ("stages 2", "stages 3", "line 3: the header says 3 stages, 2 follow"),
         ("stages 2", "stages 1", "line 3: the header says 1 stages, 2 follow"),
         ("stage 0\n", "", "line 9: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),
@@ -208,24 +210,31 @@ program layer|layer
 
 def test_text_of_version_3_is_refused_with_a_remedy() -> None:
     assert refused(VERSION_3) == (
-        "schedule, line 1: expected 'braid schedule 4', found 'braid schedule 3'; "
+        "schedule, line 1: expected 'braid schedule 5', found 'braid schedule 3'; "
         "if another version of Braid wrote the file, make it anew with 'braid schedule'"
+    )
+
+
+def test_text_of_version_4_is_refused_with_what_to_write() -> None:
+    assert refused(SMALL.replace("braid schedule 5", "braid schedule 4")) == (
+        "schedule, line 1: 'braid schedule 4' has other keywords; "
+        "write 'unit' for 'fused', 'pieces' for 'split' and 'braid schedule 5'"
     )
 
 
 @pytest.mark.parametrize(
     "first",
-    ["braid schedule 3", "braid schedule 5", "braid schedule 40", "braid schedule", "schedule 4", "F0.0"],
+    ["braid schedule 3", "braid schedule 6", "braid schedule 50", "braid schedule", "schedule 5", "F0.0"],
 )
 def test_another_version_is_refused_with_a_remedy(first: str) -> None:
-    message = refused(SMALL.replace("braid schedule 4", first))
-    assert message.startswith(f"schedule, line 1: expected 'braid schedule 4', found {first!r}; ")
+    message = refused(SMALL.replace("braid schedule 5", first))
+    assert message.startswith(f"schedule, line 1: expected 'braid schedule 5', found {first!r}; ")
     assert message.endswith("if another version of Braid wrote the file, make it anew with 'braid schedule'")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_an_empty_text_is_refused(text: str) -> None:
-    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 4', found ''; ")
+    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 5', found ''; ")
 
 
 def test_a_text_that_ends_in_the_header_is_refused() -> None:

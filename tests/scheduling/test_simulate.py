@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from braid.scheduling.code import Compute, Message, Start, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
-from braid.scheduling.memory import chunk_parameters
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
@@ -21,6 +20,7 @@ from braid.scheduling.simulator.engine import Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span, communication, merge
+from braid.scheduling.units import chunk_parameters
 from tests.scheduling.plans import (
     SMALL,
     cluster,
@@ -37,7 +37,7 @@ PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs is not None]
 
 def layer_ns(bench: Bench) -> int:
     """Solo times of a layer's two passes added up."""
-    graphs = bench.layer.forward, bench.layer.backward
+    graphs = bench.members["layer"].forward, bench.members["layer"].backward
     return sum(bench.profile.solo(op.key) for graph in graphs for op in graph.operators)
 
 
@@ -106,7 +106,7 @@ def test_every_sum_and_the_update_have_their_price(
     for stage, rank in enumerate(result.ranks):
         expected: dict[str, float] = {}
         for chunk in layout.chunks_of(stage):
-            held = chunk_parameters(model, layout, chunk)
+            held = chunk_parameters(bench.members, layout, model.kinds, chunk)
             if layout.tp > 1:
                 expected[f"gradients.{chunk} tp"] = profile.transfer_ns("tp", Kind.ALL_REDUCE, held.whole * 4)
             if model.tied_head:
@@ -127,7 +127,7 @@ def test_every_sum_and_the_update_have_their_price(
             if layout.degree(axis) > 1:
                 expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
         most = max(
-            sum(chunk_parameters(model, layout, chunk).total for chunk in layout.chunks_of(number))
+            sum(result.code.parameters(chunk).total for chunk in layout.chunks_of(number))
             for number in range(layout.pp)
         )
         share = most / (layout.dp if zero else 1)
@@ -175,11 +175,11 @@ def layer_beside(
     compute: int, moved: int, oef: float, *, together: bool = True, **costs: dict[str, int]
 ) -> float:
     """What a layer takes in which nothing costs but a gather and a GEMM, one beside the other or after it."""
-    own = setting("intra_batch", tp=2, micro_batches=1, split=1)
+    own = setting("intra_batch", tp=2, micro_batches=1, pieces=1)
     bench = with_free_ends(modelled(cluster(gpus=2, oef=oef))(own))
     solo = dict.fromkeys(bench.profile.solo_ns, 0) | {GATHER: moved, GEMM: compute}
     alone = replace(bench, profile=replace(bench.profile, solo_ns=solo, **costs))
-    order = [op.name for op in bench.layer.backward.operators]
+    order = [op.name for op in bench.members["layer"].backward.operators]
     order.remove("mlp_in.wgrad")
     order.insert(order.index("mlp_gather.grad") + (1 if together else 0), "mlp_in.wgrad")
     result = lowered(alone, Choices(orders={"B:layer": tuple(order)}))
@@ -272,7 +272,7 @@ def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str
     for stage, rank in enumerate((0, 2)):
         own = [span for span in spans if span.rank == rank]
         layers = [s for s in own if 0 <= s.layer < model.layers]
-        count = len(bench.layer.forward.operators) + len(bench.layer.backward.operators)
+        count = len(bench.members["layer"].forward.operators) + len(bench.members["layer"].backward.operators)
         held = sum(
             len(bench.setting.layout.layers_of(c, model.layers))
             for c in bench.setting.layout.chunks_of(stage)

@@ -33,6 +33,8 @@ from tests.scheduling.cases import (
 )
 from tests.scheduling.executor_on_names import runs
 
+pytestmark = pytest.mark.slow
+
 
 def refusal(schedule: Schedule, layout: ParallelLayout) -> str | None:
     """Why validation refuses a schedule, or None."""

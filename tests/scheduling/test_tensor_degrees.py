@@ -21,7 +21,6 @@ from braid.scheduling.planner.degree_problem import (
     replica_batch,
 )
 from braid.scheduling.planner.tensor_degrees import (
-    brute_force,
     describe_degrees,
     plan_degrees,
     strategy_cost,
@@ -31,6 +30,20 @@ from braid.scheduling.planner.tensor_degrees import (
 
 PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 GIB = 2**30
+
+
+def brute_force(problem: DegreeProblem) -> tuple[int, tuple[int, ...]]:
+    """Cost and degrees of the best strategy, found by looking at all; `ValueError` if none fits."""
+    fitting = [
+        (strategy_cost(problem, degrees), degrees)
+        for degrees in product(problem.degrees, repeat=problem.layers)
+        if strategy_memory_bytes(problem, degrees) <= problem.memory_limit_bytes
+    ]
+    if not fitting:
+        raise ValueError("nothing fits")
+    return min(fitting)
+
+
 RTX3090_BYTES = 24 * GIB * 95 // 100
 """What a planner may use of 24 GiB."""
 

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.analytic import axis_placements
+from braid.scheduling.analytic import axis_streams
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ParallelLayout
@@ -51,7 +51,7 @@ def test_ranks_that_fill_nodes_in_order_lie_where_the_planner_takes_them_to(
 ) -> None:
     layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
     hosts = [f"node {rank // per_node}" for rank in range(layout.ranks)]
-    planned = axis_placements(layout, per_node)["tp"].stream
+    planned = axis_streams(layout, per_node)["tp"]
     found = Topology(layout.mesh, hosts).streams().get("tp", Stream.INTRA)
     # A tensor-parallel degree that does not divide a node's GPUs has some groups inside, some over two nodes.
     assert found is planned or per_node % tp

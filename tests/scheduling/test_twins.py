@@ -174,8 +174,8 @@ def test_without_a_program_of_their_own_one_goes_behind_the_other() -> None:
     code = code_of(replace(schedule, programs=without), LAYOUT)
     for place in twin_places(schedule):
         turns = [operation.turn for operation in code.stages[0][place].operations]
-        runs = [turn for n, turn in enumerate(turns) if n == 0 or turns[n - 1] != turn]
-        assert len(runs) <= 2 * len(PARTS), "pass by pass, run by run"
+        rows = [turn for n, turn in enumerate(turns) if n == 0 or turns[n - 1] != turn]
+        assert len(rows) <= 2 * len(PARTS), "pass by pass, unit by unit"
 
 
 def one_after_the_other(schedule: Schedule) -> tuple[Instruction, ...]:
@@ -194,19 +194,22 @@ def one_after_the_other(schedule: Schedule) -> tuple[Instruction, ...]:
     intra=st.floats(2e9, 4e10),
     m=st.integers(3, 7),
     recompute=st.sampled_from(["none", "selective", "full"]),
-    fused=st.sampled_from([0, 2]),
+    unit_layers=st.sampled_from([0, 2]),
 )
 @settings(max_examples=10, deadline=None)
-def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, fused: int) -> None:
+@pytest.mark.slow
+def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, unit_layers: int) -> None:
     """The simulator runs them as the machine of the search does."""
     small = replace(setting().model, layers=2)
-    case = setting("braid_twins", tp=2, micro_batches=m, model=small, recompute=recompute, fused=fused)
+    case = setting(
+        "braid_twins", tp=2, micro_batches=m, model=small, recompute=recompute, unit_layers=unit_layers
+    )
     bench = modelled(cluster(gpus=2, intra=intra))(case)
     found = fastest(bench)
     run = found.simulation.ranks[0].blocks[0]
     assert [str(one) for one in run.stretch.block_passes] == ["F0.0", "F1.0b"]
     expected = 0.0
-    for name in held(fused):
+    for name in held(unit_layers):
         graph = bench.parts[name].forward
         if (Side(F, name),) * 2 in found.code.schedule.programs:
             problem = joint_problem([graph, graph], bench.profile)
@@ -222,9 +225,9 @@ def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, 
     assert {span.layer for span in spans} == {0, 1}
 
 
-def held(fused: int) -> list[str]:
-    """The runs of two layers."""
-    return ["embedding+2*layer+head"] if fused else ["embedding", "layer", "layer", "head"]
+def held(unit_layers: int) -> list[str]:
+    """The units of two layers."""
+    return ["embedding+2*layer+head"] if unit_layers else ["embedding", "layer", "layer", "head"]
 
 
 def alone_ns(profile: Profile, graph: Graph) -> float:
@@ -235,10 +238,12 @@ def alone_ns(profile: Profile, graph: Graph) -> float:
 def test_weight_gradients_keep_their_order() -> None:
     bench = modelled(cluster(gpus=2, intra=4e9))(setting("braid_twins", tp=2, micro_batches=4))
     order = fastest(bench).choices.orders["B:layer|B:layer"]
-    weights = [op.name for op in bench.layer.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
+    weights = [
+        op.name for op in bench.members["layer"].backward.operators if op.phase is Phase.WEIGHT_GRADIENT
+    ]
     assert len(weights) > 3
     assert all(order.index(f"0:{name}") < order.index(f"1:{name}") for name in weights)
-    compute = [op.name for op in bench.layer.backward.operators if not op.kind.communicates]
+    compute = [op.name for op in bench.members["layer"].backward.operators if not op.kind.communicates]
     turns = [step[0] for step in order if step[2:] in compute]
     assert turns != sorted(turns), "the second begins before the first has ended"
 

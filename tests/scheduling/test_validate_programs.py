@@ -37,7 +37,7 @@ class Place:
     def __init__(self, data: st.DataObject, sides: Sides, actions: Program) -> None:
         self._data, self.sides = data, sides
         self.list: list[Any] = [*actions]
-        part = PARTS[sides[0].run]
+        part = PARTS[sides[0].unit]
         self.graph = (part.forward if sides[0].kind is PassKind.FORWARD else part.backward).operators
 
     def number(self, low: int, high: int) -> int:
@@ -258,6 +258,7 @@ def held_by(draw: st.DataObject, kinds: str) -> tuple[Schedule, Sides]:
 @pytest.mark.parametrize(
     ("name", "kinds"), [(name, kinds) for name, wrong in PROGRAM_DAMAGES.items() for kinds in wrong.kinds]
 )
+@pytest.mark.slow
 def test_a_damaged_program_is_refused(name: str, kinds: str) -> None:
     wrong, tried = PROGRAM_DAMAGES[name], set()
 
@@ -384,7 +385,7 @@ def test_a_program_of_other_runs_is_used_where_they_meet() -> None:
 @pytest.mark.parametrize("sides", sorted(named_schedule("megatron", 2, 2, 2).programs))
 def test_a_missing_program_is_refused(sides: tuple[Side]) -> None:
     message = missing(named_schedule("megatron", 2, 2, 2), write_sides(sides))
-    direction, part = sides[0].kind.value, sides[0].run
+    direction, part = sides[0].kind.value, sides[0].unit
     stage = 1 if part == "head" else 0
     block = f"{direction}0.{stage}"
     assert message == f"schedule megatron, stage {stage}, at {block}: program {direction}:{part} is missing"

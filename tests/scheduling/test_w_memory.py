@@ -1,7 +1,7 @@
 """What the memory model counts for two strands in the W pipeline against 1F1B (DHelix section 6.5).
 
 Bytes of the fullest of two stages, with the states of ZeRO 1, modelled: no rank is measured here. Layers are
-scheduled one by one; runs of layers, which `braid` takes where they are faster, have a test of their own, as
+scheduled one by one; units of layers, which `braid` takes where they are faster, have a test of their own, as
 have embedding and head.
 """
 
@@ -31,11 +31,11 @@ def peaks(
     gradient_width: int | None = None,
     tables: bool = False,
     late: int = 0,
-    fused: int = 0,
+    unit_layers: int = 0,
 ) -> tuple[int, ...]:
     """Bytes of the fullest rank for the paper's layers, DP 4, TP 8, PP 2, micro-batch 1, ZeRO 1.
 
-    Of every decision. ``fused``: most layers that are scheduled as one.
+    Of every decision. ``unit_layers``: most layers of a unit.
     """
     model = replace(LAYERS, layers=layers, vocabulary=128256 if tables else 64)
     base = Setting(
@@ -45,12 +45,12 @@ def peaks(
         zero=1,
     )
     setting = with_schedule(base, schedule)
-    setting = replace(setting, layout=replace(setting.layout, late_layers=late), fused=fused)
+    setting = replace(setting, layout=replace(setting.layout, late_layers=late), unit_layers=unit_layers)
     bench = modelled(A40)(setting)
     found = []
     for choices, _ in decisions(bench):
         made = training_schedule(setting, bench.parts, choices)
-        code = linked(made, setting.layout, layers, bench.parts)
+        code = linked(made, setting.layout, setting.model.kinds, bench.parts)
         ranks = [rank_memory(code, model, "bf16", stage, 1, gradient_width) for stage in range(2)]
         found.append(max(rank.total_bytes for rank in ranks))
     return tuple(found)
@@ -76,14 +76,14 @@ def largest(schedule: str, gradient_width: int | None = None, tables: bool = Fal
 
 @pytest.mark.parametrize("schedule", ["dhelix", "braid_w"])
 def test_layers_one_by_one_without_tables_take_at_most_three_percent_more(schedule: str) -> None:
-    """Of the whole, states too, of 28 layers; embedding and head are left out, and so are runs of layers."""
+    """Of the whole, states too, of 28 layers; embedding and head are left out, and so are units of layers."""
     assert peak(schedule, 28) <= 1.03 * peak("megatron", 28)
 
 
-@pytest.mark.parametrize(("fused", "least", "most"), [(2, 1.02, 1.03), (4, 1.04, 1.055)])
-def test_runs_of_four_layers_take_five_percent_more(fused: int, least: float, most: float) -> None:
+@pytest.mark.parametrize(("unit_layers", "least", "most"), [(2, 1.02, 1.03), (4, 1.04, 1.055)])
+def test_units_of_four_layers_take_five_percent_more(unit_layers: int, least: float, most: float) -> None:
     """An order over several layers lets the forward pass run ahead, so that more is alive at once."""
-    for taken in peaks("braid_w", 28, fused=fused):
+    for taken in peaks("braid_w", 28, unit_layers=unit_layers):
         assert least <= taken / peak("megatron", 28) <= most
 
 

@@ -19,12 +19,14 @@ from braid.kernels.fused.activation import (
 from braid.kernels.fused.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_statistics,
-    reference_cross_entropy_gradient,
-    reference_cross_entropy_statistics,
 )
 from braid.kernels.fused.linear_cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
 from braid.kernels.fused.rotary import reference_rotary, rotary
 from tests.kernels.fused.cases import DEVICE, assert_near, dtypes, fresh, normal, seeds, total_near, wide
+from tests.kernels.fused.references import (
+    reference_cross_entropy_gradient,
+    reference_cross_entropy_statistics,
+)
 
 tokens = st.integers(0, 70)
 widths = st.sampled_from([1, 5, 16, 33, 1100])

@@ -11,11 +11,10 @@ from braid.kernels.fused.permute import (
     combine_rows,
     combine_weight_gradient,
     gather_rows,
-    reference_combine_rows,
-    reference_gather_rows,
 )
-from braid.kernels.fused.router import reference_route, route, route_gradient
+from braid.kernels.fused.router import route, route_gradient
 from tests.kernels.fused.cases import DEVICE, assert_near, dtypes, fresh, normal, seeds, wide
+from tests.kernels.fused.references import reference_combine_rows, reference_gather_rows, reference_route
 
 experts = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (33, 4)])
 

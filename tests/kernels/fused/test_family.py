@@ -6,27 +6,27 @@ from dataclasses import fields
 import pytest
 import torch
 
-from braid.kernels import family
-from braid.kernels.family import TORCH, OperatorFamily, operator_family
+from braid.kernels.family import TORCH, OperatorFamily, candidates, names, operator_family
 from braid.kernels.fused import launch
+from braid.kernels.operators.attention import BACKENDS
 from braid.kernels.operators.operator import ComputeOperator
 from tests.kernels.cases import CASES, assert_close, check, prepare
 from tests.kernels.fused.cases import DEVICE
 
 TRITON = operator_family("triton", DEVICE, torch.float32)
-TWINS = {getattr(TORCH, field.name): getattr(TRITON, field.name) for field in fields(OperatorFamily)}
+COUNTERPARTS = {getattr(TORCH, field.name): getattr(TRITON, field.name) for field in fields(OperatorFamily)}
 CPU = torch.device("cpu")
 
-WITH_TWINS = [make for make in CASES if type(make(1, 1, torch.float32).operator) in TWINS]
+WITH_TWINS = [make for make in CASES if type(make(1, 1, torch.float32).operator) in COUNTERPARTS]
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="the cases of PyTorch's operators are on the CPU"
 )
 
 
-def twin(operator: ComputeOperator) -> ComputeOperator:
+def counterpart(operator: ComputeOperator) -> ComputeOperator:
     """The same operator with Triton's methods."""
-    operator.__class__ = TWINS[type(operator)]
+    operator.__class__ = COUNTERPARTS[type(operator)]
     return operator
 
 
@@ -35,7 +35,7 @@ def test_twins_do_what_the_operators_do(make):
     """Outputs, input gradients, and weight gradients added twice, against float64 autograd."""
     torch.manual_seed(0)
     case = make(7, 21, torch.float32)
-    twin(case.operator)
+    counterpart(case.operator)
     check(case, torch.float32)
 
 
@@ -47,7 +47,7 @@ def test_twins_save_the_same_values(make):
     case = make(6, 20, torch.bfloat16)
     prepare(case.operator, torch.float32)
     ours = case.operator(*case.inputs)
-    theirs = twin(case.operator)(*case.inputs)
+    theirs = counterpart(case.operator)(*case.inputs)
     assert [(x.shape, x.dtype, x.stride()) for x in ours] == [(x.shape, x.dtype, x.stride()) for x in theirs]
 
 
@@ -62,6 +62,26 @@ def test_attention(rotary_base):
     (d_qkv,) = TORCH.attention(**sizes).input_gradient(d_o, saved)
     (d_qkv_,) = TRITON.attention(**sizes).input_gradient(d_o, saved_)
     assert_close(d_qkv_, d_qkv, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_both_turn_alike_in_16_bits(dtype):
+    """Within one rounding, there and back; the values are copied."""
+    torch.manual_seed(0)
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "sequence": 20, "rotary_base": 10_000.0}
+    ours, theirs = TRITON.attention(**sizes), TORCH.attention(**sizes)
+    qkv = torch.randn(40, 128).to(dtype)
+    heads = qkv.view(2, 20, 8, 16)
+    gradients = heads.split([4, 2, 2], dim=2)
+    pairs = [(one._turn_heads(heads), one._turn_back(*gradients)) for one in (ours, theirs)]
+    for mine, other in zip(*pairs, strict=True):
+        mine, other = mine.reshape(40, -1), other.reshape(40, -1)
+        step = torch.finfo(dtype).eps * torch.maximum(mine.double().abs(), other.double().abs())
+        assert bool(((mine.double() - other.double()).abs() <= step + 1e-7).all())
+        if dtype == torch.float16:  # Triton's interpreter cuts bf16 off instead of rounding it
+            assert (mine == other).double().mean() > 0.99
+        assert torch.equal(mine[:, -32:], qkv[:, -32:])
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
@@ -81,16 +101,53 @@ def test_cross_entropy(scale):
         assert_close(ours, theirs, 1e-6)
 
 
-def test_auto_takes_what_has_won(monkeypatch):
-    assert operator_family("auto", CPU, torch.float32) == TORCH
-    assert operator_family("torch", CPU, torch.float32) == TORCH
+def test_auto_takes_what_was_chosen_and_on_cuda_alone():
+    asked = []
+
+    def choose():
+        asked.append(True)
+        return {"swiglu": "triton", "attention": "torch+flash", "linear": "torch"}
+
     cuda = torch.device("cuda")
-    assert operator_family("auto", cuda, torch.bfloat16) == TORCH, "nothing was measured yet"
-    monkeypatch.setattr(family, "TRITON_WINS", frozenset({"swiglu"}))
-    chosen = operator_family("auto", cuda, torch.bfloat16)
-    assert (chosen.swiglu, chosen.linear) == (TRITON.swiglu, TORCH.linear)
-    assert operator_family("auto", CPU, torch.bfloat16) == TORCH
-    assert operator_family("auto", cuda, torch.float64) == TORCH
+    assert operator_family("auto", CPU, torch.float32, choose) == TORCH
+    assert operator_family("auto", CPU, torch.bfloat16, choose) == TORCH
+    assert operator_family("auto", cuda, torch.float64, choose) == TORCH
+    assert operator_family("torch", cuda, torch.bfloat16, choose) == TORCH
+    assert operator_family("auto", cuda, torch.bfloat16) == TORCH, "nobody was there to choose"
+    assert not asked
+    chosen = operator_family("auto", cuda, torch.bfloat16, choose)
+    assert (chosen.swiglu, chosen.linear, chosen.gelu) == (TRITON.swiglu, TORCH.linear, TORCH.gelu)
+    attention = chosen.attention(heads=2, kv_heads=1, head_dim=4, sequence=3, rotary_base=None)
+    assert type(attention) is TORCH.attention
+    assert attention.backend == BACKENDS["flash"]
+
+
+def test_candidates(monkeypatch):
+    ways = ["", "+flash", "+cudnn", "+efficient"]
+    both = [f"{name}{way}" for name in ("torch", "triton") for way in ways]
+    assert list(candidates("gelu", CPU, torch.float32).items()) == [
+        ("torch", TORCH.gelu),
+        ("triton", TRITON.gelu),
+    ]
+    assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both)
+    assert all(
+        set(candidates(name, CPU, torch.float32)) == set(names(name)) for name in ("gelu", "attention")
+    )
+    monkeypatch.setattr(launch, "INTERPRETING", False)
+    assert list(candidates("gelu", CPU, torch.float32)) == ["torch"]
+    assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both[:4])
+
+
+@torch.no_grad()
+def test_a_backend_of_attention_is_what_computes_it():
+    """The CPU has one of them."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "sequence": 5, "rotary_base": 100.0}
+    qkv = torch.randn(10, 64)
+    (o, _), (o_, _) = (TORCH.attention(**sizes, backend=backend)(qkv) for backend in (None, "flash"))
+    assert torch.equal(o, o_)
+    with pytest.raises(RuntimeError, match="backend"):
+        TRITON.attention(**sizes, backend="cudnn")(qkv)
+    assert torch.equal(TORCH.attention(**sizes)(qkv)[0], o), "torch chooses again afterwards"
 
 
 def test_triton_where_it_cannot_run(monkeypatch):

@@ -13,8 +13,6 @@ from braid.kernels.fused.norm import (
     add_norm,
     bias_dropout_add,
     norm,
-    reference_bias_dropout_add,
-    reference_norm,
 )
 from braid.kernels.fused.norm_gradient import (
     add_norm_gradient,
@@ -23,6 +21,7 @@ from braid.kernels.fused.norm_gradient import (
     norm_weight_gradient,
 )
 from tests.kernels.fused.cases import DEVICE, assert_near, dtypes, fresh, normal, seeds, total_near, wide
+from tests.kernels.fused.references import reference_bias_dropout_add, reference_norm
 
 EPS = 1e-5
 rows = st.integers(0, 40)

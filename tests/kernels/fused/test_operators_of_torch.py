@@ -1,4 +1,4 @@
-"""Every kernel as an operator of torch: what it refuses, its fake twin, its schema; under torch.compile."""
+"""Every kernel as an operator of torch: what it refuses, its fake, its schema; under torch.compile."""
 
 import inspect
 import sys
@@ -94,8 +94,8 @@ def test_every_operator_is_here() -> None:
 
 
 @pytest.mark.parametrize("operator", GOOD, ids=name_of)
-def test_schema_and_fake_twin(operator: Any) -> None:
-    """Changes what it says, aliases nothing, and its fake twin predicts shapes, strides and dtypes."""
+def test_schema_and_fake(operator: Any) -> None:
+    """Changes what it says, aliases nothing, and its fake predicts shapes, strides and dtypes."""
     values = tuple(value for _, value in arguments(operator))
     torch.library.opcheck(operator, values, test_utils=("test_schema", "test_faketensor"))
 

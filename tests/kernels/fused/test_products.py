@@ -13,7 +13,6 @@ from braid.kernels.fused.gemm import (
     accumulate_product,
     linear,
     linear_input_gradient,
-    reference_linear,
     rows_of_chunk,
     tiles_of_chunks,
 )
@@ -21,10 +20,10 @@ from braid.kernels.fused.grouped_gemm import (
     grouped_input_gradient,
     grouped_linear,
     grouped_weight_gradient,
-    reference_grouped_linear,
 )
 from braid.kernels.fused.tiles import tiles_for
 from tests.kernels.fused.cases import DEVICE, assert_near, dtypes, fresh, normal, seeds, total_near, wide
+from tests.kernels.fused.references import reference_grouped_linear, reference_linear
 
 sizes = st.sampled_from([1, 15, 16, 33, 70])
 

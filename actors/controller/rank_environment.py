@@ -1,0 +1,55 @@
+"""What the processes of ranks begin with, wherever they are started: variables, and GPUs of this machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+    from braid.actors.config import Config
+
+_DEFAULTS: Final[Mapping[str, str]] = {
+    # A rank whose peer is lost must live: it holds copies in memory. NCCL's watchdog would end its process on
+    # the first error of a collective, and its monitor when an abort takes long; ranks watch each other.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # A kernel that is loaded when it is first launched waits for the device, on which a collective may wait
+    # for the rank that loads.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Streams that share a hardware queue wait for each other. A rank of a pipeline has up to 25 streams; with
+    # eight queues, CUDA's default, steps of several stages can come to a standstill (tests/cuda).
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Blocks grow in place, so that memory of many sizes does not fall to pieces.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+_DETERMINISTIC: Final[Mapping[str, str]] = {
+    # NCCL and cuBLAS choose algorithms, and with them orders of sums, by size and by what is free.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MIN_NCHANNELS": "8",
+    "NCCL_MAX_NCHANNELS": "8",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def default_environment(outside: Mapping[str, str], *, deterministic: bool) -> dict[str, str]:
+    """What is set for every rank, unless the environment ``outside`` has it."""
+    defaults = {**_DEFAULTS, **(_DETERMINISTIC if deterministic else {})}
+    return {key: value for key, value in defaults.items() if key not in outside}
+
+
+def rank_environment(config: "Config", outside: Mapping[str, str]) -> dict[str, str]:
+    """What is set for ranks: defaults, unless the environment ``outside`` has them, then ``cluster.env``."""
+    chosen = default_environment(outside, deterministic=config.train.deterministic)
+    return {**chosen, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank), **config.cluster.env}
+
+
+_DRIVER: Final = Path("/proc/driver/nvidia/gpus")
+
+
+def gpus_here(environment: Mapping[str, str], driver: Path = _DRIVER) -> int:
+    """NVIDIA's GPUs of this machine that processes may see, told without loading torch."""
+    there = len(list(driver.iterdir())) if driver.is_dir() else 0
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    return there if chosen is None else min(there, len([one for one in chosen.split(",") if one.strip()]))

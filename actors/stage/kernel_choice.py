@@ -1,0 +1,129 @@
+"""Which kernels a rank's operators take: what ``train.kernels: auto`` asks about a run's model on GPUs."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from braid.actors.stage.log import HEADER
+from braid.actors.stage.mesh import Mesh
+from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_file, choose
+from braid.kernels.clock import DeviceClock
+from braid.kernels.family import OperatorFamily, candidates, operator_family
+from braid.kernels.trials import Laboratory, Measured, Use
+from braid.scheduling.sizes import PartSizes
+
+
+class KernelChoice:
+    """A rank's, over all generations: what was chosen once stays."""
+
+    def __init__(self) -> None:
+        self._kept = KeptChoices(choices_file(os.environ))
+        self.told = ""
+        """What was chosen, for people; empty where nothing was to choose."""
+
+    def family(
+        self, kernels: str, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype
+    ) -> OperatorFamily:
+        """What makes operators for ``train.kernels``; all ranks call this together.
+
+        ValueError as `operator_family`.
+        """
+        self.told = ""
+        return operator_family(kernels, device, dtype, lambda: self._choose(sizes, mesh, device, dtype))
+
+    def _choose(self, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Choice:
+        assert mesh.groups is not None
+        used = tuple(uses(sizes))
+        asked = partial(
+            Question,
+            dtype=str(dtype),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            uses=used,
+        )
+        trials = _Trials(used, device, dtype)
+        choice = choose(
+            card=card(device),
+            asked=lambda cards: asked(cards=cards),
+            rank=mesh.rank,
+            gather=mesh.groups.gather,
+            measure=trials.measure,
+            kept=self._kept,
+        )
+        trials.end()
+        self.told = "kernels: " + ", ".join(f"{operator} by {name}" for operator, name in choice.items())
+        if mesh.rank == 0:
+            print(f"{HEADER} {self.told}")
+        return choice
+
+
+class _Trials:
+    """Measures on this rank's device; its clock holds memory only while it does."""
+
+    def __init__(self, used: tuple[Use, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self._used, self._device, self._dtype = used, device, dtype
+        self._laboratory: Laboratory | None = None
+
+    def measure(self, operator: str) -> Measured:
+        """One operator in all its places; the rank's log tells the times."""
+        self._laboratory = self._laboratory or Laboratory(
+            device=self._device, dtype=self._dtype, clock=DeviceClock(self._device)
+        )
+        kinds = candidates(operator, self._device, self._dtype)
+        measured = self._laboratory.measure([use for use in self._used if use.operator == operator], kinds)
+        print(f"{HEADER} {operator}: {', '.join(f'{name} {_told(one)}' for name, one in measured.items())}")
+        return measured
+
+    def end(self) -> None:
+        """Give memory back to the device."""
+        if self._laboratory is not None:
+            self._laboratory = None
+            torch.cuda.empty_cache()
+
+
+def _told(measured: int | str) -> str:
+    return f"{measured / 1e6:.3f} ms" if isinstance(measured, int) else f"is out ({measured})"
+
+
+def uses(sizes: PartSizes) -> Iterator[Use]:
+    """The operators of a model on its fullest rank, as `braid.actors.stage.layers` makes them.
+
+    Layers of one's own count like built-in ones.
+    """
+    shape = sizes.shape
+    layers, local, hidden, biases = shape.layers, sizes.local_tokens, shape.hidden, shape.biases
+    norm = "layer_norm" if biases else "rms_norm"
+    settings: dict[str, Any] = {"hidden": hidden, "eps": shape.norm_eps}
+    yield Use(operator=norm, tokens=local, times=2 * layers + 1, settings=settings)
+    settings = {"hidden": hidden, "bias": biases}
+    yield Use(operator="residual", tokens=local, times=2 * layers, settings=settings)
+    activation, width = "swiglu" if shape.gated else "gelu", shape.ffn // sizes.tp
+    yield Use(operator=activation, tokens=sizes.tokens, times=layers, settings={}, width=width)
+    yield from _linear_maps(sizes)
+    settings = {
+        "heads": shape.heads // sizes.tp,
+        "kv_heads": shape.kv_heads // sizes.tp,
+        "head_dim": shape.head_dim,
+        "sequence": shape.sequence,
+        "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
+    }
+    yield Use(operator="attention", tokens=sizes.tokens, times=layers, settings=settings)
+    settings = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
+
+
+def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
+    shape, tp = sizes.shape, sizes.tp
+    inner = shape.ffn * (2 if shape.gated else 1) // tp
+    maps = (
+        (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases, shape.layers),
+        (shape.query_width // tp, shape.hidden, False, shape.layers),
+        (shape.hidden, inner, shape.biases, shape.layers),
+        (shape.ffn // tp, shape.hidden, False, shape.layers),
+        (shape.hidden, sizes.vocabulary_rows, False, 1),
+    )
+    for inputs, outputs, bias, times in maps:
+        settings = {"inputs": inputs, "outputs": outputs, "bias": bias}
+        yield Use(operator="linear", tokens=sizes.tokens, times=times, settings=settings)

@@ -1,0 +1,68 @@
+"""How many bytes of tensors an executor holds: for memory reports, not for the step itself."""
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from braid.actors.stage.executor import Executor
+from braid.actors.stage.streams import Transfer
+from braid.kernels.operators.autograd import Graph
+from braid.scheduling.code import Operation
+from braid.scheduling.schedule import Reduce
+
+_KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
+"""Autograd is asked once for each graph."""
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors that a value keeps alive, in recorded graphs and transfers too."""
+    match value:
+        case Tensor():
+            yield value
+        case Graph():
+            if value not in _KEPT_BY_GRAPHS:
+                _KEPT_BY_GRAPHS[value] = list(value.tensors())
+            yield from _KEPT_BY_GRAPHS[value]
+        case Transfer():
+            yield from tensors_of(None if value.launch is None else value.launch.result)
+        case dict():
+            yield from tensors_of([*value.values()])
+        case list() | tuple():
+            for element in value:
+                yield from tensors_of(element)
+
+
+def held_bytes(*values: object) -> int:
+    """Bytes of all storages, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors_of(values))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class MemoryMeter:
+    """Notes the most bytes that an executor holds after any operation, before that frees anything."""
+
+    def __init__(self) -> None:
+        self.executor: Executor | None = None
+        self.peak_bytes = 0
+
+    def __call__(self, operation: Operation) -> None:
+        """An operation ran (`Executor` watch)."""
+        assert self.executor is not None
+        self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
+
+
+class NoUpdate:
+    """The end of a step that leaves parameters as they are."""
+
+    def start(self, reduce: Reduce) -> None:
+        """Nothing."""
+
+    def wait(self, reduce: Reduce) -> None:
+        """Nothing."""
+
+    def norm(self) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        """Nothing."""

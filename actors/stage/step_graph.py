@@ -1,0 +1,143 @@
+"""Forward and backward passes of a step as one graph: captured once, then given to the device in one call.
+
+A host issues some hundred operators, events and collectives for every layer and micro-batch (docs/cuda.md,
+What it costs the host); a device that computes few tokens waits for it. All that linked code does before the
+norm is the same in every step: the same memory, in the same order. So after two steps it is captured, with
+all streams and collectives; what remains for the host is to copy the tokens to where they were then.
+
+Norm and update stay outside: they depend on the step, and on numbers that the host reads.
+"""
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+from braid.actors.stage.cuda_streams import Captured, CudaStreams
+from braid.actors.stage.streams import Mark, Streams
+from braid.actors.stage.telemetry import Recorder, Rows
+
+if TYPE_CHECKING:
+    from braid.actors.stage.executor import MicroBatch
+
+_WARM_STEPS = 2
+"""Libraries choose algorithms and take workspaces when they first run; and the second one is measured."""
+_HOST_BOUND = 0.8
+"""Share of a step's passes that the host needs to issue them, from which on a graph is worth its memory."""
+
+Batches = Sequence["MicroBatch | None"]
+
+
+class Passes(Protocol):
+    """What runs a step's forward and backward passes."""
+
+    def passes(self, batches: Batches, loss_scale: float) -> list[Tensor]:
+        """Run them; returns the losses of micro-batches, 0-dim, where this rank sees any."""
+
+    def drop(self) -> None:
+        """Let go of what passes that were broken off have left."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What was captured, for what."""
+
+    key: tuple[object, ...]
+    captured: Captured
+    batches: Batches
+    losses: list[Tensor]
+    rows: Rows
+
+
+class StepGraph:
+    """One rank's."""
+
+    def __init__(self, streams: CudaStreams, recorder: Recorder, *, always: bool) -> None:
+        """``always``: also where the host is ahead of its device, and with an error where it cannot be."""
+        self._streams, self._recorder, self._always = streams, recorder, always
+        self._kept: _Kept | None = None
+        self._steps = 0
+        self._measured: tuple[float, Mark, Mark] | None = None
+        """Seconds that the host took to issue the newest eager passes, and where they begin and end."""
+        self._wanted: bool | None = None
+
+    def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
+        """Run the passes, from a graph or not; returns the losses."""
+        if not self._captures():
+            return self._eagerly(runs, batches, loss_scale)
+        key = loss_scale, self._recorder.recording, *map(_shape, batches)
+        if self._kept is None or self._kept.key != key:
+            self._kept = None  # its memory first
+            self._kept = self._capture(runs, batches, loss_scale, key)
+        if self._kept is None:
+            return runs.passes(batches, loss_scale)
+        for static, batch in zip(self._kept.batches, batches, strict=True):
+            for name, tensor in _tensors(batch).items():
+                _tensors(static)[name].copy_(tensor)
+        self._recorder.give(self._kept.rows)
+        self._streams.replay(self._kept.captured)
+        return self._kept.losses
+
+    def _captures(self) -> bool:
+        """Whether passes are captured by now: decided once, after the first steps."""
+        if self._wanted is None and self._steps >= _WARM_STEPS:
+            self._wanted = self._always or self._host_bound()
+        return bool(self._wanted)
+
+    def _host_bound(self) -> bool:
+        assert self._measured is not None
+        issued_s, begin, end = self._measured
+        passed_ns = self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
+        return issued_s * 1e9 >= _HOST_BOUND * passed_ns
+
+    def _eagerly(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
+        if self._wanted is not None:
+            return runs.passes(batches, loss_scale)
+        self._steps += 1
+        begin, at = self._streams.mark(), time.perf_counter()
+        losses = runs.passes(batches, loss_scale)
+        self._measured = time.perf_counter() - at, begin, self._streams.mark()
+        return losses
+
+    def _capture(
+        self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
+    ) -> _Kept | None:
+        """None if it cannot be, from then on."""
+        static = [None if one is None else replace(one, **_cloned(_tensors(one))) for one in batches]
+        try:
+            with self._streams.capture() as captured:
+                losses = runs.passes(static, loss_scale)
+        except RuntimeError as error:
+            self._recorder.take()
+            runs.drop()
+            if self._always:
+                raise RuntimeError(f"overlap.cuda_graphs=true: {error}; set it to false") from error
+            why = f"steps are not captured as CUDA graphs, but issued one operator at a time: {error}"
+            warnings.warn(why, stacklevel=2)
+            self._wanted = False
+            return None
+        return _Kept(key, captured, static, list(losses), self._recorder.take())
+
+
+def step_graph(streams: Streams, recorder: Recorder, wanted: bool | Literal["auto"]) -> StepGraph | None:
+    """That of ``overlap.cuda_graphs``; ValueError where one was asked for and cannot be."""
+    if isinstance(streams, CudaStreams) and wanted:
+        return StepGraph(streams, recorder, always=wanted is True)
+    if wanted is True:
+        raise ValueError("overlap.cuda_graphs=true: this rank computes on a CPU; use auto or false")
+    return None
+
+
+def _tensors(batch: "MicroBatch | None") -> Mapping[str, Tensor]:
+    return {} if batch is None else vars(batch)
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _shape(batch: "MicroBatch | None") -> object:
+    return tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())

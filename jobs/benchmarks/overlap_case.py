@@ -1,0 +1,109 @@
+"""What `braid bench overlap` compares: layouts with their schedules and peers, and the model of a case."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from braid.actors.config import Config, parse_config
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+    "dp2": {"dp": 2},
+}
+OURS = ("braid_w", "braid_eager", "braid_v")
+ANY_OF_OURS = "braid"
+"""Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
+    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
+    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
+    "dp2": ("megatron", "ddp", ANY_OF_OURS),
+}
+"""Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
+overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
+GLOO, MESSAGES = False, True
+PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
+    "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
+    "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
+    "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
+    "dp2": (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO)),
+}
+"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
+
+
+def known_schedules(layout: str) -> tuple[str, ...]:
+    """Those that may be asked for in a layout."""
+    return tuple(dict.fromkeys((*SCHEDULES[layout], ANY_OF_OURS)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapCase:
+    """What is trained, and over which link."""
+
+    layout: str = "tp2"
+    hidden: int = 1024
+    layers: int = 2
+    tokens: int = 512
+    """Of a micro-batch: one sample."""
+    micro_batches: int = 16
+    """Of a step, in each replica."""
+    mbit: float | None = None
+    alpha: float | None = None
+    """Instead of a rate: the share of communication in the serial step that the rate is set for."""
+    memory_slack: float | None = None
+    """``overlap.memory_slack`` of the schedules."""
+    seed: int = 1
+
+    def config(self, schedule: str, **cluster: Any) -> Config:
+        """The run's configuration under a schedule."""
+        return parse_config(
+            {
+                "model": {
+                    "hidden": self.hidden,
+                    "layers": self.layers,
+                    "heads": max(2, self.hidden // 64),
+                    "sequence": self.tokens,
+                },
+                "train": {
+                    "global_batch": self.micro_batches * self.replicas,
+                    "micro_batch": 1,
+                    "steps": 100_000,
+                    "warmup_steps": 100,
+                    "seed": self.seed,
+                },
+                "parallel": dict(LAYOUTS[self.layout]),
+                "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
+                "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
+            }
+        )
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return LAYOUTS[self.layout].get("dp", 1)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, of all replicas."""
+        return self.tokens * self.micro_batches * self.replicas
+
+    @property
+    def message_bytes(self) -> int:
+        """What one rank sends another at once: its tokens' activations, single precision.
+
+        Of replicas an eighth of it, the least that a profile sums over them: what gradients take is on a line
+        through that, so it must not pass at once either (`braid.jobs.drill.hosts.Hosts.shape`).
+        """
+        parts = 8 if self.replicas > 1 else LAYOUTS[self.layout].get("tp", 1)
+        return self.tokens * self.hidden * 4 // parts
+
+    @property
+    def name(self) -> str:
+        """The model in one line."""
+        of_each = " a replica" if self.replicas > 1 else ""
+        return (
+            f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}, fp32"
+        )

@@ -1,0 +1,341 @@
+"""Two hosts on one machine: network namespaces joined by a shaped veth pair.
+
+Why: docs/design.md, Numbers of overlap.
+
+Linux only, as root, with Debian's iproute2. Everything is removed again, whatever happens inside.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from braid.actors.controller.processes import Place, enter_namespace, separate_places
+from braid.jobs.session import WORKERS
+
+RAY_PORT, JOB_PORT = 6379, 8265
+PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
+"""Largest packets on the link: what passes in so many seconds, within bounds. A network card cuts what a host
+sends by itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be
+few. But the link's bucket has to hold one, and whatever it holds passes at once: at 40 Mbit/s, 256 KB were
+half a message that took no time; so a packet is a quarter of a message at most, too."""
+_SLACK_BYTES = 12_000
+"""What the bucket holds beside a packet: with 2 KB, `tbf` cut packets in software (docs/log.md)."""
+_TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+_START_SECONDS, _END_SECONDS = 120.0, 10.0
+_NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
+_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
+"""Linux's `rtnetlink.h` and `if_link.h`."""
+
+
+class HostsError(RuntimeError):
+    """This machine does not let us make hosts; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace with an address, and its share of this machine's CPUs (None: all of them, with others)."""
+
+    namespace: str
+    address: str
+    cpus: tuple[int, ...] | None = None
+
+    def run(
+        self,
+        *command: str,
+        timeout: float,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on the host."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self.namespace, *command],
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def processes(self) -> list[int]:
+        """Ids of all processes on the host."""
+        listing = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(word) for word in listing.stdout.split()]
+
+
+def check_hosts() -> None:
+    """`HostsError` where network namespaces cannot be made."""
+    if os.geteuid() != 0:
+        raise HostsError("two hosts on one machine need root, for network namespaces: run as root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise HostsError(f"two hosts on one machine need {tool}: apt-get install iproute2")
+    probe = f"braid-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        raise HostsError("this machine does not allow network namespaces (a container without CAP_SYS_ADMIN)")
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+
+
+class Hosts:
+    """Two namespaces and the link between them."""
+
+    cluster: Mapping[str, float] = MappingProxyType({})
+    """What configurations of ranks there need: nothing, as the link itself is shaped."""
+
+    def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
+        self.hosts = hosts
+        self._devices = devices
+        self._shaped = False
+
+    def shape(self, mbit: float, message_bytes: float = 4 * PACKET_BYTES) -> None:
+        """Limit the link to a rate, both ways; may be called again while it is in use.
+
+        ``message_bytes``: what is usually sent at once.
+        """
+        verb = "change" if self._shaped else "add"
+        most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
+        packet = int(max(_LEAST_PACKET_BYTES, most))
+        for host, device in zip(self.hosts, self._devices, strict=True):
+            _set_packets(host.namespace, device, packet)
+            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
+            _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
+        self._shaped = True
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Without the link, as if a cable had been pulled."""
+        end = ("ip", "-n", self.hosts[0].namespace, "link", "set", self._devices[0])
+        _run(*end, "down")
+        try:
+            yield
+        finally:
+            _run(*end, "up")
+
+    def places(self, ranks: int) -> list[Place]:
+        """Where every rank runs; tensor-parallel neighbours stand on different hosts."""
+        hosts = (self.hosts[rank % 2] for rank in range(ranks))
+        return [Place(host.address, host.namespace, host.cpus) for host in hosts]
+
+
+@contextlib.contextmanager
+def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
+    """Two namespaces that see only each other; whatever runs there is ended at the end, by id."""
+    check_hosts()
+    _remove_orphans()
+    mark = f"{os.getpid():x}"
+    own, other = _shares()
+    first = Host(f"braid-{mark}-0", "10.77.0.1", own)
+    second = Host(f"braid-{mark}-1", "10.77.0.2", other)
+    hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
+    with _terminates():
+        try:
+            for host in hosts:
+                _run("ip", "netns", "add", host.namespace)
+            pair = ("type", "veth", "peer", "name", devices[1], "netns", second.namespace)
+            _run("ip", "link", "add", devices[0], "netns", first.namespace, *pair)
+            for host, device in zip(hosts, devices, strict=True):
+                _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
+                _run("ip", "-n", host.namespace, "link", "set", device, "up")
+                _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+                _set_packets(host.namespace, device, PACKET_BYTES)
+                _set_transport(host.namespace)
+            link = Hosts(hosts, devices)
+            if mbit is not None:
+                link.shape(mbit)
+            yield link
+        finally:
+            for host in hosts:
+                _remove(host)
+
+
+PACED = (
+    "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
+    "one link do not slow each other down, and both ends' copies are this host's"
+)
+"""What is measured without root, and how it differs from two hosts."""
+
+
+class Paced:
+    """Ranks on this host's loopback, on CPUs of their own, with paced connections."""
+
+    hosts: tuple[Host, ...] = ()
+
+    def __init__(self) -> None:
+        self.cluster: dict[str, float] = {}
+
+    def shape(self, mbit: float, message_bytes: float) -> None:
+        """From now on, connections are made for this rate."""
+        self.cluster = {"emulated_link_mbit": mbit}
+
+    def places(self, ranks: int) -> list[Place]:
+        """As on two hosts: each with half of the CPUs, neighbours on different ones."""
+        return [separate_places(2)[rank % 2] for rank in range(ranks)]
+
+
+def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:
+    """Two hosts, or else the paced loopback and why."""
+    try:
+        check_hosts()
+    except HostsError as error:
+        return contextlib.nullcontext(Paced()), str(error)
+    return two_hosts(), ""
+
+
+def _shares() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Half of the CPUs for each host: hosts do not compute with each other's."""
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    return (tuple(cpus[:half]), tuple(cpus[-half:])) if half else (None, None)
+
+
+def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
+    """Set a device's largest packets (IPv4's "BIG TCP", Linux 6.3); older kernels keep to 64 KB.
+
+    A message of rtnetlink, as the `ip` of Debian 12 has no word for it.
+    """
+
+    def ask() -> None:
+        attributes = b"".join(
+            struct.pack("=HHI", 8, kind, most_bytes)
+            for kind in (_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE)
+        )
+        body = struct.pack("=BxHiII", socket.AF_UNSPEC, 0, socket.if_nametoindex(device), 0, 0) + attributes
+        header = struct.pack("=IHHII", 16 + len(body), _RTM_NEWLINK, _NLM_F_REQUEST | _NLM_F_ACK, 1, 0)
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as asking:
+            asking.send(header + body)
+            asking.recv(4096)  # refused or not: it is only faster
+
+    _on(namespace, ask)
+
+
+def _set_transport(namespace: str) -> None:
+    """The same TCP on every machine: Reno, which every kernel allows, at full speed after a pause.
+
+    Some hosts have BBR, which on a link without delay keeps so little under way that ranks wake up 8000 times
+    in a step of 200 MB, and sends next to nothing for 0.2 s in every 10.
+    """
+
+    def write() -> None:
+        for name, value in _TRANSPORT.items():
+            with contextlib.suppress(OSError):  # a kernel that has not got it
+                Path("/proc/sys/net/ipv4", name).write_text(value)
+
+    _on(namespace, write)
+
+
+def _on(namespace: str, do: Callable[[], None]) -> None:
+    """Do something on a host."""
+
+    def there() -> None:
+        enter_namespace(namespace)  # of this thread, which ends here
+        do()
+
+    thread = threading.Thread(target=there)
+    thread.start()
+    thread.join()
+
+
+def _remove(host: Host) -> None:
+    """End what runs on a host, by id, and the host."""
+    for process in host.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+
+
+def _remove_orphans() -> None:
+    """Remove hosts whose maker was killed before it could: their names hold its process id."""
+    for path in Path("/run/netns").glob("braid-*-[01]"):
+        maker = int(path.name.split("-")[1], 16)
+        if not Path(f"/proc/{maker}").exists():
+            _remove(Host(path.name, ""))
+
+
+@contextlib.contextmanager
+def ray_cluster(
+    hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
+) -> Iterator[str]:
+    """A Ray cluster with one node on each host; yields its address.
+
+    ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
+    """
+    ray = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--num-cpus={cpus}",
+        "--disable-usage-stats",
+    ]
+    head, other = hosts
+    address = f"{head.address}:{RAY_PORT}"
+    page = [f"--include-dashboard={str(job_server).lower()}"]
+    if job_server:
+        page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
+    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder, _ended(hosts):
+        starts = (
+            (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
+            (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
+        )
+        for host, options in starts:
+            command = (*ray, f"--node-ip-address={host.address}", *options)
+            result = host.run(*command, timeout=_START_SECONDS, env={**WORKERS, **env})
+            if result.returncode:
+                raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
+        yield address
+
+
+@contextlib.contextmanager
+def _ended(hosts: Sequence[Host]) -> Iterator[None]:
+    """End what is started on the hosts meanwhile, by id: Ray writes to its folder to the last."""
+    before = {process for host in hosts for process in host.processes()} | {os.getpid()}
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _END_SECONDS
+        while left := {process for host in hosts for process in host.processes()} - before:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise HostsError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+
+
+@contextlib.contextmanager
+def _terminates() -> Iterator[None]:
+    """Let the first SIGTERM or SIGINT unwind, so that hosts are removed, and nothing disturb that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    handled = (signal.SIGTERM, signal.SIGINT)
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,208 @@
+"""Collectives on GPUs: kernels of a communicator, which run in the order in which they were issued."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.kernels.collectives.primitives import Launch, Work
+
+
+class Group(Protocol):
+    """What a communicator asks of a library: NCCL through torch, or a model of it in tests.
+
+    All calls return at once; the work runs on a stream of the group's own, after what the current stream was
+    given so far. Ranks are numbers in the group.
+    """
+
+    def rank(self) -> int:
+        """This rank's number."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_gather(self, y: Tensor, x: Tensor) -> Work:
+        """Into y: x of every rank, in rank order."""
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
+        """Into y: this rank's part of the sum of x over the ranks."""
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """Into x: the sum of x over the ranks."""
+
+    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
+        """Messages to and from single ranks, as one kernel."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A line of ranks on GPUs (`Line`)."""
+
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size()
+
+    def all_gather(self, x: Tensor) -> Launch:
+        """(t, ...) -> (t x ranks, ...)."""
+        x = x.contiguous()
+        y = torch.empty((x.shape[0] * self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        return Launch(y, lambda: self.group.all_gather(y, x))
+
+    def reduce_scatter(self, x: Tensor) -> Launch:
+        """(T, ...) -> (T / ranks, ...)."""
+        x = x.contiguous()
+        y = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        return Launch(y, lambda: self.group.reduce_scatter(y, x))
+
+    def all_reduce(self, x: Tensor) -> Launch:
+        """In place."""
+        return Launch(x, lambda: self.group.all_reduce(x))
+
+    def send(self, x: Tensor, to: int, tag: int) -> Launch:
+        """To one rank; messages between two ranks arrive in order, so tags are not needed."""
+        x = x.contiguous()
+        return Launch(x, lambda: self.group.messages([(x, to)], []))
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Launch:
+        """From one rank."""
+        return Launch(x, lambda: self.group.messages([], [(x, source)]))
+
+    def swap(self, x: Tensor, peer: int) -> Launch:
+        """With one rank; both messages are one kernel, so neither side waits for the other to go first."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        return Launch(y, lambda: self.group.messages([(x, peer)], [(y, peer)]))
+
+    def meet(self) -> None:
+        """With all ranks: a sum whose result the host reads."""
+        self._sum().item()
+
+    def align(self) -> None:
+        """With a sum, for which the host does not wait."""
+        self._sum()
+
+    def _sum(self) -> Tensor:
+        one = torch.ones(1, device=torch.accelerator.current_accelerator() or torch.device("cpu"))
+        self.group.all_reduce(one).wait()
+        return one
+
+    def warm_up(self) -> None:
+        """A sum, and a message from every rank to every other: each batch has all ranks send as far on."""
+        self.meet()
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        x, y = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            self.group.messages([(x, to)], [(y, source)]).wait()
+        y.item()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A communicator for every two ranks that send each other messages (`Channel`).
+
+    On one for all, a rank that has asked for its next message could not send the one before on: the kernel
+    that waits stands first. With it, validation over an interleaved pipeline comes to a standstill
+    (tests/cuda/test_standstills.py).
+    """
+
+    rank: int
+    pairs: Mapping[int, Communicator]
+    """By the other rank."""
+
+    def send(self, x: Tensor, to: int, tag: int) -> Launch:
+        """To one rank."""
+        return self.pairs[to].send(x, self._other(to), tag)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Launch:
+        """From one rank."""
+        return self.pairs[source].receive(x, self._other(source), tag)
+
+    def swap(self, x: Tensor, peer: int) -> Launch:
+        """With one rank."""
+        return self.pairs[peer].swap(x, self._other(peer))
+
+    def warm_up(self) -> None:
+        """Pair after pair: two that share no rank do not wait for each other."""
+        for other in sorted(self.pairs):
+            self.pairs[other].warm_up()
+
+    def _other(self, peer: int) -> int:
+        """A rank's number in its pair with this one."""
+        return int(peer > self.rank)
+
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    """NCCL through torch.
+
+    Single messages go in batches of one: outside a batch torch makes a communicator for every pair of ranks
+    when it is first used, and the host waits for the other rank to do the same.
+    """
+
+    own: dist.ProcessGroup
+
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.own.rank()
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.own.size()
+
+    def all_gather(self, y: Tensor, x: Tensor) -> Work:
+        """Into y."""
+        return _started(_gather(y, x, group=self.own, async_op=True))
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
+        """Into y."""
+        return _started(_scatter(y, x, group=self.own, async_op=True))
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """In place."""
+        return _started(dist.all_reduce(x, group=self.own, async_op=True))
+
+    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
+        """As one kernel."""
+        both = ((dist.irecv, receives), (dist.isend, sends))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(kind, x, group=self.own, group_peer=peer)
+                for kind, messages in both
+                for x, peer in messages
+            ]
+        )
+        return _Last(works)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """A batch's works; NCCL has one for all."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _started(work: dist.Work | None) -> Work:
+    """The work of an asynchronous call; torch returns none to ranks outside the group."""
+    assert work is not None, "this rank is not in the group it communicates in"
+    return work

@@ -1,0 +1,248 @@
+"""Tries all implementations of an operator at the sizes of a run: do they agree, and how long do they take?
+
+What is tried is what a layer does with the operator: forward pass, input gradient, weight gradient, on random
+operands. An implementation that fails, or whose results differ from PyTorch's by more than the dtype
+explains, is out.
+
+Legend: T this operator's tokens, D hidden, F feed-forward width, I and O input and output features, V local
+vocabulary rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from braid.kernels.clock import Clock
+from braid.kernels.family import BY_TORCH, Kind
+from braid.kernels.operators.operator import ComputeOperator
+
+TOLERANCE: Final[Mapping[torch.dtype, float]] = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+    torch.float32: 1e-4,
+}
+"""By how much results may differ, as a share of the largest number: a few roundings of the dtype."""
+
+Measured = Mapping[str, int | str]
+"""Nanoseconds by implementation, or why it is out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What a micro-batch asks of an operator in places of one shape."""
+
+    operator: str
+    """A field of `OperatorFamily`."""
+    tokens: int
+    times: int
+    """How many places there are."""
+    settings: Mapping[str, Any]
+    """What the operator is made with, device and dtype aside."""
+    width: int = 0
+    """Columns of what an activation returns; others have it from their settings."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is done with every implementation."""
+
+    run: Callable[[ComputeOperator], tuple[Tensor, ...]]
+    """Both passes; returns what must agree, gradients of parameters aside."""
+    renew: Callable[[], object] = lambda: None
+    """Restores operands that a run overwrites."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laboratory:
+    """Where trials are made, and by which clock."""
+
+    device: torch.device
+    dtype: torch.dtype
+    clock: Clock
+    rounds: int = 7
+    """How often each implementation is timed; the median counts."""
+
+    def measure(self, uses: Sequence[Use], kinds: Mapping[str, Kind]) -> Measured:
+        """Of one operator: the time of all its places together, by implementation."""
+        found: dict[str, int | str] = dict.fromkeys(kinds, 0)
+        for use in uses:
+            for name, one in self._measure_use(use, kinds).items():
+                before = found[name]
+                if isinstance(before, int):
+                    found[name] = one if isinstance(one, str) else before + use.times * one
+        return found
+
+    @torch.no_grad()
+    def _measure_use(self, use: Use, kinds: Mapping[str, Kind]) -> Measured:
+        try:
+            trial = _TRIALS[use.operator](use, _Operands(self.device, self.dtype))
+            reference = self._made(use, kinds[BY_TORCH])
+            expected = _results(trial, reference)
+        except Exception as error:  # there is nothing to compare with
+            return dict.fromkeys(kinds, _told(error))
+        found: dict[str, int | str] = {}
+        sound: dict[str, ComputeOperator] = {}
+        for name, kind in kinds.items():
+            try:
+                operator = self._made(use, kind, reference)
+                if problem := self._disagreement(_results(trial, operator), expected):
+                    found[name] = problem
+                else:
+                    sound[name] = operator
+            except Exception as error:  # of torch, Triton or CUDA: it does not run here
+                found[name] = _told(error)
+        return {**found, **self._timed(trial, sound)}
+
+    def _timed(self, trial: Trial, operators: Mapping[str, ComputeOperator]) -> Measured:
+        """Medians; all are timed by turns, so that what slows the device down reaches all alike."""
+        times: dict[str, list[int]] = {name: [] for name in operators}
+        failed: dict[str, str] = {}
+        for _ in range(self.rounds):
+            for name in [name for name in times if name not in failed]:
+                try:
+                    trial.renew()
+                    times[name].append(self.clock.ns(partial(trial.run, operators[name])))
+                except Exception as error:  # perhaps there is no memory left
+                    failed[name] = _told(error)
+        return {name: failed.get(name) or round(median(ns)) for name, ns in times.items()}
+
+    def _made(self, use: Use, kind: Kind, like: ComputeOperator | None = None) -> ComputeOperator:
+        """An operator with random parameters, or those of another one, and empty sums of gradients."""
+        place = {"device": self.device, "dtype": self.dtype} if use.operator in _WITH_PARAMETERS else {}
+        operator = kind(**use.settings, **place)
+        operands = _Operands(self.device, self.dtype)
+        for name, parameter in operator.named_parameters():
+            values = operands.random(*parameter.shape) if like is None else like.get_parameter(name)
+            parameter.copy_(values)
+            wide = torch.promote_types(self.dtype, torch.float32)
+            operator.gradients[name] = torch.zeros_like(parameter, dtype=wide)
+        return operator
+
+    def _disagreement(self, results: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+        """Why results are not those of PyTorch; empty where they are."""
+        for number, (one, other) in enumerate(zip(results, expected, strict=True), start=1):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return f"result {number} is {one.dtype} {tuple(one.shape)}, PyTorch's {other.dtype}"
+            largest, off = (float(x.abs().max()) if x.numel() else 0.0 for x in (other, one - other))
+            if not off <= TOLERANCE[self.dtype] * largest:  # no number is no agreement
+                return f"result {number} is off by {off:.3g}, of at most {largest:.3g}"
+        return ""
+
+
+class _Operands:
+    """Random numbers, the same in every laboratory; torch's own generator is left alone."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def random(self, *shape: int) -> Tensor:
+        """Standard normal."""
+        return torch.randn(shape, generator=self._generator, device=self._device, dtype=self._dtype)
+
+    def tokens(self, count: int, vocabulary: int) -> Tensor:
+        """Numbers of tokens."""
+        return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
+
+
+def _results(trial: Trial, operator: ComputeOperator) -> list[Tensor]:
+    """Copies of all results of a run, gradients of parameters among them."""
+    trial.renew()
+    return [x.clone() for x in (*trial.run(operator), *operator.gradients.values())]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+
+
+# -- what a layer does with every operator -----------------------------------------------------------------
+
+
+def _norm(use: Use, operands: _Operands) -> Trial:
+    x_TD, dy_TD, d_skip_TD = (operands.random(use.tokens, use.settings["hidden"]) for _ in range(3))
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        y_TD, statistics = operator(x_TD)
+        (dx_TD,) = operator.input_gradient(dy_TD, x_TD, statistics, d_skip_TD)
+        operator.weight_gradient(dy_TD, x_TD, statistics, d_skip_TD)
+        return y_TD, dx_TD, *statistics.unbind(-1)
+
+    return Trial(run)
+
+
+def _residual(use: Use, operands: _Operands) -> Trial:
+    branch_TD, x_TD, dy_TD = (operands.random(use.tokens, use.settings["hidden"]) for _ in range(3))
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        (y_TD,) = operator(branch_TD, x_TD)
+        gradients = operator.input_gradient(dy_TD)
+        if use.settings["bias"]:
+            operator.weight_gradient(dy_TD)
+        return (y_TD, *gradients)
+
+    return Trial(run)
+
+
+def _activation(inputs: int, use: Use, operands: _Operands) -> Trial:
+    h, da_TF = operands.random(use.tokens, inputs * use.width), operands.random(use.tokens, use.width)
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        return (*operator(h), *operator.input_gradient(da_TF, h))
+
+    return Trial(run)
+
+
+def _linear(use: Use, operands: _Operands) -> Trial:
+    x_TI = operands.random(use.tokens, use.settings["inputs"])
+    dy_TO = operands.random(use.tokens, use.settings["outputs"])
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        (y_TO,) = operator(x_TI)
+        (dx_TI,) = operator.input_gradient(dy_TO)
+        operator.weight_gradient(dy_TO, x_TI)
+        return y_TO, dx_TI
+
+    return Trial(run)
+
+
+def _attention(use: Use, operands: _Operands) -> Trial:
+    heads, kv_heads, width = (use.settings[name] for name in ("heads", "kv_heads", "head_dim"))
+    qkv = operands.random(use.tokens, (heads + 2 * kv_heads) * width)
+    d_o = operands.random(use.tokens, heads * width)
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        o, graph = operator(qkv)
+        return (o, *operator.input_gradient(d_o, graph))
+
+    return Trial(run)
+
+
+def _cross_entropy(use: Use, operands: _Operands) -> Trial:
+    logits_TV = operands.random(use.tokens, use.settings["rows"])
+    kept_TV, targets_T = logits_TV.clone(), operands.tokens(use.tokens, use.settings["vocabulary"])
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        (statistics_T3,) = operator(logits_TV, targets_T)
+        maximum_T, sum_T, target_T = statistics_T3.unbind(-1)
+        (d_logits_TV,) = operator.input_gradient(logits_TV, maximum_T + sum_T.log(), targets_T, 1.0)
+        return maximum_T, sum_T, target_T, d_logits_TV
+
+    return Trial(run, renew=partial(logits_TV.copy_, kept_TV))
+
+
+_TRIALS: Final[Mapping[str, Callable[[Use, _Operands], Trial]]] = {
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "residual": _residual,
+    "swiglu": partial(_activation, 2),
+    "gelu": partial(_activation, 1),
+    "linear": _linear,
+    "attention": _attention,
+    "cross_entropy_statistics": _cross_entropy,
+}
+_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm", "residual", "linear"})

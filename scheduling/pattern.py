@@ -1,0 +1,78 @@
+"""Of which kind each layer of a model is. A kind is the name of a part, such as ``layer``.
+
+Layers of one kind have the same operators and sizes, and the same costs in a profile.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Final
+
+UNIFORM: Final = "layer"
+"""The family's own layer, and the pattern of a model that has no others."""
+DENSE: Final = "dense"
+"""In a mixture of experts, a layer without experts: with one MLP of the same width."""
+
+_ENDS: Final = ("embedding", "head")
+_WORD: Final = re.compile(r"(?:([1-9][0-9]*)\*)?([A-Za-z][A-Za-z0-9_]*)")
+
+
+def is_layer(part: str) -> bool:
+    """Whether a part is a layer, of whatever kind: neither the embedding nor the head."""
+    return part not in _ENDS
+
+
+def built_in_kinds(family: str) -> tuple[str, ...]:
+    """The kinds of layers of a family that need no class of the user's own."""
+    return (UNIFORM, DENSE) if family == "moe" else (UNIFORM,)
+
+
+@lru_cache
+def kinds_of(pattern: str, layers: int) -> tuple[str, ...]:
+    """The kind of every layer: those of the pattern, repeated until there are so many.
+
+    `ValueError` for text that is no pattern, or does not repeat evenly.
+    """
+    kinds = tuple(kind for word in pattern.split() for kind in _repeated(pattern, word))
+    if not kinds:
+        raise ValueError(
+            f"model.pattern={pattern!r} has no layers; name their kinds, as in 'layer' or '2*layer wide'"
+        )
+    times, left = divmod(layers, len(kinds))
+    if left or not times:
+        near = " or ".join(str(n * len(kinds)) for n in (times, times + 1) if n)
+        raise ValueError(
+            f"model.pattern={pattern!r} of {len(kinds)} layers does not repeat evenly to model.layers="
+            f"{layers}; set model.layers to {near}, or change the pattern"
+        )
+    return kinds * times
+
+
+def _repeated(pattern: str, word: str) -> list[str]:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ValueError(
+            f"model.pattern={pattern!r}: {word!r} must be NAME or NUMBER*NAME, with a NAME of letters, "
+            f"digits and _ that begins with a letter"
+        )
+    if not is_layer(match[2]):
+        raise ValueError(
+            f"model.pattern={pattern!r}: {match[2]!r} is another part of every model; "
+            f"name the layer otherwise"
+        )
+    return [match[2]] * int(match[1] or 1)
+
+
+def pattern_of(kinds: Sequence[str]) -> str:
+    """The shortest pattern that gives these kinds, equal for equal models."""
+    count = len(kinds)
+    period = next(n for n in range(1, count + 1) if count % n == 0 and kinds[n:] == kinds[: count - n])
+    return " ".join(counted(kinds[:period]))
+
+
+def counted(names: Sequence[str]) -> Iterator[str]:
+    """Names with how often they follow each other: ``embedding``, ``3*layer``."""
+    for name, group in groupby(names):
+        count = len(list(group))
+        yield name if count == 1 else f"{count}*{name}"

@@ -1,0 +1,80 @@
+"""Clocks of hosts that differ: told as NTP tells them, and taken out of spans."""
+
+import random
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from braid.actors.stage import clocks
+from braid.actors.stage.clocks import Difference, ask, clock_ahead_ns
+from braid.actors.stage.gloo_streams import HostStreams
+from braid.actors.stage.mesh import TorchGroups
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.operators import Stream
+from braid.scheduling.trace import Label
+from tests.forking import run_forked
+
+HOSTS = ("a", "b", "b", "a", "c")
+AHEAD_NS = {"a": 0, "b": 7_000_000_000, "c": -3_000_000_000}
+
+
+def run_rank(rank: int, port: int) -> None:
+    """A rank on a host whose clock is ahead by seconds: more than any answer takes."""
+    now = time.time_ns
+    store = dist.TCPStore("127.0.0.1", port, len(HOSTS), rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(HOSTS))
+    groups = TorchGroups(rank, timedelta(seconds=60))
+    with patch.object(clocks.time, "time_ns", lambda: now() + AHEAD_NS[HOSTS[rank]]):
+        found = clock_ahead_ns(rank, HOSTS, groups)
+        assert clock_ahead_ns(rank, ("a",) * len(HOSTS), groups) == 0
+    expected = AHEAD_NS[HOSTS[rank]]
+    assert abs(found - expected) < 1_000_000_000, (rank, found)
+    same = [one for one, host in zip(groups.gather(found), HOSTS, strict=True) if host == HOSTS[rank]]
+    assert set(same) == {found}, "ranks of a host have one clock"
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_learn_what_their_host_is_ahead() -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    run_forked(run_rank, (port,), nprocs=len(HOSTS))
+
+
+def test_a_difference_is_told_where_it_is_sure() -> None:
+    """The truth is never further away than what is said, however long either way takes."""
+    draw = random.Random()
+    for _ in range(200):
+        ahead, there, back = draw.randint(-5_000, 5_000), draw.randint(1, 4_000), draw.randint(1, 4_000)
+        at = 10**18 + draw.randint(0, 10**6)
+        times = iter([at + ahead, at + there + back + ahead])
+
+        def received(x: torch.Tensor, source: int, when: int = at + there) -> None:
+            x.fill_(when)
+
+        with (
+            patch.object(clocks.time, "time_ns", lambda times=times: next(times)),
+            patch.object(clocks.dist, "send", lambda x, to: None),
+            patch.object(clocks.dist, "recv", received),
+        ):
+            found = ask()
+        assert abs(found.ahead_ns - ahead) <= found.unsure_ns
+    assert Difference(900, 1_000).told_ns == 0
+    assert Difference(-1_100, 1_000).told_ns == -1_100
+
+
+def test_spans_are_told_by_the_clock_of_rank_0() -> None:
+    streams: Any = HostStreams()
+    recorder = Recorder(streams)
+    recorder.compute(Label(operator="x", stream=Stream.COMPUTE), None, 1_000, 2_000)
+    (plain,) = recorder.spans(0, 0)
+    recorder.set_clock(10**12)
+    (moved,) = recorder.spans(0, 0)
+    assert plain.start_ns - moved.start_ns == pytest.approx(10**12, abs=10**9)

@@ -1,0 +1,53 @@
+"""A rank that sets up again must find the memory of the generation before free: a GPU has no room for two."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from braid.actors.controller.meeting import rendezvous
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.rank import Rank
+from braid.actors.stage.worker import Worker
+from braid.scheduling.schedule_text import write
+from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+
+
+class Counted(Worker):
+    """Tells what is left of all generations but the one that runs."""
+
+    def setup(self, *arguments: Any) -> None:
+        super().setup(*arguments)
+        tensors = [p.tensor for p in self._model.parameters] + [b.buffer for b in self._gradients.buckets]
+        tensors += [moment for _, held in self._optimizer.named_tensors() for moment in held]
+        self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.objects = [weakref.ref(one) for one in (self._model, self._executor, self._optimizer)]
+
+    def alive(self) -> tuple[int, int]:
+        """Storages and objects of the last generation that was set up."""
+        storages = sum(not storage.expired() for storage in self.storages)
+        return storages, sum(one() is not None for one in self.objects)
+
+
+def counted(rank: int, address: str) -> Counted:
+    return Counted(rank, address)
+
+
+def test_nothing_is_left_of_a_generation(tmp_path: Path) -> None:
+    data = prepare_text(tmp_path, 5, files=4)
+    config = small_config(tmp_path / "runs", parallel={"tp": 2}, overlap={"schedule": "wavelet"})
+    shape = config.check(BYTES_VOCABULARY)
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
+    group = ProcessLauncher(config, serve=counted).start(2)
+    try:
+        for generation in (1, 2):
+            group.call_all(Rank.setup, plan, rendezvous(group, 60.0, generation))
+            group.call_all(Rank.train_step, 0)
+            assert all(storages > 20 for storages, _ in group.call_all(Counted.alive))
+            group.call_all(Rank.leave)
+            assert group.call_all(Counted.alive) == [(0, 0), (0, 0)]
+    finally:
+        group.shutdown()

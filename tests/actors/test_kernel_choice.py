@@ -1,0 +1,228 @@
+"""``train.kernels: auto`` in a rank: what it asks about, and what becomes of an answer."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.stage import kernel_choice
+from braid.actors.stage.kernel_choice import KernelChoice, uses
+from braid.actors.stage.layers import ModuleContext
+from braid.actors.stage.log import HEADER
+from braid.actors.stage.mesh import Mesh, build_mesh
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.parameters import Place
+from braid.kernels.family import TORCH, OperatorFamily, chosen_family, names
+from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.trials import Laboratory, Measured, Use
+from braid.scheduling.layers import built_in_parts
+from braid.scheduling.operators import Pass
+from braid.scheduling.sizes import part_sizes
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
+
+CPU = torch.device("cpu")
+FIELDS = {getattr(TORCH, field.name): field.name for field in fields(OperatorFamily)}
+
+# -- what is asked about -----------------------------------------------------------------------------------
+
+
+def settings_of(operator: ComputeOperator) -> dict[str, Any]:
+    """What an operator was made with."""
+    module: Any = operator
+    match FIELDS[type(operator)]:
+        case "rms_norm" | "layer_norm":
+            return {"hidden": module.hidden, "eps": module.eps}
+        case "residual":
+            return {"bias": module.bias is not None}
+        case "linear":
+            outputs, inputs = module.weight.shape
+            return {"inputs": inputs, "outputs": outputs, "bias": module.bias is not None}
+        case "attention":
+            return {name: getattr(module, name) for name in (*HEADS, "sequence", "rotary_base")}
+        case "cross_entropy_statistics":
+            return vars(module.shard)
+        case _:
+            return {}
+
+
+HEADS = ("heads", "kv_heads", "head_dim")
+
+
+def columns_of(use: Use, hidden: int) -> int:
+    """Of the value that an operator writes first, a statistic for each token aside."""
+    settings = use.settings
+    match use.operator:
+        case "linear":
+            return int(settings["outputs"])
+        case "attention":
+            return int(settings["heads"] * settings["head_dim"])
+        case "cross_entropy_statistics":
+            return 3
+        case _:
+            return use.width or hidden
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT, replace(LLAMA, vocabulary=97)], ids=["llama", "gpt", "uneven"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_it_asks_about_the_operators_of_the_model(shape: ModelShape, tp: int) -> None:
+    """All of them, as often as they are there, on as many tokens as their graphs say."""
+    layout = ParallelLayout(tp=tp)
+    sizes = part_sizes(shape, layout, MICRO_BATCH)
+    asked = {(use.operator, json.dumps(dict(use.settings), sort_keys=True)): use for use in uses(sizes)}
+    model = StageModel(
+        shape=shape,
+        layout=layout,
+        place=Place.of(layout.mesh, 0),
+        sizes=sizes,
+        device=CPU,
+        dtype=torch.float32,
+    )
+    parts, found = built_in_parts(sizes), Counter[tuple[str, str]]()
+    for instance in model.chunks[0]:
+        part = parts[instance.name]
+        for operator in part.forward.operators:
+            module = instance.modules.get(operator.module)
+            if operator.phase is not Pass.FORWARD or type(module) not in FIELDS:
+                continue
+            settings = settings_of(module)
+            if FIELDS[type(module)] == "residual":
+                settings["hidden"] = shape.hidden
+            key = FIELDS[type(module)], json.dumps(settings, sort_keys=True)
+            found[key] += 1
+            use = asked[key]
+            assert part.values[operator.writes[0]].elements == use.tokens * columns_of(use, shape.hidden), key
+    assert found == {key: use.times for key, use in asked.items()}
+
+
+# -- a rank ------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """One rank's groups: `gather` counts."""
+
+    def __init__(self) -> None:
+        self.gathered: list[Any] = []
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> None:
+        raise AssertionError
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Any:
+        raise AssertionError
+
+    def gather(self, own: Any) -> list[Any]:
+        self.gathered.append(own)
+        return [own]
+
+
+@pytest.fixture
+def groups() -> Alone:
+    return Alone()
+
+
+@pytest.fixture
+def mesh(groups: Alone) -> Mesh:
+    return build_mesh(ParallelLayout(), 0, groups=groups, timeout=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where choices are kept."""
+    monkeypatch.setenv("BRAID_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels.json"
+
+
+SIZES = part_sizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_cpu_asks_nothing_and_touches_nothing(
+    kernels: str, mesh: Mesh, groups: Alone, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Laboratory, "measure", None)
+    choice = KernelChoice()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert choice.family(kernels, SIZES, mesh, CPU, dtype) == TORCH
+    assert (choice.told, groups.gathered, cache.parent.exists()) == ("", [], False)
+
+
+class Gpu:
+    """A rank on a card that is not there: its operators run on the CPU, its clock says what is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.measured: list[str] = []
+        monkeypatch.setattr(kernel_choice, "card", lambda device: "a card")
+        monkeypatch.setattr(
+            kernel_choice, "candidates", lambda operator, *where: dict.fromkeys(names(operator))
+        )
+        monkeypatch.setattr(kernel_choice, "DeviceClock", lambda device: None)
+        monkeypatch.setattr(kernel_choice, "Laboratory", lambda **given: self)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def measure(self, uses: Sequence[Use], kinds: dict[str, Any]) -> Measured:
+        """Triton and cuDNN win, but not linear maps."""
+        self.measured.append(uses[0].operator)
+        assert {use.operator for use in uses} == {uses[0].operator}
+        loses = uses[0].operator == "linear"
+        return {name: 900 if name == "torch" or loses else 800 - len(name) for name in kinds}
+
+
+CHOSEN = {
+    "rms_norm": "triton",
+    "residual": "triton",
+    "swiglu": "triton",
+    "linear": "torch",
+    "attention": "triton+efficient",
+    "cross_entropy_statistics": "triton",
+}
+
+
+def test_a_gpu_measures_once_and_says_what_it_took(
+    mesh: Mesh,
+    groups: Alone,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpu, device, choice = Gpu(monkeypatch), torch.device("cuda"), KernelChoice()
+
+    def family(choice: KernelChoice) -> OperatorFamily:
+        return choice.family("auto", SIZES, mesh, device, torch.bfloat16)
+
+    first = family(choice)
+    assert (first.swiglu, first.linear) == (chosen_family(CHOSEN).swiglu, TORCH.linear)
+    assert gpu.measured == list(CHOSEN)
+    told = choice.told
+    assert told == "kernels: " + ", ".join(f"{operator} by {name}" for operator, name in CHOSEN.items())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{HEADER} rms_norm: torch 0.001 ms, triton 0.001 ms"
+    assert lines[-1] == f"{HEADER} {told}"
+    (entry,) = json.loads(cache.read_text())["choices"]
+    assert (entry["kernels"], entry["for"]["cards"], entry["for"]["dtype"]) == (
+        CHOSEN,
+        ["a card"],
+        "torch.bfloat16",
+    )
+
+    cache.unlink()
+    assert family(choice).swiglu == first.swiglu, "a later generation of the same process"
+    assert choice.told == told
+    assert family(KernelChoice()).swiglu == first.swiglu, "another process"
+    assert gpu.measured == list(CHOSEN)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    family(choice)
+    assert gpu.measured == 2 * list(CHOSEN), "another question"
+
+
+def test_modules_are_made_of_what_was_chosen() -> None:
+    place = Place.of(ParallelLayout().mesh, 0)
+    family = chosen_family({"attention": "torch+flash", "swiglu": "triton"})
+    context = ModuleContext(sizes=SIZES, place=place, device=CPU, dtype=torch.float32, operators=family)
+    attention: Any = context.attention().module
+    assert attention.backend is torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    assert type(context.activation().module) is family.swiglu

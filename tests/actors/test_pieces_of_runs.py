@@ -1,0 +1,156 @@
+"""Into how many pieces a run's schedule cuts collectives: by default, by profile, by plan, by file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller.combining import combine
+from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
+from braid.actors.stage.messages import Samples
+from braid.jobs.planning.work import Request, fixed_setting
+from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.lowering.pieces import with_pieces
+from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.operators import Stream
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.decide import anything, evaluate, measured, outcome_of
+from braid.scheduling.profile import Profile, with_piece_costs
+from braid.scheduling.schedule_text import write
+from braid.scheduling.spec import ModelShape
+from tests.scheduling.plans import cluster
+
+VOCABULARY = 256
+RATES = (2e8, 2e10)
+"""Bytes per second: of a link on which communication is most of a step, and of one on which latency is."""
+
+
+def configured(
+    sequence: int = 64, micro_batch: int = 2, tp: int = 2, dtype: str = "fp32", **overlap: Any
+) -> Config:
+    model = {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence}
+    return parse_config(
+        {
+            "name": "run",
+            "model": model,
+            "train": {"global_batch": 8, "micro_batch": micro_batch, "dtype": dtype},
+            "parallel": {"tp": tp},
+            "overlap": {"schedule": "intra_batch", **overlap},
+        }
+    )
+
+
+def shape_of(config: Config) -> ModelShape:
+    return config.model.shape(VOCABULARY)
+
+
+def profile_of(config: Config, rate: float) -> Profile:
+    """Costs of whole operators, as a measured profile has them."""
+    parts = model_graphs(config, shape_of(config))
+    spec = cluster(gpus=config.parallel.tp, intra=rate)
+    return analytic_profile(spec, config.layout(), parts, DTYPE_BYTES[config.train.dtype])
+
+
+def simulated(config: Config, rate: float, pieces: int) -> float:
+    """Nanoseconds of a step with so many pieces."""
+    setting = replace(setting_of(config, shape_of(config)), pieces=pieces)
+    bench = measured(model_graphs(config, shape_of(config)), profile_of(config, rate))(setting)
+    return outcome_of(bench, Choices(), None, anything).step_ns
+
+
+def test_two_pieces_without_a_profile_none_without_gathers() -> None:
+    config = configured()
+    assert build_schedule(config, shape_of(config)).pieces == 2
+    alone = configured(tp=1)
+    assert build_schedule(alone, shape_of(alone)).pieces == 1
+    whole = configured(schedule="megatron")
+    assert build_schedule(whole, shape_of(whole)).pieces == 1
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("sequence", [64, 12])
+def test_with_a_profile_the_best_number_that_divides(rate: float, sequence: int) -> None:
+    config = configured(sequence=sequence)
+    found = build_schedule(config, shape_of(config), profile_of(config, rate)).pieces
+    times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8) if sequence % pieces == 0}
+    assert times[found] == min(times.values())
+
+
+def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None:
+    """Two sizes of a gather, of 1 us + 1 ns a byte; a layer's own takes 5 us."""
+    config = configured()
+    parts = model_graphs(config, shape_of(config))
+    solo = {
+        op.key: [5000]
+        for part in parts.values()
+        for graph in (part.forward, part.backward)
+        for op in graph.operators
+    }
+    samples = Samples(
+        solo_ns=solo,
+        together={},
+        spares={},
+        handling={},
+        spare_of={},
+        transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
+        streams={"tp": Stream.INTRA},
+        norm_ns_per_parameter=[1.0],
+        optimizer_ns_per_parameter=[1.0],
+        hardware="test",
+    )
+    profile = combine([samples], parts)
+    fit = profile.transfers["tp/all_gather"]
+    assert (fit.latency_ns, fit.ns_per_byte, fit.stream) == (pytest.approx(1000), 1.0, Stream.INTRA)
+    costs = with_piece_costs(profile, with_pieces(parts, 4).values())
+    assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
+    assert costs.solo_ns["layer/mlp_in.2of4"] == 5000 // 4
+
+
+def test_a_plan_says_how_many(tmp_path: Path) -> None:
+    config = configured()
+    spec = cluster(gpus=2, intra=2e8)
+    plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    file = tmp_path / "plan.yaml"
+    for pieces in (2, 8):
+        file.write_text(plan.to_yaml().replace(f"pieces: {plan.setting.pieces}\n", f"pieces: {pieces}\n"))
+        planned = configured(plan=str(file))
+        assert build_schedule(planned, shape_of(planned)).pieces == pieces
+    short = configured(sequence=12, plan=str(file))
+    with pytest.raises(ConfigError, match=r"^overlap\.plan=.* is for model=sequence 64, the configuration"):
+        build_schedule(short, shape_of(short))
+    file.write_text(plan.to_yaml().replace(f"pieces: {plan.setting.pieces}\n", "pieces: 3\n"))
+    with pytest.raises(ValueError, match=r"pieces=3 does not divide a rank's 64 tokens"):
+        build_schedule(planned, shape_of(planned))
+
+
+def test_a_file_says_how_many(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(write(build_schedule(config := configured(), shape_of(config))))
+    own = configured(schedule_file=str(file))
+    assert build_schedule(own, shape_of(own)).pieces == 2
+    odd = configured(sequence=31, micro_batch=2, schedule_file=str(file))
+    with pytest.raises(
+        ConfigError, match=r"^overlap\.schedule_file=.* in 2 pieces, but a rank holds 31 tokens"
+    ):
+        build_schedule(odd, shape_of(odd))
+    text = file.read_text()
+    for pieces in (1, 4):
+        file.write_text(text.replace("pieces 2\n", f"pieces {pieces}\n"))
+        with pytest.raises(ValueError, match=r"F:layer: the graph has no operator 'attention_gather\.1of2'"):
+            build_schedule(own, shape_of(own))
+
+
+def test_tokens_that_cannot_be_cut_are_named_with_a_remedy() -> None:
+    config = configured(sequence=31)
+    with pytest.raises(ConfigError) as caught:
+        build_schedule(config, shape_of(config))
+    assert str(caught.value) == (
+        "overlap.schedule=intra_batch cuts a micro-batch in 2 pieces, but a rank holds 31 tokens of it "
+        "(train.micro_batch=2 x model.sequence=31 / parallel.tp=2); make that a multiple of 2 or use another "
+        "overlap.schedule"
+    )
+    with pytest.raises(ConfigError, match="a rank holds 31 tokens of it"):
+        build_schedule(config, shape_of(config), profile_of(config, RATES[0]))

@@ -1,0 +1,157 @@
+"""What ranks' processes begin with, and which device each takes."""
+
+import multiprocessing
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.config.machines import NcclConfig
+from braid.actors.controller import processes
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.rank_environment import gpus_here, rank_environment
+from braid.actors.stage import mesh
+from braid.actors.stage.devices import local_rank
+from braid.kernels.collectives.communicator import Pairs
+
+
+def config_of(**cluster: object) -> Config:
+    return parse_config({"name": "x", "data": {"files": ["x"]}, "cluster": cluster})
+
+
+def test_a_lost_peer_does_not_end_the_process() -> None:
+    found = rank_environment(config_of(threads_per_rank=3), {})
+    assert "NCCL_ALGO" not in found
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert found["CUDA_MODULE_LOADING"] == "EAGER"
+    assert found["OMP_NUM_THREADS"] == "3"
+
+
+def test_users_have_the_last_word() -> None:
+    outside = {"CUDA_MODULE_LOADING": "LAZY"}
+    own = {"NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "8"}
+    found = rank_environment(config_of(env=own), outside)
+    assert "CUDA_MODULE_LOADING" not in found
+    assert own.items() <= found.items()
+
+
+def test_the_same_bits_need_the_same_algorithms() -> None:
+    config = config_of()
+    strict = config.model_copy(update={"train": config.train.model_copy(update={"deterministic": True})})
+    found = rank_environment(strict, {})
+    assert {"NCCL_ALGO", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"} <= set(found)
+    assert found["NCCL_MIN_NCHANNELS"] == found["NCCL_MAX_NCHANNELS"]
+
+
+def driver(folder: Path, count: int) -> Path:
+    """What NVIDIA's driver shows of so many GPUs."""
+    for number in range(count):
+        (folder / f"0000:{number:02}:00.0").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("", 0), ("2", 1), ("0,1", 2), ("0,1,2,3,4,5", 4), ("GPU-a, GPU-b", 2)]
+)
+def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, count: int) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus_here(environment, driver(tmp_path, 4)) == count
+    assert gpus_here(environment, tmp_path / "none") == 0
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "gpus_here", lambda environment: 2)
+    launcher = ProcessLauncher(config_of(cpus_per_rank=0.1))
+    launcher.check(2)
+    with pytest.raises(
+        ConfigError, match=r"3 ranks of cluster\.device='auto', this machine has 2 GPUs; lower"
+    ):
+        launcher.check(3)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "numbers"),
+    [((), [0, 1, 2, 3]), (("a", "a", "b", "b"), [0, 1, 0, 1]), (("a", "b", "a", "b"), [0, 0, 1, 1])],
+)
+def test_a_rank_takes_the_device_of_its_number_on_its_host(
+    hosts: tuple[str, ...], numbers: list[int]
+) -> None:
+    assert [local_rank(rank, hosts) for rank in range(4)] == numbers
+
+
+class Failing:
+    """Its first answer is an error."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def pulse(self) -> int:
+        self.asked += 1
+        if self.asked == 1:
+            raise RuntimeError("CUDA error: of something else")
+        return self.asked
+
+
+def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=processes._answer, args=(theirs, [Failing()]), daemon=True)
+    thread.start()
+    answers = []
+    for _ in range(2):
+        ours.send("pulse")
+        assert ours.poll(10)
+        answers.append(ours.recv())
+    assert answers == [None, 2]
+    ours.close()
+    thread.join(10)
+    assert "of something else" in capsys.readouterr().err
+
+
+# -- what communicators are made with ------------------------------------------------------------------------
+
+
+class Options:
+    """As torch's, which a build without NCCL lacks."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1)
+        self._timeout: timedelta | None = None
+
+
+def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[int], Any]] = []
+
+    def new_group(ranks: list[int], **named: Any) -> str:
+        assert named["use_local_synchronization"]
+        made.append((ranks, named["pg_options"]))
+        return "group"
+
+    limit = timedelta(seconds=7)
+    monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(mesh.dist, "new_group", new_group)
+    monkeypatch.setattr(mesh.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    nccl = NcclConfig.model_validate({"tp": {"min_ctas": 4, "max_ctas": 8}})
+    groups = mesh.TorchGroups(5, limit, nccl)
+    assert groups.line("tp", [[0, 1], [2, 3]]) is None
+    groups.line("tp", [[0, 1], [4, 5]])
+    groups.line("dp", [[1, 5]])
+    groups.line("ends", [[2, 5]])
+    pairs = groups.channel([[1, 3, 5, 7]])
+    assert isinstance(pairs, Pairs)
+    assert sorted(pairs.pairs) == [1, 3]
+    assert [ranks for ranks, _ in made] == [[4, 5], [1, 5], [2, 5], [3, 5], [5, 7]]
+    tp, dp, ends, *messages = (options for _, options in made)
+    assert (tp.config.min_ctas, tp.config.max_ctas) == (4, 8)
+    assert dp.config == ends.config == SimpleNamespace(min_ctas=-1, max_ctas=-1)
+    assert all(one.config.max_ctas == 2 for one in messages)
+    assert all(options.is_high_priority_stream and options._timeout == limit for _, options in made)
+
+
+def test_more_at_least_than_at_most_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_ctas=9 is more than max_ctas=8; lower it"):
+        NcclConfig.model_validate({"tp": {"min_ctas": 9, "max_ctas": 8}})

@@ -1,0 +1,1 @@
+"""What runs on CUDA, checked without a GPU."""

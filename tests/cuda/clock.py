@@ -1,0 +1,220 @@
+"""A device with a clock: what the host issues takes the host a time, and the device another one.
+
+One rank, one thread; operators compute at once, on tensors of the CPU. Nothing slows down beside anything
+else: what a profiler measures here is known in advance, to the nanosecond.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from braid.kernels.collectives.communicator import Communicator, Pairs
+from braid.kernels.collectives.primitives import Channel, Line
+
+ISSUE_NS = 10_000
+"""Of the host, for an operator, a collective or an event."""
+KERNEL_NS, BYTES_PER_NS, FLOPS_PER_NS = 1_000, 64, 1024
+"""Of the device: every kernel's first microsecond, and rates. Most kernels of a tiny model are shorter than
+their issue, as those of a big one are on many ranks."""
+GROUP_NS, GROUP_BYTES_PER_NS = 20_000, 1
+
+
+@dataclass(eq=False)
+class Stream:
+    """Of the device."""
+
+    device: "TimedDevice"
+    end: float = 0.0
+    """When it will have done all that it was given."""
+
+    def wait_event(self, event: "Event") -> None:
+        """What follows comes after the event."""
+        self.end = max(self.end, event.time)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.device.now = max(self.device.now, self.end)
+
+    def give(self, ns: float) -> None:
+        """Work, from when it is issued on."""
+        self.end = max(self.end, self.device.now) + ns
+
+
+@dataclass(eq=False)
+class Event:
+    """Of the device."""
+
+    device: "TimedDevice"
+    time: float = 0.0
+
+    def record(self, stream: Stream) -> None:
+        """After what the stream was given."""
+        self.device.now += ISSUE_NS
+        self.time = max(stream.end, self.device.now)
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+        return self.time <= self.device.now
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.device.now = max(self.device.now, self.time)
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Milliseconds."""
+        return (other.time - self.time) / 1e6
+
+
+class TimedDevice(TorchDispatchMode):
+    """What `braid.actors.stage.accelerator.Accelerator` is; active, it gives operators to streams."""
+
+    def __init__(self, *, spins: bool = True) -> None:
+        """``spins``: whether it has a kernel that only takes time."""
+        super().__init__()
+        self.now = 0.0
+        """The host's clock, nanoseconds."""
+        self.kernels: list[float] = []
+        """How long every operator's took, in the order of issue."""
+        self._spins = spins
+        self._current = [Stream(self)]
+
+    def current(self) -> Stream:
+        """The stream that operators are given to."""
+        return self._current[-1]
+
+    def stream(self) -> Stream:
+        """A new one."""
+        return Stream(self)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Operators go to a stream."""
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    def event(self) -> Event:
+        """A new one."""
+        return Event(self)
+
+    def spin(self, ns: float) -> None:
+        """Occupy the current stream."""
+        if self._spins:
+            self.now += ISSUE_NS
+            self.current().give(ns)
+
+    def synchronise(self) -> None:
+        """The host waits for what it computes on; nothing else is asked for here."""
+        self.current().synchronize()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.is_view or function.name().startswith("aten::empty"):
+            return out
+        self.now += ISSUE_NS
+        self.kernels.append(kernel_ns(function, args, out))
+        self.current().give(self.kernels[-1])
+        if function.name().startswith("aten::_local_scalar_dense"):
+            self.current().synchronize()
+        return out
+
+
+def kernel_ns(function: Any, args: Any, out: Any) -> float:
+    """What an operator takes the device."""
+    tensors = [x for x in tree_flatten((args, out))[0] if isinstance(x, Tensor)]
+    ns = KERNEL_NS + sum(x.nbytes for x in tensors) / BYTES_PER_NS
+    if function.name().startswith(("aten::mm", "aten::addmm")):
+        a, b = (x for x in args if isinstance(x, Tensor)) if "addmm" not in function.name() else args[1:3]
+        ns += 2 * a.shape[0] * a.shape[1] * b.shape[1] / FLOPS_PER_NS
+    return ns
+
+
+class _Work:
+    def __init__(self, device: TimedDevice, end: Event) -> None:
+        self._device, self._end = device, end
+
+    def wait(self) -> None:
+        self._device.current().wait_event(self._end)
+
+
+@dataclass(eq=False)
+class TimedGroup:
+    """What `Communicator` asks of a library, where the other members are always there."""
+
+    device: TimedDevice
+    ranks: int
+    own: int
+    own_stream: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own_stream = self.device.stream()
+
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.own
+
+    def size(self) -> int:
+        """How many there are."""
+        return self.ranks
+
+    def all_gather(self, y: Tensor, x: Tensor) -> _Work:
+        """Into y: numbers of no meaning."""
+        return self._kernel(y.nbytes)
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> _Work:
+        """Into y: numbers of no meaning."""
+        return self._kernel(x.nbytes)
+
+    def all_reduce(self, x: Tensor) -> _Work:
+        """Nothing is added."""
+        return self._kernel(2 * x.nbytes)
+
+    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> _Work:
+        """Nothing arrives."""
+        return self._kernel(sum(x.nbytes for x, _ in (*sends, *receives)))
+
+    def _kernel(self, size: int) -> _Work:
+        ready, end = Event(self.device), Event(self.device)
+        ready.record(self.device.current())
+        self.own_stream.wait_event(ready)
+        self.own_stream.give(group_ns(size))
+        end.record(self.own_stream)
+        return _Work(self.device, end)
+
+
+def group_ns(size: int) -> float:
+    """What a collective takes the device."""
+    return GROUP_NS + size / GROUP_BYTES_PER_NS
+
+
+@dataclass(frozen=True)
+class TimedGroups:
+    """Makes such communicators (`braid.actors.stage.mesh.Groups`)."""
+
+    device: TimedDevice
+    rank: int
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
+        """That of this rank."""
+        own = next((ranks for ranks in lines if self.rank in ranks), None)
+        return None if own is None else self._communicator(own)
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """Of pairs."""
+        (own,) = (ranks for ranks in lines if self.rank in ranks)
+        place = own.index(self.rank)
+        return Pairs(place, {n: self._communicator((self.rank, peer)) for n, peer in enumerate(own)})
+
+    def gather(self, own: Any) -> list[Any]:
+        """There is nobody else to ask."""
+        return [own]
+
+    def _communicator(self, ranks: Sequence[int]) -> Communicator:
+        return Communicator(TimedGroup(self.device, len(ranks), sorted(ranks).index(self.rank)))

@@ -1,0 +1,145 @@
+"""What is noted of a rank on the model of the machine (`tests.cuda.machine`)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from tests.cuda.communicators import Shared
+
+GARBAGE = 0.125
+"""What an abort leaves: it looks like a number."""
+
+
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """What the model itself does with tensors is nobody's work."""
+    with _disable_current_modes():
+        yield
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as a window on memory."""
+
+    memory: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements."""
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte, and the one behind the last."""
+        item = self.dtype.itemsize
+        if 0 in self.size:
+            return self.offset * item, self.offset * item
+        last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset * item, (last + 1) * item
+
+
+@dataclass(frozen=True)
+class Made:
+    """Memory was allocated for use on a stream."""
+
+    memory: int
+    stream: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Freed:
+    """Memory went back to the pool of the stream that it was allocated on."""
+
+    memory: int
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of torch; ``arguments`` has views for tensors."""
+
+    stream: int
+    function: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+    results: tuple[View, ...]
+    """What it returned in memory of its own."""
+    host: Any = None
+    """What the host read; the host waits for that."""
+
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        return str(self.function)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A rank's part of a collective or of messages, on its communicator's stream."""
+
+    stream: int
+    call: "Call"
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+
+    @property
+    def name(self) -> str:
+        """Kind, communicator and number."""
+        return f"{self.call.kind} {self.call.number} of {self.call.of.name}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An event was recorded on a stream."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Waited:
+    """A stream waits for an event."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class HostWaited:
+    """The host waited for an event."""
+
+    event: int
+
+
+Entry = Made | Freed | Operator | Kernel | Recorded | Waited | HostWaited
+
+
+@dataclass(eq=False)
+class Call:
+    """A rank's use of a communicator."""
+
+    of: "Shared"
+    kind: str
+    number: int
+    """Among the calls of its communicator on this rank."""
+    shape: tuple[Any, ...]
+    """What must be equal on all members: dtype and elements; of messages, those of each."""
+    peers: tuple[tuple[str, int, int], ...] = ()
+    """Of messages: "send" or "receive", the other rank's number, the number among those of the pair."""
+    done: bool = False
+    outputs: tuple[Tensor, ...] = ()
+
+    def spoil(self) -> None:
+        """It was aborted."""
+        self.done = True
+        with unnoted():
+            for y in self.outputs:
+                y.fill_(GARBAGE)

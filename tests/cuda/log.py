@@ -1,0 +1,280 @@
+"""One rank on the model of the machine: streams, events, memory, log (`tests.cuda.machine`)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tests.cuda.entries import Call, Entry, Freed, HostWaited, Made, Operator, Recorded, View, Waited, unnoted
+from tests.cuda.graphs import Graph
+
+if TYPE_CHECKING:
+    from tests.cuda.machine import Machine
+
+HOST_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item")
+
+
+class LostError(Exception):
+    """The rank's process has ended."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """Of one rank."""
+
+    log: "RankLog"
+    number: int
+    pending: set[Call] = field(default_factory=set)
+    """Calls that what it was given comes after, and whose results are not there yet."""
+
+    def wait_event(self, event: "Event") -> None:
+        """What follows comes after the event."""
+        if self.log.graph is not None:
+            self.log.graph.waited(self, event)
+            return
+        if event.captured:
+            raise RuntimeError("a wait, outside a graph, for an event of inside")
+        self.wait_again(event)
+
+    def wait_again(self, event: "Event") -> None:
+        """For what it was recorded after last."""
+        self.log.note(Waited(self.number, event.number))
+        self.pending |= event.pending
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        event = Event(self.log)
+        event.record(self)
+        event.synchronize()
+
+
+class Event:
+    """Of one rank."""
+
+    def __init__(self, log: "RankLog", external: bool = False) -> None:
+        """``external``: those of a graph that tell the time; they order nothing."""
+        self.external = external
+        self.log, self.number = log, log.next_number()
+        self.pending: set[Call] = set()
+        self.captured = False
+        """Whether it was recorded in a graph, to order what is inside; such an event cannot be asked."""
+
+    def record(self, stream: Stream) -> None:
+        """After what the stream was given."""
+        self.captured = self.log.graph is not None and not self.external
+        if self.log.graph is not None:
+            self.log.graph.recorded(self, stream)
+        else:
+            self.record_again(stream)
+
+    def record_again(self, stream: Stream) -> None:
+        """The same, not captured."""
+        self.log.note(Recorded(self.number, stream.number))
+        self.pending = set(stream.pending)
+
+    def query(self) -> bool:
+        """Whether what comes before is done."""
+        return all(call.done for call in self.pending)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        if self.captured or self.log.graph is not None:
+            raise RuntimeError("the host waits for an event of a graph")
+        self.log.note(HostWaited(self.number))
+        self.log.machine.until(lambda: self.query() or self.log.aborted, self.log)
+
+    def elapsed_time(self, other: "Event") -> float:
+        """There is no time."""
+        return 0.0
+
+
+class RankLog(TorchDispatchMode):
+    """One rank: its streams, its memory, its log. Active on the rank's thread it notes every operator."""
+
+    def __init__(self, machine: "Machine", rank: int) -> None:
+        super().__init__()
+        self.machine, self.rank = machine, rank
+        self.entries: list[Entry] = []
+        self.first: dict[int, Tensor] = {}
+        """Contents, as bytes, of memory that was there before."""
+        self.aborted = False
+        self.interrupt: Callable[[], None] = self.abort
+        """What the controller does to a rank that waits for one that is lost."""
+        self.dies_at: int | None = None
+        """The entry at which the rank is lost."""
+        self._number = 0
+        self.graph: Graph | None = None
+        """What is captured at the moment."""
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.streams: list[Stream] = []
+        self.compute = self.stream()
+        self._current = [self.compute]
+
+    # -- an accelerator (`braid.actors.stage.accelerator.Accelerator`) --
+
+    def current(self) -> Stream:
+        """The stream that operators are given to."""
+        return self._current[-1]
+
+    def stream(self) -> Stream:
+        """A new one."""
+        self.streams.append(Stream(self, self.next_number()))
+        return self.streams[-1]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Operators go to a stream."""
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def event(self) -> Event:
+        """A new one."""
+        return Event(self)
+
+    def graph_event(self) -> Event:
+        """A new one."""
+        return Event(self, external=True)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What the rank issues goes to a graph."""
+        self._collect()
+        stream = self.stream()
+        self.graph = graph = Graph(self, stream)
+        try:
+            with self.on(stream):
+                yield graph
+            self._collect()
+            graph.end({memory: _bytes_of(reference) for reference, memory in self._known.values()})
+        finally:
+            self.graph = None
+
+    def spin(self, ns: float) -> None:
+        """Reads and writes nothing."""
+
+    def synchronise(self) -> None:
+        """The host waits for all streams."""
+        for stream in list(self.streams):
+            stream.synchronize()
+
+    # -- what is noted --
+
+    def begin(self) -> None:
+        """Forget what was noted so far: what there is was there before."""
+        self._collect()
+        self.entries.clear()
+        self.first.clear()
+        self._known.clear()
+
+    def next_number(self) -> int:
+        """For a stream, an event, or memory."""
+        self._number += 1
+        return self._number
+
+    def note(self, entry: Entry) -> None:
+        """Append, after what was freed by now."""
+        self._collect()
+        self._append(entry)
+
+    def _append(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        if self.dies_at is not None and len(self.entries) > self.dies_at:
+            raise LostError
+
+    def abort(self) -> None:
+        """End what waits in communicators; their outputs are garbage."""
+        self.aborted = True
+
+    def _collect(self) -> None:
+        gone = [key for key, (reference, _) in self._known.items() if reference.expired()]
+        for key in gone:
+            freed = Freed(self._known.pop(key)[1])
+            if self.graph is None or not self.graph.freed(freed):
+                self.entries.append(freed)
+
+    def view(self, x: Tensor) -> View:
+        """Of a tensor; memory that is met for the first time was there before."""
+        return self._view(x, lambda memory, storage: self._was_there(memory, storage))
+
+    def _view(self, x: Tensor, met: Callable[[int, torch.UntypedStorage], None]) -> View:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            memory = self.next_number()
+            self._known[key] = StorageWeakRef(storage), memory
+            met(memory, storage)
+        if self.graph is not None:
+            self.graph.keep(self._known[key][1], x)
+        return View(self._known[key][1], x.dtype, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+
+    def _was_there(self, memory: int, storage: torch.UntypedStorage) -> None:
+        self.first[memory] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+        self.entries.append(Made(memory, self.compute.number, storage.nbytes()))
+
+    def _made(self, memory: int, storage: torch.UntypedStorage) -> None:
+        made = Made(memory, self.current().number, storage.nbytes())
+        if self.graph is not None:
+            self.graph.made(made)
+        else:
+            self.entries.append(made)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named, stream = kwargs or {}, self.current()
+        self.settle(stream)
+        self._collect()
+        given, shape = tree_flatten((args, named))
+        views = [self.view(one) if isinstance(one, Tensor) else one for one in given]
+        out = function(*args, **named)
+        arguments, keywords = tree_unflatten(views, shape)
+        written = self._written(function, args, named)
+        reads = tuple(one for one in views if isinstance(one, View))
+        known = {one.memory for one in reads}
+        results, flat = [], tree_flatten(out)[0]
+        for one in flat:
+            if isinstance(one, Tensor):
+                view = self._view(one, self._made)
+                if view.memory not in known:
+                    results.append(view)
+        host = out if function.name().partition(".")[0] in HOST_READS else None
+        entry = Operator(stream.number, function, arguments, keywords, reads, written, tuple(results), host)
+        if self.graph is not None:
+            self.graph.operator(stream, entry)
+        else:
+            self._append(entry)
+        return out
+
+    def _written(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[View, ...]:
+        found: list[View] = []
+        for place, one in enumerate(function._schema.arguments):
+            if one.alias_info is None or not one.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else named.get(one.name)
+            found += [self.view(x) for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+        return tuple(found)
+
+    def settle(self, stream: Stream) -> None:
+        """Let the results be there of what a stream's next work comes after."""
+        if any(not call.done for call in stream.pending):
+            self.machine.until(lambda: self.aborted or all(call.done for call in stream.pending), self)
+            for call in stream.pending:
+                if not call.done:
+                    call.spoil()
+        stream.pending.clear()
+
+
+def _bytes_of(reference: StorageWeakRef) -> Tensor:
+    """Memory that is still held by somebody."""
+    with unnoted():
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return torch.tensor([], dtype=torch.uint8).set_(storage)

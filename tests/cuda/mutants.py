@@ -1,0 +1,524 @@
+"""Faults put into the real classes, one at a time: the model counts only if it finds every one.
+
+Each is what somebody could write, or forget. A mutant names the case that shows it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage import step_graph
+from braid.actors.stage.cuda_streams import CudaStreams
+from braid.actors.stage.executor import Executor
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.host_state import HostState
+from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.optimizer import Optimizer, Update
+from braid.actors.stage.streams import Transfer
+from braid.kernels.collectives.communicator import Communicator, Pairs
+from braid.kernels.collectives.primitives import Launch
+from braid.scheduling import code as linked
+from braid.scheduling import link
+from braid.scheduling.operators import Stream
+from tests.cuda.communicators import ModelGroup, Work
+from tests.cuda.steps import Case
+
+PAIRED = Case(schedule="braid_w", tp=2, micro_batches=2)
+PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
+STAGES = Case(schedule="megatron", pp=2, micro_batches=3)
+REPLICAS = Case(schedule="braid_w", dp=2, micro_batches=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault and where it shows."""
+
+    name: str
+    apply: Callable[[], AbstractContextManager[Any]]
+    case: Case = PLAIN
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(
+    name: str, case: Case = PLAIN
+) -> Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]]:
+    """Register a fault."""
+
+    def register(apply: Callable[[], AbstractContextManager[Any]]) -> Callable[[], Any]:
+        MUTANTS.append(Mutant(name=name, apply=apply, case=case))
+        return apply
+
+    return register
+
+
+def _started(
+    streams: CudaStreams,
+    stream: Stream,
+    launch: Launch,
+    lane: str,
+    *,
+    waits_for_compute: bool = True,
+    waits_for_work: bool = True,
+    ends_late: bool = True,
+    keeps: bool = True,
+    inside: bool = True,
+    own_lane: bool = True,
+) -> Transfer:
+    """`CudaStreams.start`, with parts of it left out."""
+    key = (stream, lane) if own_lane else (stream, "one for all")
+    if key not in streams._side:
+        streams._side[key] = streams._accelerator.stream(), streams._accelerator.event()
+    side, _ = streams._side[key]
+    if waits_for_compute:
+        side.wait_event(streams._record(streams._compute))
+    begin = streams._record(side)
+    early = streams._record(side)
+    where = streams._accelerator.on(side) if inside else streams._accelerator.on(streams._compute)
+    with where:
+        work = launch.issue()
+        if waits_for_work:
+            work.wait()
+    end = streams._record(side) if ends_late else early
+    streams._ends[key] = end
+    kept = launch if keeps else Launch(launch.result, _nothing, launch.finish)
+    return Transfer(launch=kept, work=work if keeps else None, begin=begin, end=end, arrival=end)
+
+
+def _nothing() -> Any:
+    raise AssertionError("issued twice")
+
+
+def _starting(**left_out: bool) -> AbstractContextManager[Any]:
+    def start(
+        self: CudaStreams, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = ""
+    ) -> Transfer:
+        return _started(self, stream, launch, lane, **left_out)
+
+    return patch.object(CudaStreams, "start", start)
+
+
+# -- streams and events --------------------------------------------------------------------------------------
+
+
+@mutant("a side stream does not wait for compute")
+def _() -> AbstractContextManager[Any]:
+    return _starting(waits_for_compute=False)
+
+
+@mutant("a message does not wait for the compute that it carries", STAGES)
+def _() -> AbstractContextManager[Any]:
+    return _starting(waits_for_compute=False)
+
+
+@mutant("a sum of gradients does not wait for the backward pass", REPLICAS)
+def _() -> AbstractContextManager[Any]:
+    return _starting(waits_for_compute=False)
+
+
+@mutant("the side stream does not wait for the communicator's")
+def _() -> AbstractContextManager[Any]:
+    return _starting(waits_for_work=False)
+
+
+@mutant("the end of a transfer is recorded before it is issued")
+def _() -> AbstractContextManager[Any]:
+    return _starting(ends_late=False)
+
+
+@mutant("compute does not wait for transfers")
+def _() -> AbstractContextManager[Any]:
+    return patch.object(CudaStreams, "wait", lambda self, transfer: None)
+
+
+@mutant("compute does not wait for messages", STAGES)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(CudaStreams, "wait", lambda self, transfer: None)
+
+
+@mutant("compute waits for the begin of a transfer")
+def _() -> AbstractContextManager[Any]:
+    return patch.object(CudaStreams, "wait", lambda self, transfer: self._compute.wait_event(transfer.begin))
+
+
+@mutant("another stream waits for the transfer")
+def _() -> AbstractContextManager[Any]:
+    def wait(self: CudaStreams, transfer: Transfer) -> None:
+        self._accelerator.stream().wait_event(transfer.end)
+
+    return patch.object(CudaStreams, "wait", wait)
+
+
+@mutant("every second wait is left out", PAIRED)
+def _() -> AbstractContextManager[Any]:
+    count = [0]
+    whole = CudaStreams.wait
+
+    def wait(self: CudaStreams, transfer: Transfer) -> None:
+        count[0] += 1
+        if count[0] % 2:
+            whole(self, transfer)
+
+    return patch.object(CudaStreams, "wait", wait)
+
+
+@mutant("a message is put behind all others, sends and receives alike", replace(STAGES, micro_batches=4))
+def _() -> AbstractContextManager[Any]:
+    return _starting(own_lane=False)
+
+
+# -- lifetimes -----------------------------------------------------------------------------------------------
+
+
+@mutant("the contiguous copy that is sent lives as long as its launch")
+def _() -> AbstractContextManager[Any]:
+    """Of a tensor whose rows do not follow each other, which a layer of a user's own may hand on."""
+    whole = Communicator.all_gather
+
+    def all_gather(self: Communicator, x: Tensor) -> Launch:
+        return whole(self, x.t().contiguous().t())
+
+    return _both(_starting(keeps=False), patch.object(Communicator, "all_gather", all_gather))
+
+
+@mutant("a message's memory is given back when it is issued", STAGES)
+def _() -> AbstractContextManager[Any]:
+    sent = Executor._send
+
+    def send(self: Executor, *arguments: Any) -> Any:
+        run = sent(self, *arguments)
+
+        def issue(frames: Any, passes: Any) -> None:
+            run(frames, passes)
+            for transfer in self._sending.values():
+                transfer.launch = replace(transfer.launch, result=None, issue=_nothing)
+            frames[0][arguments[1]] = None
+
+        return issue
+
+    return patch.object(Executor, "_send", send)
+
+
+@mutant("a gather reads memory that is given back at once")
+def _() -> AbstractContextManager[Any]:
+    whole = Communicator.all_gather
+
+    def all_gather(self: Communicator, x: Tensor) -> Launch:
+        launch = whole(self, x.clone())
+        issue = launch.issue
+        box = [issue]
+        return Launch(launch.result, lambda: box.pop()())
+
+    return patch.object(Communicator, "all_gather", all_gather)
+
+
+@mutant("a received message is used before it is taken", STAGES)
+def _() -> AbstractContextManager[Any]:
+    def received(self: Executor, frame: Any, register: int) -> None:
+        frame[register] = frame[register].take()
+
+    return patch.object(Executor, "_received", received)
+
+
+# -- communicators -------------------------------------------------------------------------------------------
+
+
+def _on_rank_one(name: str, change: Callable[..., Any]) -> AbstractContextManager[Any]:
+    whole = getattr(ModelGroup, name)
+
+    def call(self: ModelGroup, *arguments: Any) -> Any:
+        if self.log.rank == 1:
+            return change(self, whole, *arguments)
+        return whole(self, *arguments)
+
+    return patch.object(ModelGroup, name, call)
+
+
+@mutant("one rank leaves a gather out")
+def _() -> AbstractContextManager[Any]:
+    _left_out[0] = 0
+    return _on_rank_one("all_gather", _skipping)
+
+
+_left_out = [0]
+
+
+def _skipping(self: ModelGroup, whole: Any, *arguments: Any) -> Any:
+    _left_out[0] += 1
+    if _left_out[0] == 3:
+        end = self.log.event()
+        end.record(self.log.current())
+        return Work(self.log, end, [])
+    return whole(self, *arguments)
+
+
+@mutant("one rank leaves a sum of gradients out", REPLICAS)
+def _() -> AbstractContextManager[Any]:
+    _left_out[0] = 2
+    return _on_rank_one("all_reduce", _skipping)
+
+
+@mutant("one rank leaves a message out", STAGES)
+def _() -> AbstractContextManager[Any]:
+    _left_out[0] = 0
+    return _on_rank_one("messages", _skipping)
+
+
+@mutant("one rank adds up where others scatter")
+def _() -> AbstractContextManager[Any]:
+    def change(self: ModelGroup, whole: Any, y: Tensor, x: Tensor) -> Any:
+        return self.all_reduce(x)
+
+    return _on_rank_one("reduce_scatter", change)
+
+
+@mutant("one rank gathers fewer tokens")
+def _() -> AbstractContextManager[Any]:
+    def change(self: ModelGroup, whole: Any, y: Tensor, x: Tensor) -> Any:
+        return whole(self, y[:-2], x[:-1])
+
+    return _on_rank_one("all_gather", change)
+
+
+@mutant("one rank gathers another dtype")
+def _() -> AbstractContextManager[Any]:
+    def change(self: ModelGroup, whole: Any, y: Tensor, x: Tensor) -> Any:
+        return whole(self, y, x.to(torch.float64))
+
+    return _on_rank_one("all_gather", change)
+
+
+@mutant("two sums are swapped on one rank", replace(REPLICAS, pp=2, micro_batches=4))
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets.start
+    held: dict[int, Any] = {}
+
+    def start(self: GradientBuckets, reduce: Any) -> None:
+        if self._mesh.rank != 1 or reduce.axis != "dp":
+            whole(self, reduce)
+        elif id(self) not in held:
+            held[id(self)] = reduce
+        else:
+            whole(self, reduce)
+            if held[id(self)] is not None:
+                whole(self, held[id(self)])
+                held[id(self)] = None
+
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        if held.get(id(self)) == reduce:
+            whole(self, reduce)
+            held[id(self)] = None
+        waited(self, reduce)
+
+    waited = GradientBuckets.wait
+    return _both(patch.object(GradientBuckets, "start", start), patch.object(GradientBuckets, "wait", wait))
+
+
+@mutant("two gathers are swapped on one rank", PAIRED)
+def _() -> AbstractContextManager[Any]:
+    """The paired strands of a rank go in the other order: the shapes are equal, the values are not."""
+    whole = Executor.run
+
+    def run(self: Executor, batches: Any, *more: Any) -> Any:
+        if self._mesh.rank == 1:
+            batches = list(reversed(batches))
+        return whole(self, batches, *more)
+
+    return patch.object(Executor, "run", run)
+
+
+@mutant("a message goes to the stage on the other side", replace(STAGES, pp=3))
+def _() -> AbstractContextManager[Any]:
+    def change(self: ModelGroup, whole: Any, sends: Any, receives: Any) -> Any:
+        return whole(self, [(x, 2 - peer) for x, peer in sends], receives)
+
+    return _on_rank_one("messages", change)
+
+
+@mutant("a rank uses its connections for the first time in an order of its own", replace(STAGES, pp=3))
+def _() -> AbstractContextManager[Any]:
+    whole = Pairs.warm_up
+
+    def warm_up(self: Pairs) -> None:
+        if self.rank != 1:
+            whole(self)
+        for other in sorted(self.pairs, reverse=True) if self.rank == 1 else ():
+            self.pairs[other].warm_up()
+
+    return patch.object(Pairs, "warm_up", warm_up)
+
+
+@mutant("a rank uses the communicator of another axis", replace(PLAIN, dp=2))
+def _() -> AbstractContextManager[Any]:
+    whole = Mesh.shared
+
+    def shared(self: Mesh, axis: str) -> Any:
+        return whole(self, "tp" if axis == "dp" and self.rank == 1 else axis)
+
+    return patch.object(Mesh, "shared", shared)
+
+
+# -- the end of a step ---------------------------------------------------------------------------------------
+
+
+@mutant("sums of gradients are not awaited", REPLICAS)
+def _() -> AbstractContextManager[Any]:
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        for transfer in self._pending.pop(reduce):
+            transfer.take()
+
+    return patch.object(GradientBuckets, "wait", wait)
+
+
+PARTS = Case(schedule="ddp", dp=2, micro_batches=2)
+"""Gradients are summed part by part in the last backward pass."""
+
+
+@mutant("gradients of a part are summed before they are final", PARTS)
+def _() -> AbstractContextManager[Any]:
+    def with_sums(operations: Any, passes: Any, sums: Any) -> Any:
+        return [*(linked.Start(what=one) for one in sums), *operations]
+
+    return patch.object(link, "with_sums", with_sums)
+
+
+@mutant("sums of two parts are swapped on one rank", PARTS)
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets._summed
+
+    def summed(self: GradientBuckets, reduce: Any) -> Any:
+        swapped = reduce.part in (1, 2) and self._mesh.rank == 1
+        return whole(self, replace(reduce, part=3 - reduce.part) if swapped else reduce)
+
+    return patch.object(GradientBuckets, "_summed", summed)
+
+
+@mutant("the sum of one part is not awaited", PARTS)
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets.wait
+
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        if reduce.part != 0:
+            whole(self, reduce)
+
+    return patch.object(GradientBuckets, "wait", wait)
+
+
+@mutant("the norm is read before its squares are summed", PLAIN)
+def _() -> AbstractContextManager[Any]:
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        for transfer in self._pending.pop(reduce):
+            if reduce.chunk is not None:
+                self._streams.wait(transfer)
+            transfer.take()
+
+    return patch.object(GradientBuckets, "wait", wait)
+
+
+@mutant("the update runs on a stream of its own that waits for nothing")
+def _() -> AbstractContextManager[Any]:
+    whole = Update.step
+
+    def step(self: Update) -> None:
+        log = _log_of(self._optimizer)
+        with log.on(log.stream()):
+            whole(self)
+
+    return patch.object(Update, "step", step)
+
+
+@mutant("the next step does not wait for an update on a stream of its own", replace(PLAIN, steps=2))
+def _() -> AbstractContextManager[Any]:
+    whole = Optimizer.step
+
+    def step(self: Optimizer, *arguments: Any) -> Any:
+        log = _log_of(self)
+        side = log.stream()
+        done = log.event()
+        done.record(log.current())
+        side.wait_event(done)
+        with log.on(side):
+            return whole(self, *arguments)
+
+    return patch.object(Optimizer, "step", step)
+
+
+@mutant("gradients are cleared beside the update", PLAIN)
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets.zero
+
+    def zero(self: GradientBuckets) -> None:
+        log = self._streams._accelerator
+        with log.on(log.stream()):
+            whole(self)
+
+    return patch.object(GradientBuckets, "zero", zero)
+
+
+def _log_of(optimizer: Optimizer) -> Any:
+    return optimizer._gradients._streams._accelerator
+
+
+COPIED = replace(PLAIN, steps=2, copies=True)
+
+
+@mutant("an update does not wait for the copy of the state before it", COPIED)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(Optimizer, "_let_readers_end", lambda self: None)
+
+
+@mutant("a copy of the state does not wait for the update", COPIED)
+def _() -> AbstractContextManager[Any]:
+    whole = Optimizer.read_beside
+
+    def read_beside(self: Optimizer, read: Any) -> Any:
+        log = _log_of(self)
+        with patch.object(log, "current", log.stream):
+            return whole(self, read)
+
+    return patch.object(Optimizer, "read_beside", read_beside)
+
+
+@mutant("a copy of the state is read before it is there", COPIED)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(HostState, "flat", property(lambda self: self.memory))
+
+
+# -- graphs --------------------------------------------------------------------------------------------------
+
+
+@mutant(
+    "a graph reads the tokens of the step that it was captured in",
+    Case(schedule="megatron", micro_batches=2, steps=4, graph=True),
+)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(
+        step_graph, "_tensors", lambda batch: _Unwritable({} if batch is None else vars(batch))
+    )
+
+
+class _Unwritable(dict[str, Any]):
+    """Tensors that are copied from, and not to."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name).clone()
+
+
+@mutant("compute waits, in a graph, for the mark of a transfer's end", replace(PAIRED, steps=3, graph=True))
+def _() -> AbstractContextManager[Any]:
+    def wait(self: CudaStreams, transfer: Transfer) -> None:
+        self._compute.wait_event(transfer.end)
+
+    return patch.object(CudaStreams, "wait", wait)
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contexts[0], contexts[1]:
+        yield

@@ -1,0 +1,219 @@
+"""Training steps of the real runtime on the model of the machine: model, executor, gradients, AdamW."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.cuda_streams import CudaStreams
+from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.host_state import HostState, take
+from braid.actors.stage.mesh import build_mesh
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
+from braid.actors.stage.step_graph import StepGraph
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.code import Code
+from braid.scheduling.layers import built_in_parts
+from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.sizes import part_sizes
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.validate import linked
+from tests.cuda.log import RankLog
+from tests.cuda.machine import Machine, ModelGroups
+from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, layout_for, model_for, setting_for
+
+SETTINGS = OptimizerSettings(
+    lr=0.01,
+    min_lr_fraction=1.0,
+    warmup_steps=0,
+    steps=10,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    clip_norm=0.5,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step: schedule, layout, model."""
+
+    schedule: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batches: int = 4
+    gpt: bool = False
+    ends: bool = False
+    steps: int = 1
+    copies: bool = False
+    """Of the state after every step, to the host."""
+    graph: bool = False
+    """Whether passes are captured, after the first two steps."""
+    layers: int = 1
+    """At least; the layout may need more."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        axes = "".join(f" {a}{n}" for a, n in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if n > 1)
+        said = "".join(f" {name}" for name in ("gpt", "ends", "graph") if getattr(self, name))
+        return f"{self.schedule}{axes}{said}"
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Of the schedule."""
+        return layout_for(self.schedule, self.pp, self.tp, self.dp)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The smallest that the layout takes."""
+        return model_for(self.layout, replace(GPT if self.gpt else LLAMA, layers=self.layers))
+
+    @property
+    def code(self) -> Code:
+        """Linked."""
+        layout, shape = self.layout, self.shape
+        setting = setting_for(self.schedule, layout, self.micro_batches, model=shape)
+        parts = built_in_parts(part_sizes(shape, layout, MICRO_BATCH))
+        schedule = training_schedule(setting, parts, choices_for(setting, ends=self.ends))
+        return linked(schedule, layout, shape.kinds, parts)
+
+
+@dataclass(kw_only=True)
+class Ranked:
+    """One rank, ready to run its step."""
+
+    case: Case
+    log: RankLog
+    groups: ModelGroups
+    executor: Executor
+    model: StageModel
+    optimizer: Optimizer
+    gradients: GradientBuckets
+    streams: CudaStreams
+    checks: bool = True
+    """Whether it is asked if communication was broken off."""
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    given: list[list[MicroBatch | None]] = field(default_factory=list)
+    """Micro-batches of every step."""
+    copies: list[HostState] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+    """Loss and norm of every step."""
+
+    def interrupt(self) -> None:
+        """As a worker does: the flag before the abort."""
+        self.interrupted.set()
+        self.log.abort()
+
+    def intact(self) -> None:
+        """As a worker's."""
+        if self.checks and self.interrupted.is_set():
+            raise RuntimeError("communication was broken off")
+
+    def batches(self, step: int) -> list[MicroBatch | None]:
+        """Random tokens, the same for ranks that share samples."""
+        position = self.case.layout.coordinate(self.log.rank)
+        generator = torch.Generator().manual_seed(1000 * step + position["dp"])
+        shape = self.case.shape
+        count = shape.sequence * MICRO_BATCH
+
+        def tokens() -> Tensor:
+            return torch.randint(shape.vocabulary, (count,), generator=generator)
+
+        return [MicroBatch(tokens(), tokens()) for _ in range(self.case.micro_batches)]
+
+    def update(self, step: int) -> Update:
+        """What ends a step."""
+        return Update(self.gradients, self.optimizer, step, self.intact)
+
+    def step(self, step: int) -> None:
+        """One optimizer step."""
+        update = self.update(step)
+        tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
+        loss = self.executor.run(self.given[step], 1.0 / tokens, update)
+        self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm
+        if self.case.copies:
+            self.copies.append(take(self.optimizer, step + 1))
+            if step:
+                self.found[f"copy {step}"] = float(self.copies[step].flat.sum())
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training leaves, by name."""
+        named = dict(self.optimizer.named_tensors())
+        return {
+            f"{kind} {n} {parameter.slices[0].source.name}": tensor
+            for kind, tensors in named.items()
+            for n, (parameter, tensor) in enumerate(zip(self.model.parameters, tensors, strict=True))
+        }
+
+
+def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
+    """Set a rank up."""
+    layout, shape = case.layout, case.shape
+    groups = ModelGroups(machine, log)
+    mesh = build_mesh(
+        layout,
+        log.rank,
+        tied_ends=shape.tied_head and layout.ends_apart,
+        timeout=timedelta(seconds=60),
+        groups=groups,
+    )
+    mesh.warm_up()
+    model = StageModel(
+        shape=shape,
+        layout=layout,
+        place=mesh.place,
+        sizes=part_sizes(shape, layout, MICRO_BATCH),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    model.initialise(0)
+    streams = CudaStreams(log)
+    recorder = Recorder(streams, recording=False)
+    gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+    optimizer = Optimizer(model.parameters, gradients, SETTINGS, log)
+    executor = Executor(
+        code=case.code,
+        model=model,
+        mesh=mesh,
+        streams=streams,
+        recorder=recorder,
+        graph=StepGraph(streams, recorder, always=True) if case.graph else None,
+    )
+    return Ranked(
+        case=case,
+        log=log,
+        groups=groups,
+        executor=executor,
+        model=model,
+        optimizer=optimizer,
+        gradients=gradients,
+        streams=streams,
+    )
+
+
+def recorded(
+    case: Case, around: Callable[[Ranked], AbstractContextManager[object]] = lambda rank: nullcontext()
+) -> tuple[Machine, list[Ranked]]:
+    """Set all ranks up, unnoted, then note the case's steps; ``around``: what each runs within."""
+    machine = Machine(case.layout.ranks)
+    ready: dict[int, Ranked] = {}
+
+    def run(log: RankLog) -> None:
+        rank = ready[log.rank] = made(case, machine, log)
+        rank.given = [rank.batches(step) for step in range(case.steps)]
+        log.begin()
+        for step in range(case.steps):
+            with around(rank):
+                rank.step(step)
+
+    machine.run(run)
+    return machine, [ready[rank] for rank in sorted(ready)]

@@ -1,0 +1,236 @@
+"""Steps as graphs, on the model of the machine: the bits of steps that are issued one operator at a time."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from braid.actors.stage.cuda_streams import Captured, CudaStreams
+from braid.actors.stage.step_graph import StepGraph
+from braid.kernels.operators.norm import RMSNorm
+from braid.scheduling.lowering.named import SCHEDULES
+from tests.cuda.log import RankLog
+from tests.cuda.machine import Machine
+from tests.cuda.replay import Replay, same
+from tests.cuda.steps import Case, Ranked, made, recorded
+from tests.cuda.test_machine import SEVERAL_STAGES
+from tests.cuda.verdict import faults, left
+from tests.scheduling.cases import exists
+
+pytestmark = pytest.mark.alone
+
+SEED = random.SystemRandom().randrange(2**31)
+STEPS = 4
+"""Two that are not captured, one that is, and its first repetition with other tokens."""
+
+
+def cases() -> list[Case]:
+    """Every schedule, over stages or tensor parallel as it comes, and some over both and over replicas."""
+    layouts: list[dict[str, int]] = [{"pp": 2}, {"tp": 2}]
+    found = []
+    for n, name in enumerate(SCHEDULES):
+        stages = name in SEVERAL_STAGES or (n % 2 == 0 and exists(name, 2, 4))
+        found.append(Case(schedule=name, **layouts[not stages]))
+    return [*found, Case(schedule="braid_w", tp=2, pp=2, micro_batches=2), Case(schedule="braid_w", dp=2)]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_a_graph_changes_no_bit(case: Case) -> None:
+    case = replace(case, steps=STEPS, gpt=random.Random(f"{SEED} {case.name}").random() < 0.5)
+    assert faults(replace(case, graph=True), expected=left(case)) == []
+
+
+@pytest.mark.parametrize("schedule", ["dhelix", "braid_w"])
+def test_every_order_of_a_graph_leaves_the_same_bits(schedule: str) -> None:
+    """On memory that is given away, inside the graph as outside."""
+    machine, _ = recorded(Case(schedule=schedule, tp=2, micro_batches=2, steps=3, graph=True))
+    replay = Replay(machine)
+    first = replay.run(None)
+    for order in range(100):
+        assert same(first, replay.run(SEED + order)), f"seed {SEED} order {order}"
+
+
+@dataclass
+class Steps:
+    """One rank's steps, each with a scale of its losses, with and without spans."""
+
+    case: Case
+    scales: tuple[float, ...]
+    recording: tuple[bool, ...]
+    always: bool = True
+
+    def run(self) -> tuple[Ranked, list[tuple[float, int]], int]:
+        """The rank, the loss and the number of spans of every step, and how many graphs were captured."""
+        machine, ready, told, captures = Machine(1), [], [], Counter[str]()
+        capture = CudaStreams.capture
+
+        def counted(streams: CudaStreams) -> Any:
+            captures["all"] += 1
+            return capture(streams)
+
+        def run(log: RankLog) -> None:
+            rank = made(self.case, machine, log)
+            ready.append(rank)
+            log.begin()
+            executor, recorder = rank.executor, rank.executor._recorder
+            if self.case.graph:
+                executor._graph = StepGraph(rank.streams, recorder, always=self.always)
+            for step, (scale, recording) in enumerate(zip(self.scales, self.recording, strict=True)):
+                recorder.recording = recording
+                loss = executor.run(rank.batches(step), scale, rank.update(step))
+                told.append((loss, recorder.count))
+
+        with patch.object(CudaStreams, "capture", counted):
+            machine.run(run)
+        return ready[0], told, captures["all"]
+
+
+SINGLE = Case(schedule="megatron", micro_batches=2, steps=8)
+
+
+def test_a_graph_is_captured_again_when_what_it_was_captured_for_changes() -> None:
+    scales, recording = (0.5,) * 4 + (0.25,) * 2 + (0.5,) * 2, (False,) * 6 + (True,) * 2
+    eager, wanted, none = Steps(SINGLE, scales, recording).run()
+    rank, found, captures = Steps(replace(SINGLE, graph=True), scales, recording).run()
+    assert (none, captures) == (0, 3)
+    assert found == wanted
+    assert found[-1][1] > 20, "spans of a graph are those of the operators in it"
+    for name, tensor in eager.state().items():
+        assert torch.equal(rank.state()[name], tensor), name
+
+
+@contextmanager
+def _host_reads() -> Iterator[None]:
+    """An operator whose result the host looks at."""
+    forward = RMSNorm.forward
+
+    def looking(norm: RMSNorm, *values: Any) -> Any:
+        results = forward(norm, *values)
+        assert float(results[0].sum()) is not None
+        return results
+
+    with patch.object(RMSNorm, "forward", looking):
+        yield
+
+
+def test_what_cannot_be_captured_is_issued_as_before() -> None:
+    """Unless graphs were asked for by name."""
+    scales, recording = (0.5,) * 5, (True,) * 5
+    with _host_reads():
+        _, wanted, _ = Steps(SINGLE, scales, recording).run()
+        with pytest.warns(UserWarning, match="not captured .* the host reads"):
+            _, found, captures = Steps(replace(SINGLE, graph=True), scales, recording, always=False).run()
+        with pytest.raises(
+            RuntimeError, match=r"overlap\.cuda_graphs=true: the host reads .*; set it to false"
+        ):
+            Steps(replace(SINGLE, graph=True), scales, recording).run()
+    assert captures == 1, "it is not tried again"
+    assert found == wanted
+
+
+def test_what_cuda_refuses_to_capture() -> None:
+    """The model's own rules."""
+
+    def waits_for_outside(log: RankLog) -> None:
+        outside = log.event()
+        outside.record(log.current())
+        with log.capture():
+            log.current().wait_event(outside)
+
+    def strays(log: RankLog) -> None:
+        with log.capture(), log.on(log.stream()):
+            torch.ones(1)
+
+    def forks(log: RankLog) -> None:
+        other, inside = log.stream(), log.event()
+        with log.capture():
+            inside.record(log.current())
+            other.wait_event(inside)
+            with log.on(other):
+                torch.ones(1)
+
+    def waits_for_inside(log: RankLog) -> None:
+        inside = log.event()
+        with log.capture():
+            inside.record(log.current())
+        log.current().wait_event(inside)
+
+    refusals: list[tuple[Callable[[RankLog], None], str]] = [
+        (waits_for_outside, "no point in it"),
+        (strays, "does not wait"),
+        (forks, "was not waited for"),
+        (waits_for_inside, "event of inside"),
+    ]
+    for does, message in refusals:
+        with pytest.raises(RuntimeError, match=message):
+            Machine(1).run(does)
+
+
+@dataclass(eq=False)
+class Timed:
+    """An event that was passed at a time, or not yet."""
+
+    at: float | None = None
+
+    def query(self) -> bool:
+        """Whether it was."""
+        return self.at is not None
+
+    def elapsed_time(self, other: "Timed") -> float:
+        """Milliseconds."""
+        assert self.at is not None
+        assert other.at is not None
+        return other.at - self.at
+
+
+def test_marks_of_a_graph_count_once_its_replay_has_passed_them() -> None:
+    """Until then they have the times of the replay before: a sign of life that tells nothing."""
+    marks = [Timed(at=float(n)) for n in range(3)]
+    machine, streams = Machine(1), []
+    machine.run(lambda log: streams.append(CudaStreams(log)))
+    one: Any = Captured(graph=None, marks=marks, began=Timed(at=10.0))  # type: ignore[arg-type]
+    streams[0]._replaying = one
+    before = streams[0].progress()
+    marks[0].at = 11.0
+    assert streams[0].progress() == before + 1
+    marks[1].at = marks[2].at = 12.0
+    assert streams[0].progress() == before + 3
+    assert streams[0].progress() == before + 3
+
+
+def test_a_layer_more_costs_the_host_nothing() -> None:
+    """A step's passes are one launch, whatever there is in them."""
+
+    def calls(layers: int) -> tuple[int, int]:
+        case = replace(SINGLE, schedule="braid_w", tp=2, layers=layers, steps=STEPS, graph=True)
+        found: Counter[str] = Counter()
+
+        def count(frame: Any, event: str, argument: object) -> None:
+            if event == "call" and "/braid/actors/stage/" in frame.f_code.co_filename:
+                found[frame.f_code.co_name] += 1
+
+        machine = Machine(case.layout.ranks)
+
+        def run(log: RankLog) -> None:
+            rank = made(case, machine, log)
+            rank.given = [rank.batches(step) for step in range(STEPS)]
+            log.begin()
+            for step in range(STEPS):
+                if step == STEPS - 1 and log.rank == 0:
+                    sys.setprofile(count)
+                rank.step(step)
+            sys.setprofile(None)
+
+        machine.run(run)
+        return found["replay"], sum(found.values()) - found["_capture"]
+
+    (few, few_calls), (many, many_calls) = calls(2), calls(4)
+    assert few == many == 1
+    assert few_calls == many_calls

@@ -1,0 +1,52 @@
+"""What the runtime really issues, against what is said of it without torch (`tests.cuda.issued`)."""
+
+import pytest
+
+from tests.cuda.actions import Start
+from tests.cuda.entries import Kernel
+from tests.cuda.issued import issued
+from tests.cuda.log import RankLog
+from tests.cuda.steps import Case, recorded
+
+Issued = tuple[str, tuple[int, ...], int | None]
+"""A kernel: what it is, its members, and the elements of this rank's part; of sums, None."""
+
+
+def by_the_runtime(log: RankLog) -> list[Issued]:
+    """In the host's order."""
+    found: list[Issued] = []
+    for call in (entry.call for entry in log.entries if isinstance(entry, Kernel)):
+        kind = call.peers[0][0] if call.peers else call.kind
+        elements = call.shape[0][1] if call.peers else call.shape[1]
+        found.append((kind, call.of.ranks, None if kind == "all_reduce" else elements))
+    return found
+
+
+def as_said(program: list[object], rank: int) -> list[Issued]:
+    """The same of a program."""
+    found: list[Issued] = []
+    for call in (call for action in program if isinstance(action, Start) for call in action.calls):
+        members = call.group.ranks if call.peer is None else tuple(sorted((rank, call.peer)))
+        found.append((call.kind, members, None if call.kind == "all_reduce" else call.elements))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(schedule="wavelet", tp=2),
+        Case(schedule="interleaved", pp=2, dp=2),
+        Case(schedule="braid_w", tp=2, pp=2, ends=True),
+        Case(schedule="intra_batch", tp=2, pp=2, dp=2),
+        Case(schedule="dhelix", tp=2, pp=2, gpt=True),
+        Case(schedule="ddp", tp=2, dp=2),
+        Case(schedule="braid_together_2", dp=2),
+        Case(schedule="braid_v", pp=2, dp=2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_runtime_issues_what_is_said_of_it(case: Case) -> None:
+    machine, _ = recorded(case)
+    programs = issued(case.code, case.shape)
+    for log in machine.ranks:
+        assert by_the_runtime(log) == as_said(list(programs[log.rank]), log.rank), log.rank

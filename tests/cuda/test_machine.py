@@ -1,0 +1,176 @@
+"""The runtime's streams, lifetimes and communicators on a model of the machine, and faults put into them."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from braid.scheduling.lowering.named import SCHEDULES
+from tests.cuda.entries import Kernel
+from tests.cuda.log import RankLog
+from tests.cuda.machine import Machine
+from tests.cuda.mutants import MUTANTS, Mutant
+from tests.cuda.replay import Replay, same
+from tests.cuda.steps import Case, made, recorded
+from tests.cuda.verdict import faults, left
+from tests.scheduling.cases import exists
+
+LAYOUTS: list[dict[str, int]] = [
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 2},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "dp": 2},
+]
+SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
+ORDERS = 300
+SEED = random.SystemRandom().randrange(2**31)
+
+pytestmark = pytest.mark.alone
+
+
+def cases() -> list[Case]:
+    """Every schedule on every layout it has."""
+    found = []
+    for name, kind in SCHEDULES.items():
+        for layout in LAYOUTS:
+            count, stages = 4, layout.get("pp", 1)
+            if exists(name, stages, count) and (stages > 1 or name not in SEVERAL_STAGES):
+                found.append(Case(schedule=name, micro_batches=count, **layout))
+        if kind.searched:
+            found.append(Case(schedule=name, tp=2, pp=2, micro_batches=4, ends=True))
+    return found
+
+
+ORDERED = [
+    Case(schedule="megatron", tp=2, micro_batches=2),
+    Case(schedule="braid_w", tp=2, micro_batches=2),
+    Case(schedule="braid_w", dp=2, micro_batches=2, gpt=True),
+    Case(schedule="dhelix", pp=2, micro_batches=4, gpt=True),
+    Case(schedule="wavelet", tp=2, pp=2, micro_batches=2),
+]
+"""Steps that run again in other orders."""
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_every_schedule_is_clean(case: Case) -> None:
+    assert faults(replace(case, gpt=random.Random(f"{SEED} {case.name}").random() < 0.5)) == []
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=lambda case: case.name)
+def test_every_order_leaves_the_same_bits(case: Case) -> None:
+    """And those of the recording itself, whose memory nobody else used."""
+    machine, ranks = recorded(case)
+    replay = Replay(machine)
+    assert all(placement.reused for placement in replay.placements)
+    first = replay.run(None)
+    for log, rank, placement in zip(machine.ranks, ranks, replay.placements, strict=True):
+        for name, tensor in rank.state().items():
+            memory = log.view(tensor).memory
+            again = placement.tensor(log.view(tensor))
+            assert (log.rank, "memory", memory) in first
+            torch.testing.assert_close(again, tensor, rtol=1e-6, atol=1e-7, msg=name)
+    for order in range(ORDERS):
+        assert same(first, replay.run(SEED + order)), f"seed {SEED} order {order}"
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Case, dict[Any, Any]]:
+    """What steps without faults leave."""
+    return {case: left(case) for case in {mutant.case for mutant in MUTANTS}}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_fault_is_found(mutant: Mutant, expected: dict[Case, dict[Any, Any]]) -> None:
+    with mutant.apply():
+        assert faults(mutant.case, 30, expected[mutant.case])
+
+
+def test_steps_without_faults_leave_what_they_should(expected: dict[Case, dict[Any, Any]]) -> None:
+    for case, wanted in expected.items():
+        assert faults(case, 0 if case.graph else 3, wanted) == []
+
+
+# -- a rank is lost ------------------------------------------------------------------------------------------
+
+
+class Survivors:
+    """A run of two steps in which a rank is lost in the second, and what the others keep."""
+
+    def __init__(self, case: Case, lost: int, at: int, checks: bool = True, flag_first: bool = True) -> None:
+        self.copies: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+        self.applied: dict[int, int] = {}
+        self._case, self._lost, self._at, self._checks, self._flag_first = case, lost, at, checks, flag_first
+        self.machine = Machine(case.layout.ranks)
+        self.machine.run(self._run)
+
+    def _run(self, log: RankLog) -> None:
+        rank = made(self._case, self.machine, log)
+        rank.given = [rank.batches(step) for step in range(2)]
+        log.interrupt = rank.interrupt if self._flag_first else log.abort
+        rank.checks = self._checks
+        self.applied[log.rank] = 0
+        kept = self.copies[log.rank] = {}
+        for step in range(2):
+            if step == 1:
+                log.begin()
+                log.dies_at = self._at if log.rank == self._lost else None
+            try:
+                rank.step(step)
+                rank.intact()
+            except RuntimeError as error:
+                if "broken off" not in str(error):
+                    raise
+                return
+            self.applied[log.rank] += 1
+            kept[step + 1] = {key: tensor.detach().clone() for key, tensor in rank.state().items()}
+
+
+def wrong_copies(wanted: dict[int, dict[int, dict[str, torch.Tensor]]], run: Survivors) -> list[str]:
+    """Copies of survivors that are missing, or not what a run without a loss has at that step."""
+    found = []
+    for rank, kept in run.copies.items():
+        if rank == run._lost:
+            continue
+        if 1 not in kept:
+            found.append(f"rank {rank} has no copy of step 1")
+        for step, state in kept.items():
+            for key, tensor in state.items():
+                if not torch.equal(tensor, wanted[rank][step][key]):
+                    found.append(f"rank {rank}: {key} of step {step}")
+    return found
+
+
+LOSSES = [
+    Case(schedule="megatron", tp=2, micro_batches=2),
+    Case(schedule="braid_w", dp=2, micro_batches=2),
+    Case(schedule="dhelix", pp=2, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
+def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
+    """At whatever operation it is lost: what others see of that is which kernels it still took part in."""
+    whole = Survivors(case, lost=-1, at=0)
+    assert whole.applied == dict.fromkeys(whole.applied, 2)
+    entries = whole.machine.ranks[1].entries
+    kernels = [at for at, entry in enumerate(entries) if isinstance(entry, Kernel)]
+    assert len(kernels) > 1
+    between = random.Random(SEED).sample(range(len(entries)), 10)
+    for at in [*kernels, *between, 0, len(entries) - 1]:
+        run = Survivors(case, lost=1, at=at)
+        told = f"seed {SEED}: lost at entry {at} of {len(entries)}"
+        assert wrong_copies(whole.copies, run) == [], told
+        for rank in {*run.copies} - {1}:
+            assert run.applied[rank] == max(run.copies[rank]), f"{told}: rank {rank} counts another step"
+
+
+@pytest.mark.parametrize("fault", [{"checks": False}, {"flag_first": False}], ids=["unchecked", "late flag"])
+def test_an_abort_that_is_not_noticed_is_found(fault: dict[str, bool]) -> None:
+    case = LOSSES[0]
+    whole = Survivors(case, lost=-1, at=0)
+    entries = len(whole.machine.ranks[1].entries)
+    places = range(0, entries, entries // 10)
+    assert any(wrong_copies(whole.copies, Survivors(case, lost=1, at=at, **fault)) for at in places)

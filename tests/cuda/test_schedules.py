@@ -1,0 +1,114 @@
+"""Every schedule that runs, as what its ranks issue on CUDA: members of a communicator agree, nothing stands.
+
+Communicators are made at set-up, and a barrier orders streams by events; what else brings a step to a
+standstill is in `test_standstills`.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from braid.scheduling.link import link
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.planner.decide import evaluate
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.cuda.actions import FirstUse, Programs, unequal
+from tests.cuda.issued import issued
+from tests.cuda.kernels_in_flight import deadlock
+from tests.cuda.programs import CASES, EAGER, EVERY_CASE, FORWARD, WARM, forward_passes, programs, runs, sizes
+from tests.scheduling import plans
+from tests.scheduling.cases import GPT, LLAMA, model_for, model_parts, valid_schedules
+
+pytestmark = pytest.mark.alone
+
+
+def assert_sound(ranks: Programs) -> None:
+    """Members agree, and the step ends. With communicators of groups, messages wait for more than with those
+    of pairs, so what ends with these ends with those."""
+    assert unequal(ranks) is None
+    assert deadlock(ranks, EAGER) is None
+
+
+@EVERY_CASE
+def test_on_up_to_eight_stages(name: str, hop: int) -> None:
+    for p, m in sizes(name, range(1, 9)):
+        assert_sound(programs(name, p, m, hop=hop))
+
+
+@EVERY_CASE
+def test_with_tensor_parallelism(name: str, hop: int) -> None:
+    for p in range(1, 9):
+        for m in [m for m in (2, p, 2 * p) if runs(name, p, m)][:1]:
+            assert_sound(programs(name, p, m, tp=2, hop=hop))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_with_replicas_on_hosts(name: str) -> None:
+    """Sums of gradients over every axis; what goes between two hosts has lanes of its own."""
+    for p, hosts in ((2, 1), (4, 2)):
+        m = p if runs(name, p, p) else 2 * p
+        assert_sound(programs(name, p, m, tp=2, dp=2, hosts=hosts))
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "bidirectional"])
+def test_with_a_tied_head(name: str, model: ModelShape) -> None:
+    for p in (2, 3):
+        assert_sound(programs(name, p, 2 * p, dp=2, model=replace(model, tied_head=True)))
+
+
+def test_warmed_up_pairs_end_where_communicators_of_groups_do() -> None:
+    for name, hop in CASES:
+        ranks = programs(name, 4, 8, hop=hop)
+        assert unequal(ranks, FirstUse.WARM) is None
+        assert deadlock(ranks, WARM) is None
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.pairs is PairMethod.ORDER])
+def test_passes_that_leave_ends(name: str) -> None:
+    for p in (1, 2, 3):
+        assert_sound(programs(name, p, 2 * p + 1, tp=2, ends=True))
+
+
+@pytest.mark.parametrize("name", ["dhelix", "bidirectional", "braid", "braid_w", "braid_eager", "braid_v"])
+def test_orders_that_were_searched(name: str) -> None:
+    """With a modelled profile; in ``dhelix``'s way of pairing, with and without barriers that synchronise."""
+    own = plans.setting(name, tp=2, pp=2, micro_batches=6, model=replace(plans.SMALL, layers=4))
+    outcome = evaluate(own, plans.cluster(gpus=4))
+    assert_sound(issued(outcome.code, outcome.setting.model, barriers=False))
+    stands = deadlock(issued(outcome.code, outcome.setting.model, barriers=True), WARM)
+    assert (stands is not None) == (SCHEDULES[name].pairs is PairMethod.BARRIERS)
+
+
+def test_recomputed_layers_in_pieces_and_units() -> None:
+    for recompute in ("selective", "full"):
+        for name in ("megatron", "wavelet", "braid_w", "dualpipev"):
+            assert_sound(programs(name, 2, 5, tp=2, recompute=recompute))
+    for pieces in (2, 4):
+        assert_sound(programs("intra_batch", 2, 5, tp=2, pieces=pieces))
+    for name in ("megatron", "braid_w"):
+        assert_sound(programs(name, 2, 5, tp=2, model=LLAMA, unit_layers=2))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(valid_schedules(gathers=False))
+def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) -> None:
+    """Schedules with receives that are started far earlier, other strands, early sums, ends."""
+    schedule, layout = drawn
+    assume(layout.copies == 1 or layout.pp % 2 == 0)
+    model = model_for(layout)
+    code = link(schedule, layout, model.kinds, model_parts(LLAMA, layout.tp))
+    ranks = issued(code, model, barriers=False)
+    assert unequal(ranks) is None
+    assert deadlock(ranks, WARM) is None
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_passes_alone(name: str) -> None:
+    for p in (p for p in range(1, 9) if runs(name, p, 2 * p)):
+        for m in (1, 2, p, p + 1, 2 * p):
+            ranks = forward_passes(name, p, m)
+            assert unequal(ranks) is None
+            assert deadlock(ranks, WARM) is None

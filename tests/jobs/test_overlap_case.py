@@ -1,0 +1,93 @@
+"""Cases of `braid bench overlap`: layouts, their plans, and the link's rate for a share of communication."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.planning import model_graphs, plan_run
+from braid.actors.controller.processes import Place
+from braid.jobs.benchmarks import overlap
+from braid.jobs.benchmarks.cli import bench_overlap
+from braid.jobs.benchmarks.overlap_case import LAYOUTS, PEERS, SCHEDULES, OverlapCase
+from braid.jobs.data.tokenizer import load_tokenizer
+from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.cluster import Link
+from braid.scheduling.lowering import named
+from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.profile import Profile
+from braid.scheduling.schedule import Await, Reduce, sums_in
+from braid.scheduling.spec import ModelShape
+
+REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batches=3)
+
+
+def shape_of(config: Config) -> ModelShape:
+    return config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+
+
+def profile_at(mbit: float, config: Config) -> Profile:
+    """Modelled costs of two GPUs on two hosts, joined by a link without latency."""
+    link = Link(kind="TCP", bytes_per_s=mbit * 1e6 / 8, latency_ns=0, efficiency=1.0)
+    cluster = replace(cluster_preset("a40"), nodes=2, gpus_per_node=1, inter=link)
+    return analytic_profile(cluster, config.layout(), model_graphs(config, shape_of(config)), 4)
+
+
+class FakeLink:
+    """A link that knows its rate."""
+
+    cluster: dict[str, float] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.mbit = 0.0
+
+    def shape(self, mbit: float, message_bytes: float) -> None:
+        assert message_bytes == REPLICAS.message_bytes
+        self.mbit = mbit
+
+    def places(self, ranks: int) -> Sequence[Place]:
+        return [Place()] * ranks
+
+
+def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
+    assert LAYOUTS.keys() == SCHEDULES.keys() == PEERS.keys()
+    for names in SCHEDULES.values():
+        assert names[0] == "megatron"
+        assert set(names) <= set(named.SCHEDULES)
+    assert {"megatron", "braid"} <= set(SCHEDULES["dp2"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES["dp2"])
+def test_replicas_have_micro_batches_each_and_sum_gradients(schedule: str) -> None:
+    config = REPLICAS.config(schedule)
+    outcome = plan_run(config, shape_of(config), profile_at(100, config)).taken
+    assert config.layout().ranks == 2
+    assert outcome.setting.micro_batches == REPLICAS.micro_batches
+    assert REPLICAS.step_tokens == config.train.global_batch * REPLICAS.tokens == 2 * 3 * 32
+    (stage,) = outcome.code.schedule.stages
+    assert [one for i in stage for one in sums_in(i)] == [Reduce(0, "dp")]
+    assert Await(Reduce(0, "dp")) in stage
+
+
+def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate is set so that 4 bytes a parameter, in each direction, take that share of the step."""
+    link: Any = FakeLink()
+    case = replace(REPLICAS, alpha=0.35)
+    bench = overlap._Bench(case, link, "", lambda text: None)
+    config = case.config("megatron")
+    monkeypatch.setattr(bench, "_measure", lambda rounds=5: profile_at(link.mbit, config))
+    mbit = bench.set_rate()
+    assert mbit == link.mbit
+    numbers = plan_run(config, bench.shape, profile_at(mbit, config)).taken.numbers
+    gradients = 4 * bench.shape.parameters() * 8 / (mbit * 1e6)
+    assert numbers.communication_seconds == pytest.approx(gradients, rel=0.02)
+    assert numbers.communication_seconds / numbers.step_seconds == pytest.approx(0.35, abs=0.01)
+
+
+def test_an_unknown_layout_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^--layout 'dp3' must be one of tp2, pp2, tp2pp2, dp2$"):
+        bench_overlap(layout="dp3")
+    with pytest.raises(ConfigError, match=r"^--schedules: 'eager' must be one of megatron, .*braid$"):
+        bench_overlap(layout="dp2", schedules="megatron,eager")

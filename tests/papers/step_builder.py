@@ -1,0 +1,168 @@
+"""Collects the tasks of data-parallel steps: computation, collectives and updates of uses, stream by stream.
+
+A *use* is one pass of one micro-batch over one unit; sizes are per rank, payloads of whole tensors.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from braid.scheduling.cluster import ClusterSpec, Group
+from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.chain import chain_ns
+from braid.scheduling.planner.operation import Task
+from braid.scheduling.planner.partition import Collective, Stage, partition_space, stage_ns
+from braid.scheduling.topology import STREAM_OF
+from tests.papers.methods import Choice, Step, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTask(Task):
+    """A task with its place in the step; ``bytes`` are those of a collective's payload."""
+
+    operator: str
+    step: int
+    micro_batch: int
+    layer: int
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Use:
+    """One pass of one micro-batch over one unit; the prefix of its tasks' names."""
+
+    step: int
+    micro_batch: int
+    layer: int
+    unit: Unit
+
+    @property
+    def weight(self) -> tuple[int, str]:
+        """Which of the model's weights it is."""
+        return self.layer, self.unit.name
+
+    def task(self, operator: str, piece: int | str = 0) -> str:
+        """The name of one of its tasks."""
+        return f"{self.step}.{self.micro_batch}.{self.layer}.{self.unit.name}.{operator}.{piece}"
+
+
+class StepBuilder:
+    """Collects tasks per stream, in static order."""
+
+    def __init__(self, step: Step, cluster: ClusterSpec, choice: Choice) -> None:
+        self.step, self.cluster, self.choice = step, cluster, choice
+        self.queues: dict[Stream, list[StepTask]] = defaultdict(list)
+        self.consumed: list[tuple[float, str]] = []
+        """Bytes of every part gathered so far and the task that lets go of it."""
+        self.pending: dict[tuple[int, str], tuple[Use, list[str]]] = {}
+        """Units, by layer and name, that the step before has not updated yet; the ends of their gradients."""
+        self.gathered: dict[tuple[int, str], list[tuple[str, ...]]] = {}
+        """What the parts of a unit's first forward pass wait for."""
+        self._stages = cache(self._find_stages)
+
+    def uses(self, step: int, micro_batch: int) -> list[Use]:
+        """The units of all layers in the order of the forward pass."""
+        layers = range(self.step.layers)
+        return [Use(step, micro_batch, layer, unit) for layer in layers for unit in self.step.units]
+
+    def compute(self, use: Use, operator: str, piece: int, pieces: int, after: Iterable[str] = ()) -> str:
+        """Part of a forward pass (or of a gradient) of a unit's matrix product."""
+        ns = chain_ns(self.cluster.gpu, (use.unit.matmul,), 1 / pieces)
+        return self._add(
+            use, operator, piece, Stream.COMPUTE, ns, after, flops=use.unit.matmul.flops // pieces
+        )
+
+    def attached(self, use: Use, backward: bool) -> None:
+        """The operators of a unit that have no weights, if any."""
+        ns = use.unit.attached_backward_ns if backward else use.unit.attached_forward_ns
+        if ns:
+            self._add(use, "attached_backward" if backward else "attached", 0, Stream.COMPUTE, ns)
+
+    def update(self, use: Use, sharded: bool, after: Iterable[str]) -> str:
+        """The optimizer on a unit's parameters, or on this rank's share of them."""
+        share = self.step.group.size if sharded else 1
+        ns = use.unit.parameters * self.step.optimizer_ns_per_parameter / share
+        launched = round(self.cluster.gpu.launch_ns + ns)
+        return self._add(use, "optimizer", 0, Stream.COMPUTE, launched, after)
+
+    def collective(
+        self,
+        use: Use,
+        operator: str,
+        kind: Kind,
+        part: tuple[int, int],
+        after: Iterable[str],
+        group: Group | None = None,
+    ) -> str:
+        """All stages of a part (number, of how many) of a unit's collective; the name of the last.
+
+        Without ``group`` it is that of the step and the payload the unit; else the rank's shard of it.
+        """
+        piece, pieces = part
+        payload = use.unit.parameters * self.step.element_bytes
+        if group is None:
+            group = self.step.group
+        else:
+            payload = -(-payload // self.step.group.size)
+        if group.size == 1:
+            return self._add(use, operator, piece, Stream.INTRA, 0, after)
+        name = ""
+        for number, stage in enumerate(self._stages(kind, payload, group)):
+            ns = self.cluster.gpu.launch_ns + stage_ns(self.cluster, stage, pieces)
+            waits = (name,) if number else after
+            label = f"{piece}.{number}"
+            sent = round(stage.payload_bytes / pieces)
+            name = self._add(use, operator, label, STREAM_OF[stage.group.level], ns, waits, sent=sent)
+        return name
+
+    def room(self, size: float, budget: float) -> tuple[str, ...]:
+        """The task that must end before another part of so many bytes is within the budget."""
+        held = size
+        for bytes_held, task in reversed(self.consumed):
+            held += bytes_held
+            if held > budget:
+                return (task,)
+        return ()
+
+    def _find_stages(self, kind: Kind, payload: int, group: Group) -> tuple[Stage, ...]:
+        """Direct, or nodes x ranks of a node in the order that sends least between nodes."""
+        space = partition_space(Collective(kind=kind, payload_bytes=payload), group, self.cluster)
+        mesh = (group.nodes, group.per_node)
+        if not self.choice.hierarchical or 1 in mesh:
+            return space.schemes[0].stages
+        found = [scheme.stages for scheme in space.schemes if scheme.mesh == mesh and scheme.pieces == 1]
+
+        def between(stages: tuple[Stage, ...]) -> tuple[float, int]:
+            inter = [stage.payload_bytes for stage in stages if stage.group.per_node == 1]
+            return sum(inter), len(stages)
+
+        return min(found, key=between)
+
+    def _add(
+        self,
+        use: Use,
+        operator: str,
+        piece: int | str,
+        stream: Stream,
+        ns: int,
+        after: Iterable[str] = (),
+        *,
+        sent: int = 0,
+        flops: int = 0,
+    ) -> str:
+        task = StepTask(
+            name=use.task(operator, piece),
+            stream=stream,
+            ns=ns,
+            after=tuple(after),
+            operator=f"{use.unit.name}.{operator}.{piece}",
+            step=use.step,
+            micro_batch=use.micro_batch,
+            layer=use.layer,
+            bytes=sent,
+            flops=flops,
+        )
+        self.queues[stream].append(task)
+        return task.name

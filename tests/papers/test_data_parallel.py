@@ -1,0 +1,333 @@
+"""Data-parallel steps: what every schedule must contain, what overlap may and may not change."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.cluster import ClusterSpec, Group
+from braid.scheduling.collectives import collective_ns
+from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.planner.chain import Dim, chain_ns, matmul
+from braid.scheduling.planner.layer import Priority
+from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.records import from_mapping, to_mapping
+from tests.papers.centauri import report, rows
+from tests.papers.data_parallel import (
+    StepResult,
+    schedule_step,
+    serialised,
+    simulate,
+    step_tasks,
+)
+from tests.papers.methods import Choice, Method, Step, Unit, choices, state_bytes
+from tests.papers.step_builder import StepTask
+from tests.scheduling.test_partition import centauri_cluster
+
+CLUSTER = centauri_cluster()
+GROUPS = (Group(size=16, per_node=8), Group(size=8, per_node=8), Group(size=4, per_node=1))
+REPLICATED = (Method.DDP, Method.OOO_BACKPROP, Method.ZERO1, Method.ZERO2, Method.CENTAURI)
+
+
+def unit(name: str, tokens: int, inputs: int, outputs: int, attached_ns: int = 0) -> Unit:
+    return Unit(
+        name=name,
+        parameters=inputs * outputs,
+        matmul=matmul(
+            name, Dim(name="tokens", size=tokens), Dim(name="in", size=inputs), Dim(name="out", size=outputs)
+        ),
+        attached_forward_ns=attached_ns,
+        attached_backward_ns=2 * attached_ns,
+    )
+
+
+def step(hidden: int, tokens: int, layers: int, micro_batches: int, group: Group) -> Step:
+    return Step(
+        units=(
+            unit("qkv", tokens, hidden, 3 * hidden, 100_000),
+            unit("out", tokens, hidden, hidden),
+            unit("mlp", tokens, hidden, 8 * hidden),
+        ),
+        layers=layers,
+        micro_batches=micro_batches,
+        group=group,
+        optimizer_ns_per_parameter=0.02,
+    )
+
+
+STEPS = st.builds(
+    step,
+    st.sampled_from((512, 4096)),
+    st.sampled_from((256, 4096, 32768)),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from(GROUPS),
+)
+ONE = step(2048, 4096, 3, 2, GROUPS[0])
+
+
+def faster(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    assert cluster.inter is not None
+    inter = replace(cluster.inter, bytes_per_s=cluster.inter.bytes_per_s * factor)
+    return replace(
+        cluster,
+        inter=inter,
+        intra=replace(cluster.intra, bytes_per_s=cluster.intra.bytes_per_s * factor),
+    )
+
+
+def named(tasks: tuple[StepTask, ...], operator: str) -> list[StepTask]:
+    return [task for task in tasks if task.operator.split(".")[1] == operator]
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS, st.sampled_from(list(Method)), st.integers(1, 2))
+def test_without_overlap_a_step_takes_the_sum(work: Step, method: Method, steps: int) -> None:
+    for choice in list(choices(method, work))[::5]:
+        tasks = step_tasks(method, work, CLUSTER, choice, steps)
+        alone = makespan_ns(run_in_order(serialised(tasks)))
+        assert alone == sum(task.ns for task in tasks)
+        assert makespan_ns(run_in_order(tasks)) <= alone
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS, st.sampled_from(list(Method)), st.integers(1, 2))
+def test_spans_obey_dependencies_and_streams(work: Step, method: Method, steps: int) -> None:
+    for choice in list(choices(method, work))[::7]:
+        tasks = step_tasks(method, work, CLUSTER, choice, steps)
+        times = run_in_order(tasks)
+        for task in tasks:
+            assert all(times[name][1] <= times[task.name][0] for name in task.after)
+        spans = simulate(tasks)
+        assert len(spans) == len(tasks) == len({task.name for task in tasks})
+        for stream in Stream:
+            mine = [span for span in spans if span.stream is stream]
+            assert all(a.end_ns <= b.start_ns for a, b in pairwise(mine))
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_every_method_does_the_same_training(method: Method) -> None:
+    for choice in choices(method, ONE):
+        tasks = step_tasks(method, ONE, CLUSTER, choice)
+        weights = len(ONE.units) * ONE.layers
+        for operator in ("forward", "input_gradient", "weight_gradient"):
+            flops: dict[tuple[int, int], int] = {}
+            for task in named(tasks, operator):
+                key = (task.micro_batch, task.layer)
+                flops[key] = flops.get(key, 0) + task.flops
+            whole = sum(unit.matmul.flops for unit in ONE.units)
+            assert flops == {(m, layer): whole for m in range(2) for layer in range(ONE.layers)}
+        assert len(named(tasks, "optimizer")) == weights
+        assert len(named(tasks, "attached")) == ONE.micro_batches * ONE.layers
+
+
+def test_reference_by_hand() -> None:
+    """One layer of one unit on the network: DDP's reduction starts with the weight gradient's end."""
+    work = Step(
+        units=(unit("only", 4096, 2048, 2048),),
+        layers=1,
+        micro_batches=1,
+        group=GROUPS[2],
+        optimizer_ns_per_parameter=0.01,
+    )
+    gpu = CLUSTER.gpu
+    product = chain_ns(gpu, (work.units[0].matmul,))
+    reduce = gpu.launch_ns + collective_ns(CLUSTER, Kind.ALL_REDUCE, 2 * 2048 * 2048, GROUPS[2])
+    update = gpu.launch_ns + round(2048 * 2048 * 0.01)
+    assert schedule_step(Method.DDP, work, CLUSTER).total_ns == 3 * product + reduce + update
+    half = gpu.launch_ns + collective_ns(CLUSTER, Kind.ALL_GATHER, 2 * 2048 * 2048, GROUPS[2])
+    shard = gpu.launch_ns + round(2048 * 2048 * 0.01 / 4)
+    zero1 = schedule_step(Method.ZERO1, work, CLUSTER)
+    assert zero1.total_ns == 3 * product + 2 * half + shard
+    # The backward pass finds the unit still there.
+    zero3 = schedule_step(Method.ZERO3, work, CLUSTER)
+    assert zero3.total_ns == half + 3 * product + half + shard
+    # Of two layers, layer 1 is gathered behind layer 0, and layer 0 once more behind layer 1.
+    two = schedule_step(Method.ZERO3, replace(work, layers=2), CLUSTER)
+    last_layer = half + max(half, product) + product + 2 * product
+    again = max(2 * half, half + product) + half
+    first_scatter = max(last_layer, again) + half
+    first_layer = max(last_layer, again) + 2 * product
+    assert two.total_ns == max(first_layer, first_scatter) + half + 2 * shard
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS, st.integers(1, 2))
+def test_centauri_is_never_slower(work: Step, steps: int) -> None:
+    sharded = schedule_step(Method.CENTAURI_FSDP, work, CLUSTER, steps)
+    assert sharded.total_ns <= schedule_step(Method.ZERO3, work, CLUSTER, steps).total_ns
+    replicated = schedule_step(Method.CENTAURI, work, CLUSTER, steps)
+    for method in (Method.DDP, Method.ZERO1, Method.ZERO2):
+        assert replicated.total_ns <= schedule_step(method, work, CLUSTER, steps).total_ns
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS, st.sampled_from(list(Method)), st.floats(1.0, 20.0))
+def test_more_bandwidth_is_never_slower(work: Step, method: Method, factor: float) -> None:
+    slow = schedule_step(method, work, CLUSTER)
+    quick = schedule_step(method, work, faster(CLUSTER, factor))
+    assert quick.total_ns <= slow.total_ns
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS, st.sampled_from(list(Method)))
+def test_no_schedule_beats_its_busiest_stream(work: Step, method: Method) -> None:
+    result = schedule_step(method, work, CLUSTER)
+    for stream in Stream:
+        busy = sum(span.end_ns - span.start_ns for span in result.spans if span.stream is stream)
+        assert busy <= result.total_ns
+    assert result.total_ns <= result.serial_ns
+    assert (result.runner_up_ns or result.total_ns) >= result.total_ns
+
+
+def test_overlap_alone_keeps_to_the_theoretical_bound() -> None:
+    """With whole collectives no speed-up over the serial step exceeds min(1/alpha, 1/(1-alpha))."""
+    for tokens in (1024, 4096, 16384, 65536):
+        work = step(4096, tokens, 3, 1, GROUPS[0])
+        serial = schedule_step(Method.ZERO3, work, CLUSTER)
+        for choice in choices(Method.CENTAURI_FSDP, work):
+            if choice.hierarchical:
+                continue
+            total = makespan_ns(run_in_order(step_tasks(Method.CENTAURI_FSDP, work, CLUSTER, choice)))
+            assert serial.serial_ns / total <= min(1 / serial.alpha, 1 / (1 - serial.alpha))
+
+
+def test_sharded_steps_hold_two_neighbouring_units_at_most() -> None:
+    """A part is held from the start of its gather to its last use before the next gather of it."""
+    parameters = {unit.name: unit.parameters for unit in ONE.units}
+    for method in (Method.ZERO3, Method.CENTAURI_FSDP):
+        for choice in choices(method, ONE):
+            tasks = step_tasks(method, ONE, CLUSTER, choice)
+            times = run_in_order(tasks)
+            gathers: dict[tuple[int, str, str], dict[int, int]] = defaultdict(dict)
+            uses: dict[tuple[int, str, str], dict[int, int]] = defaultdict(dict)
+            for task in tasks:
+                name, operator, *part = task.operator.split(".")
+                # Forward and backward passes of all micro-batches, counted.
+                number = 2 * task.micro_batch + (operator in ("gather_backward", "input_gradient"))
+                if operator in ("gather", "gather_backward") and part[1] == "0":
+                    gathers[task.layer, name, part[0]][number] = times[task.name][0]
+                elif operator in ("forward", "input_gradient"):
+                    uses[task.layer, name, part[0]][number] = times[task.name][1]
+            changes = []
+            for key, starts in gathers.items():
+                for number, following in pairwise([*sorted(starts), 2 * ONE.micro_batches]):
+                    size = parameters[key[1]] / choice.pieces
+                    changes += [(starts[number], size), (uses[key][following - 1], -size)]
+            held = peak = 0.0
+            for _, change in sorted(changes):
+                held += change
+                peak = max(peak, held)
+            # The largest neighbours: the MLP and the next layer's projection.
+            assert peak <= (8 + 3) * 2048 * 2048
+            assert held == 0
+
+
+def test_out_of_order_backpropagation_reduces_the_first_layers_early() -> None:
+    work = step(4096, 4096, 4, 1, GROUPS[0])
+    result = schedule_step(Method.OOO_BACKPROP, work, CLUSTER, steps=3)
+    assert result.choice.delayed > 0
+    assert result.total_ns < schedule_step(Method.DDP, work, CLUSTER, steps=3).total_ns
+    tasks = step_tasks(Method.OOO_BACKPROP, work, CLUSTER, Choice(delayed=4, substituted=False))
+    layers = [task.layer for task in named(tasks, "weight_gradient")]
+    assert layers == sorted(layers)
+
+
+def test_centauri_hides_the_gather_behind_the_next_forward_pass() -> None:
+    work = step(4096, 16384, 4, 1, GROUPS[0])
+    tasks = step_tasks(Method.CENTAURI, work, CLUSTER, Choice(pieces=2, hierarchical=True), steps=2)
+    times = run_in_order(tasks)
+    last_gather = max(times[task.name][1] for task in named(tasks, "gather") if task.step == 0)
+    first_forward = min(times[task.name][0] for task in named(tasks, "forward") if task.step == 1)
+    assert first_forward < last_gather
+
+
+def test_priority_orders_the_gradients() -> None:
+    for priority, first in ((Priority.ACTIVATION, "input_gradient"), (Priority.WEIGHT, "weight_gradient")):
+        tasks = step_tasks(Method.CENTAURI, ONE, CLUSTER, Choice(priority=priority))
+        gradients = [task for task in tasks if task.operator.endswith("_gradient.0")]
+        assert gradients[0].operator == f"mlp.{first}.0"
+
+
+def test_groups_are_partitioned_between_streams() -> None:
+    tasks = step_tasks(Method.CENTAURI_FSDP, ONE, CLUSTER, Choice(hierarchical=True))
+    streams = {
+        (task.operator.split(".")[1], task.operator[-1]): task.stream
+        for task in tasks
+        if task.stream is not Stream.COMPUTE
+    }
+    assert streams == {
+        ("gather", "0"): Stream.INTER,
+        ("gather", "1"): Stream.INTRA,
+        ("gather_backward", "0"): Stream.INTER,
+        ("gather_backward", "1"): Stream.INTRA,
+        ("scatter", "0"): Stream.INTRA,
+        ("scatter", "1"): Stream.INTER,
+    }
+
+
+@pytest.mark.parametrize("method", [Method.ZERO3, Method.CENTAURI_FSDP])
+def test_replicas_of_shards_reduce_them_once_a_step(method: Method) -> None:
+    work = replace(ONE, group=Group(size=8, per_node=8), replicas=Group(size=6, per_node=1))
+    tasks = step_tasks(method, work, CLUSTER, Choice(pieces=1))
+    times = {task.name: task for task in tasks}
+    reduces = named(tasks, "reduce")
+    assert len(reduces) == len(ONE.units) * ONE.layers
+    for task in reduces:
+        assert task.stream is Stream.INTER
+        (scatter,) = task.after
+        assert times[scatter].operator.split(".")[1] == "scatter"
+        assert times[scatter].stream is Stream.INTRA
+        assert task.bytes * 8 == times[scatter].bytes
+    updates = {name for task in named(tasks, "optimizer") for name in task.after}
+    earlier = {task.name for task in named(tasks, "scatter") if task.micro_batch == 0}
+    assert updates == {task.name for task in reduces} | earlier
+
+
+def test_state_is_sharded_as_far_as_the_method_says() -> None:
+    held = {method: state_bytes(method, 1_000, 10) for method in Method}
+    assert held[Method.DDP] == held[Method.OOO_BACKPROP] == 16_000
+    assert held[Method.ZERO1] == held[Method.CENTAURI] == 4_000 + 1_200
+    assert held[Method.ZERO2] == 2_000 + 1_400
+    assert held[Method.ZERO3] == held[Method.CENTAURI_FSDP] == 1_600
+
+
+def test_results_are_data() -> None:
+    for method in (Method.ZERO3, Method.CENTAURI):
+        result = schedule_step(method, step(512, 256, 1, 1, GROUPS[0]), CLUSTER)
+        assert from_mapping(StepResult, to_mapping(result), "step") == result
+
+
+def test_a_single_rank_communicates_nothing() -> None:
+    for method in Method:
+        result = schedule_step(method, step(512, 256, 2, 1, Group(size=1, per_node=1)), CLUSTER)
+        assert result.communication_ns == 0
+
+
+def test_a_layer_without_units_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"units=\(\) must hold at least one"):
+        replace(ONE, units=())
+
+
+@pytest.mark.slow
+def test_published_figures_stand_beside_the_simulated_ones() -> None:
+    clusters = {"centauri_a": CLUSTER, "centauri_b": centauri_cluster("centauri_b", 12.5e9)}
+    found = {row.figure: row for row in rows(clusters)}
+    assert all(row.simulated > 0 and row.note for row in found.values())
+    bound = next(row for figure, row in found.items() if "whole groups, at most" in figure)
+    assert bound.fits
+    first = next(row for figure, row in found.items() if figure.startswith("9: Centauri before"))
+    assert first.fits
+    # Group partition sends less: what it gains beyond overlap is shown, not hidden.
+    parted = next(row for figure, row in found.items() if "with group partition" in figure)
+    assert not parted.fits
+    text = report(list(found.values()))
+    assert all(row.figure in text and row.note in text for row in found.values())
+
+
+def test_rows_name_the_cluster_that_is_missing() -> None:
+    with pytest.raises(ValueError, match="centauri_b is missing"):
+        rows({"centauri_a": CLUSTER})

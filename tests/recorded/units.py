@@ -1,0 +1,126 @@
+"""Simulated steps that ``braid simulate`` cannot be asked for: units of layers, and costs as measured.
+
+This is the one file of the records that calls the planner itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, Final
+
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.planner.decide import anything, modelled, outcome_of
+from braid.scheduling.planner.orders import Bench, decisions
+from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.profile import Profile
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.validate import check
+from tests.recorded.files import SCHEDULES as NAMES
+from tests.recorded.files import Case
+
+Numbers = Callable[[Mapping[str, Any]], Case]
+
+FUSED: Final = ("braid", "braid_eager", "braid_twins", "braid_v")
+PRESETS: Final = (("a40", "llama-8b", 4), ("h100", "gpt-6.7b", 2))
+"""Cluster, model and tensor-parallel degree."""
+LAYERS_PER_STAGE: Final = 8
+MICRO_BATCHES: Final = 8
+
+SLOWDOWNS: Final = {
+    "gemm<intra": 0.18,
+    "intra<gemm": 0.45,
+    "attention<intra": 0.12,
+    "intra<attention": 0.3,
+    "memory<intra": 0.35,
+    "intra<memory": 0.2,
+    "gemm<inter": 0.06,
+    "inter<gemm": 0.1,
+}
+"""Made up: what a measured profile says of classes, each side by itself."""
+
+
+def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dict[str, Callable[[], Case]]:
+    """Names of the cases, and how to record them.
+
+    Units of two and four layers, on one stage and two; and costs by which starting a collective and going on
+    after it take time, as in measured profiles, for units of layers and (on one cluster) for every schedule
+    layer by layer. ``numbers`` picks what is recorded; ``called``: other names of schedules, by which
+    they are simulated.
+    """
+    cases: dict[str, Callable[[], Case]] = {}
+    for (cluster, model, tp), pp in product(PRESETS, (1, 2)):
+        kinds = [
+            *product((False,), FUSED, (2, 4)),
+            *product((True,), FUSED, (4,)),
+            *product((True,), NAMES if cluster == PRESETS[0][0] else (), (0,)),
+        ]
+        for handled, schedule, unit_layers in kinds:
+            costs = "handled" if handled else "modelled"
+            title = f"{model} on {cluster}, tp {tp} pp {pp}, {costs} costs, unit {unit_layers}: {schedule}"
+            name = (called or {}).get(schedule, schedule)
+            cases[title] = _case(cluster, model, tp, pp, name, unit_layers, handled, numbers)
+    return cases
+
+
+def _case(
+    cluster: str,
+    model: str,
+    tp: int,
+    pp: int,
+    schedule: str,
+    unit_layers: int,
+    handled: bool,
+    numbers: Numbers,
+) -> Callable[[], Case]:
+    def simulated() -> Case:
+        preset = cluster_preset(cluster)
+        spec = replace(preset, nodes=1, gpus_per_node=tp * pp)
+        shape = replace(model_preset(model), layers=LAYERS_PER_STAGE * pp)
+        setting = _setting(shape, tp, pp, schedule, unit_layers)
+        benches = [
+            modelled(spec)(replace(setting, pipeline=name))
+            for name in setting.kind.pipelines_on(setting.layout) or (setting.pipeline,)
+        ]
+        if handled:
+            benches = [replace(bench, profile=with_handling(bench)) for bench in benches]
+        return _fastest(benches, numbers)
+
+    return simulated
+
+
+def _setting(shape: ModelShape, tp: int, pp: int, schedule: str, unit_layers: int) -> Setting:
+    placement = SCHEDULES[schedule].placement_on(pp)
+    return Setting(
+        model=shape,
+        layout=ParallelLayout(tp=tp, pp=pp, placement=placement),
+        workload=Workload(global_batch=MICRO_BATCHES, micro_batch=1),
+        schedule=schedule,
+        unit_layers=unit_layers,
+    )
+
+
+def _fastest(benches: Sequence[Bench], numbers: Numbers) -> Case:
+    """The step of the fastest decisions; of all, their number and the slowest step."""
+    outcomes = [
+        outcome_of(bench, choices, note, anything) for bench in benches for choices, note in decisions(bench)
+    ]
+    for outcome in outcomes:
+        check(outcome.code)
+    found = [outcome.numbers for outcome in outcomes]
+    best = min(found, key=lambda one: one.step_seconds)
+    others = sorted(one.step_seconds for one in found)
+    return {**numbers(best.as_json()), "decisions": len(found), "slowest_seconds": others[-1]}
+
+
+def with_handling(bench: Bench) -> Profile:
+    """Modelled costs with what only measured ones have: starting, going on afterwards, slowdowns by side."""
+    profile = bench.profile
+    links = {key: ns for key, ns in profile.solo_ns.items() if profile.classes[key] in ("intra", "inter")}
+    return replace(
+        profile,
+        slowdowns=SLOWDOWNS,
+        issue_ns={key: 3000 + ns // 60 for key, ns in links.items()},
+        take_ns={key: ns // 15 for key, ns in links.items()},
+        barrier_ns=0,
+    )

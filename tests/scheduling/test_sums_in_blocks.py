@@ -1,0 +1,257 @@
+"""Gradients that are summed in blocks: part by part, as soon as they are final, and no part forgotten."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.planner.decide import anything, modelled, outcome_of
+from braid.scheduling.planner.orders import decisions
+from braid.scheduling.schedule import Await, Block, Norm, Reduce, Schedule
+from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.units import chunk_parts
+from braid.scheduling.validate import ScheduleError, linked
+from tests.scheduling.cases import (
+    LLAMA,
+    choices_for,
+    code_of,
+    layout_for,
+    model_parts,
+    named_schedule,
+    parts_for,
+    setting_for,
+    with_stage,
+)
+from tests.scheduling.plans import cluster, setting
+
+EARLY = tuple(name for name, kind in SCHEDULES.items() if kind.early_sums)
+
+
+def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:
+    """A stage's operations with their numbers and, of operators, their chunks."""
+    number = 0
+    for stretch in code.stages[stage]:
+        for operation in stretch.operations:
+            chunk = stretch.passes[operation.turn].chunk if stretch.block_passes else -1
+            yield number, operation, chunk
+            number += 1
+
+
+@given(
+    name=st.sampled_from(EARLY),
+    p=st.integers(1, 3),
+    m=st.integers(1, 8),
+    tp=st.sampled_from([1, 2]),
+    ends=st.booleans(),
+)
+@settings(max_examples=60)
+def test_every_part_is_summed_once_right_behind_its_last_gradient(
+    name: str, p: int, m: int, tp: int, ends: bool
+) -> None:
+    if name in ("braid_v",):
+        m += 2 * p
+    ends = ends and SCHEDULES[name].searched
+    layout = layout_for(name, p, tp, 2)
+    code = code_of(named_schedule(name, p, m, tp, dp=2, ends=ends), layout)
+    for stage in range(p):
+        added: dict[tuple[int, int], int] = {}
+        started: dict[Reduce, int] = {}
+        waited: dict[Reduce, int] = {}
+        normed = -1
+        for number, operation, chunk in walk(code, stage):
+            match operation:
+                case Compute(what=Node() as node) if node.operator.adds_gradients:
+                    assert normed < 0
+                    added[chunk, node.part] = number
+                case Compute(what=Norm()):
+                    normed = number
+                case Start(what=Reduce(int(), _, int()) as one):
+                    assert one not in started
+                    started[one] = number
+                case Wait(what=Reduce(int(), _, int()) as one):
+                    assert one not in waited
+                    assert number > started[one]
+                    waited[one] = number
+        parts = [
+            (chunk, part)
+            for chunk in layout.chunks_of(stage)
+            for part in range(len(chunk_parts(layout, code.kinds, chunk)))
+        ]
+        axes = ["tp", "dp"] if tp > 1 else ["dp"]
+        assert set(started) == {Reduce(chunk, axis, part) for chunk, part in parts for axis in axes}
+        assert set(waited) == set(started)
+        assert max(waited.values()) < normed
+        kinds = {number: operation for number, operation, _ in walk(code, stage)}
+        for (chunk, part), last in added.items():
+            first = min(started[Reduce(chunk, axis, part)] for axis in axes)
+            assert first > last
+            computes = [n for n in range(last + 1, first) if isinstance(kinds[n], Compute)]
+            # Where the last operator stands in an earlier block, the sums begin the next one.
+            assert not computes or code_block(code, stage, last) != code_block(code, stage, first)
+            if tp > 1:
+                assert waited[Reduce(chunk, "tp", part)] < started[Reduce(chunk, "dp", part)]
+
+
+def code_block(code: Code, stage: int, number: int) -> int:
+    """The position of the stretch that an operation stands in."""
+    for position, stretch in enumerate(code.stages[stage]):
+        number -= len(stretch.operations)
+        if number < 0:
+            return position
+    raise AssertionError
+
+
+def test_passes_together_go_layer_by_layer() -> None:
+    """A layer's gradients are summed while all passes still have the layers before it to go through."""
+    layout = layout_for("braid_together_4", 1, 1, 2)
+    code = code_of(named_schedule("braid_together_4", 1, 6, dp=2), layout)
+    block = next(s for s in code.stages[0] if len(s.block_passes) == 4)
+    seen: list[int] = []
+    for operation in block.operations:
+        match operation:
+            case Compute(what=Node(part=part)):
+                assert not seen or part < seen[-1]
+            case Start(what=Reduce(0, "dp", part)):
+                assert part is not None
+                seen.append(part)
+    assert seen == [*reversed(range(LLAMA.layers + 2))]
+
+
+@pytest.mark.parametrize("name", ["ddp", "braid_w", "braid_together_2"])
+def test_text_round_trips(name: str) -> None:
+    schedule = named_schedule(name, 1, 3, 2, dp=2)
+    text = write(schedule)
+    assert "|REDUCE(0 tp)|REDUCE(0 dp)]" in text
+    assert parse(text) == schedule
+
+
+@pytest.mark.parametrize(
+    ("block", "cause"),
+    [
+        ("[REDUCE(0 dp)|B2.0]", "'REDUCE(0 dp)' is not a pass"),
+        ("[REDUCE(0 dp)|REDUCE(0 tp)]", "sums of gradients stand behind the passes"),
+        ("[REDUCE(0 dp)]", "without brackets"),
+        ("[B2.0|REDUCE(norm tp)]", "sums of gradients stand behind the passes"),
+        ("[B2.0|GATHER(0 dp)]", "'GATHER(0 dp)' is not a pass"),
+        ("[B2.0|REDUCE(0 dp)|B3.0]", "'REDUCE(0 dp)' is not a pass"),
+        ("[B2.0|REDUCE(0)]", "names no chunk and axis"),
+    ],
+)
+def test_text_that_is_refused(block: str, cause: str) -> None:
+    text = write(named_schedule("ddp", 1, 3, dp=2))
+    assert text.count("[B2.0|REDUCE(0 dp)]") == 1
+    with pytest.raises(ValueError, match=r"schedule, line \d+") as refused:
+        parse(text.replace("[B2.0|REDUCE(0 dp)]", block))
+    assert cause in str(refused.value)
+
+
+def damaged(kind: str) -> tuple[Schedule, ParallelLayout]:
+    layout = layout_for("ddp", 1, 2, 2)
+    schedule = named_schedule("ddp", 1, 3, 2, dp=2)
+    stage = [*schedule.stages[0]]
+    at = next(n for n, i in enumerate(stage) if isinstance(i, Block) and i.sums)
+    block = stage[at]
+    assert isinstance(block, Block)
+    before = max(n for n, i in enumerate(stage[:at]) if isinstance(i, Block))
+    earlier = stage[before]
+    assert isinstance(earlier, Block)
+    match kind:
+        case "too soon":
+            stage[before], stage[at] = replace(earlier, sums=block.sums), replace(block, sums=())
+        case "twice":
+            stage[before] = replace(earlier, sums=block.sums)
+        case "again":
+            stage.insert(at + 1, Reduce(0, "dp"))
+        case "order":
+            stage[at] = replace(block, sums=block.sums[::-1])
+        case "not all":
+            stage[at] = replace(block, sums=block.sums[1:])
+        case "another chunk":
+            stage[at] = replace(block, sums=(*block.sums, Reduce(3, "dp")))
+        case "never awaited":
+            stage.remove(Await(Reduce(0, "dp")))
+        case "awaited in the block":
+            stage.insert(at + 1, Await(Reduce(0, "tp")))
+    return with_stage(schedule, 0, stage), layout
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("too soon", "chunk 0 still has passes to run"),
+        ("twice", "chunk 0 still has passes to run"),
+        ("again", "stands twice"),
+        ("order", "sums of the same come one after the other"),
+        ("not all", "are not summed over tp"),
+        ("another chunk", "chunk 3 is not on this stage"),
+        ("never awaited", "is not waited for"),
+        ("awaited in the block", r"no REDUCE\(0 tp\) is under way"),
+    ],
+)
+def test_sums_that_are_refused(kind: str, cause: str) -> None:
+    schedule, layout = damaged(kind)
+    with pytest.raises(ScheduleError, match=cause):
+        code_of(schedule, layout)
+
+
+# -- simulated -----------------------------------------------------------------------------------------------
+
+
+def simulated(name: str, m: int = 6) -> Simulation:
+    """A step on two replicas, each a GPU of a node of its own."""
+    bench = modelled(cluster(gpus=2))(setting(schedule=name, dp=2, micro_batches=m))
+    found = [outcome_of(bench, choices, note, anything) for choices, note in decisions(bench)]
+    return min(found, key=lambda one: one.step_ns).simulation
+
+
+def test_what_is_summed_in_blocks_is_hidden_there() -> None:
+    """Nothing is sent twice or left out, a step takes no longer than without, and more is hidden."""
+    plain, ddp, together = (simulated(name) for name in ("megatron", "ddp", "braid_together_4"))
+    sent = [
+        sum(span.bytes for span in one.spans() if span.operator == "gradients.0 dp")
+        for one in (plain, ddp, together)
+    ]
+    assert sent[0] > 0
+    assert sent[1] == pytest.approx(sent[0], abs=20)  # each part is rounded by itself
+    assert sent[2] == sent[1]
+    numbers = [one.numbers(1) for one in (plain, ddp, together)]
+    assert numbers[0].hidden_fraction == pytest.approx(0.0, abs=1e-9)
+    assert numbers[1].hidden_fraction > 0.0
+    assert numbers[1].step_seconds < numbers[0].step_seconds
+    assert numbers[2].step_seconds <= numbers[1].step_seconds * (1 + 1e-9)
+
+
+def test_sums_are_simulated_where_the_code_has_them() -> None:
+    """Each begins behind its layer's weight gradients, and when the one before has ended."""
+    simulation = simulated("ddp")
+    spans = [s for s in simulation.spans() if s.operator == "gradients.0 dp"]
+    assert len(spans) == len(chunk_parts(simulation.code.layout, simulation.code.kinds, 0))
+    spans.sort(key=lambda span: span.start_ns)
+    weights = [s for s in simulation.spans() if s.operator.endswith(".wgrad") and s.micro_batch == 5]
+    for number, span in enumerate(spans):
+        layer = len(simulation.code.kinds) - number  # the head comes first
+        own = [s.end_ns for s in weights if s.layer == layer]
+        free = spans[number - 1].end_ns if number else 0
+        if own:
+            assert span.start_ns >= max(own) - 1
+        assert span.start_ns >= free - 1
+
+
+def test_units_of_several_layers_are_summed_layer_by_layer() -> None:
+    """Joined layers keep the parameters of each."""
+    layout = layout_for("braid_w", 1, 1, 2)
+    own = setting_for("braid_w", layout, 4, unit_layers=4)
+    parts = parts_for(own)
+    assert any(part.members for part in parts.values())
+    code = linked(training_schedule(own, parts, choices_for(own)), layout, own.model.kinds, parts)
+    single = model_parts(LLAMA)
+    held = [code.parameters(0, part) for part in range(len(chunk_parts(layout, code.kinds, 0)))]
+    assert held == [single[name].parameters for name, _ in chunk_parts(layout, code.kinds, 0)]
+    assert sum(one.total for one in held) == code.parameters(0).total
