@@ -23,7 +23,7 @@ def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
         time = 0
         for timed in stage:
             cells += _idle(timed.start - time, width)
-            text = str(timed.block).center(width * (timed.end - timed.start))
+            text = str(Block(timed.block.passes)).center(width * (timed.end - timed.start))
             cells.append(Cell(text, timed.block))
             time = timed.end
         rows.append(cells + _idle(timeline.length - time, width))
@@ -37,7 +37,10 @@ def _idle(slots: int, width: int) -> list[Cell]:
 def cell_width(schedule: Schedule) -> int:
     """Columns per slot that keep every label legible and apart."""
     widths = [
-        -(-len(str(i)) // _slots(i)) for stage in schedule.stages for i in stage if isinstance(i, Block)
+        -(-len(str(Block(i.passes))) // _slots(i))
+        for stage in schedule.stages
+        for i in stage
+        if isinstance(i, Block)
     ]
     return 1 + max(widths, default=0)
 

@@ -9,7 +9,7 @@ from braid.scheduling import schedule as text
 from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
 from braid.scheduling.operators import Graph, Part, Stream, Value
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Pass, PassKind, Reduce, Side
+from braid.scheduling.schedule import Action, Gather, Pass, PassKind, Reduce, Side
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,19 @@ def with_sums(operations: list[Operation], passes: Sequence[Pass], sums: Sequenc
     for position, operation in enumerate(operations):
         result += [operation, *behind.get(position, ())]
     return result
+
+
+def with_gathers(
+    operations: list[Operation], passes: Sequence[Pass], gathers: Sequence[Gather]
+) -> list[Operation]:
+    """The operations, and before the first one of a part the wait for its parameters."""
+    waits = {(gather.chunk, gather.part): [Wait(what=gather)] for gather in gathers}
+    result: list[Operation] = []
+    for operation in operations:
+        if isinstance(operation, Compute | Start) and isinstance(operation.what, Node):
+            result += waits.pop((passes[operation.turn].chunk, operation.what.part), ())
+        result.append(operation)
+    return result + [one for left in waits.values() for one in left]
 
 
 def kept_after(

@@ -8,6 +8,7 @@ block or in the one that names it (``L2.1``); where there is none, it runs by it
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from braid.scheduling import schedule as text
 from braid.scheduling.code import (
@@ -30,6 +31,7 @@ from braid.scheduling.frames import (
     kept_after,
     laid_out,
     operations_of,
+    with_gathers,
     with_sums,
 )
 from braid.scheduling.operators import Part
@@ -100,6 +102,7 @@ class _Unrolled:
 
 
 _Transferred = tuple[tuple[Frame], Body]
+_Shared = TypeVar("_Shared", Reduce, Gather)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,10 +172,12 @@ class _Linker:
             *[role.alike for role in roles],
             leaves,
             block.sums,
+            block.gathers,
             *((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
         )
         if key not in self._blocks:
-            self._blocks[key] = self._unrolled(passes, roles, leaves, before, self._sums(block))
+            gathers = [part for one in block.gathers for part in self._by_part(one)]
+            self._blocks[key] = self._unrolled(passes, roles, leaves, before, (self._sums(block), gathers))
         unrolled = self._blocks[key]
         for turn, left in unrolled.left.items():
             ends[passes[turn]] = left
@@ -194,10 +199,14 @@ class _Linker:
             for part in parts
         ]
 
-    def _by_part(self, reduce: Reduce) -> tuple[Reduce, ...]:
-        assert reduce.chunk is not None
-        parts = chunk_parts(self.layout, self.kinds, reduce.chunk)
-        return tuple(replace(reduce, part=part) for part in reversed(range(len(parts))))
+    def _by_part(self, transfer: _Shared) -> tuple[_Shared, ...]:
+        """Part by part: gathers in the order of forward passes, sums in that of backward passes."""
+        assert transfer.chunk is not None
+        parts = range(len(chunk_parts(self.layout, self.kinds, transfer.chunk)))
+        return tuple(
+            replace(transfer, part=part)
+            for part in (parts if isinstance(transfer, Gather) else reversed(parts))
+        )
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
@@ -217,11 +226,13 @@ class _Linker:
         roles: Sequence[_Role],
         leaves: Sequence[bool],
         before: Mapping[int, _Left],
-        sums: Sequence[Reduce],
+        beside: tuple[Sequence[Reduce], Sequence[Gather]],
     ) -> _Unrolled:
+        sums, gathers = beside
         chunks = [role.chunk for role in roles]
         steps, left = self._steps(passes, chunks, leaves, before)
         operations = with_sums(operations_of(steps, passes, chunks), passes, sums)
+        operations = with_gathers(operations, passes, gathers)
         keeps = []
         for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
             end = left.get(turn)
@@ -316,12 +327,18 @@ class _Linker:
         match instruction:
             case Norm() | Step():
                 return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
-            case Reduce() | Gather():
+            case Reduce():
                 return Stretch(instruction, (), (), self._shared((instruction,), Start(what=instruction)))
-            case Await(Reduce() | Gather() as transfer):
-                begun = self._begun.get(transfer) if isinstance(transfer, Reduce) else None
-                waits = [Wait(what=one) for one in begun or (transfer,)]
+            case Gather():
+                starts = [Start(what=one) for one in self._by_part(instruction)]
+                return Stretch(instruction, (), (), self._shared((instruction,), *starts))
+            case Await(Reduce() as reduce):
+                begun = self._begun.get(reduce)
+                waits = [Wait(what=one) for one in begun or (reduce,)]
                 return Stretch(instruction, (), (), self._shared((instruction, begun), *waits))
+            case Await(Gather() as gather):
+                waits = [Wait(what=one) for one in self._by_part(gather)]
+                return Stretch(instruction, (), (), self._shared((instruction,), *waits))
             case Send(moved) | Await(Send(moved)):
                 one, sent = moved.before(self.layout), True
             case Receive(moved) | Await(Receive(moved)):

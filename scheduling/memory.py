@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
@@ -9,6 +10,14 @@ from braid.scheduling.spec import ModelShape
 from braid.scheduling.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+
+ALIGNED: Final = 32
+"""Elements that a share's length is a multiple of: transfers from odd addresses are slower."""
+
+
+def share_elements(elements: int, ways: int) -> int:
+    """Length of each of the equal shares of so many elements (ZeRO); what is not cut stays as it is."""
+    return elements if ways == 1 else -(-elements // (ways * ALIGNED)) * ALIGNED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +49,17 @@ def stage_parameters(code: Code, shape: ModelShape, stage: int) -> int:
 
 
 def rank_memory(
-    code: Code, shape: ModelShape, dtype: str, stage: int, zero: int = 0, gradient_width: int | None = None
+    code: Code, shape: ModelShape, dtype: str, stage: int, gradient_width: int | None = None
 ) -> RankMemory:
     """Memory of a rank of ``stage``, with AdamW.
 
     gradient_width: bytes of a gradient; by default they are added up in at least single precision.
-
-    zero: ZeRO stage; 1 cuts the optimizer's states over the ranks that share the parameters, 2 the gradients
-    too, 3 the parameters too (one layer's worth more is gathered at a time).
     """
     layout, width = code.layout, DTYPE_BYTES[dtype]
     parameters = stage_parameters(code, shape, stage)
     # The copies of a bidirectional pipeline are replicas: ZeRO cuts states over them too.
     shares = layout.dp * layout.cp * layout.copies
-    states = state_bytes(parameters, width, shares, zero, gradient_width)
+    states = state_bytes(parameters, width, shares, layout.zero, gradient_width)
     return RankMemory(
         stage=stage,
         parameter_bytes=states[0],

@@ -19,7 +19,12 @@ class MeshShape:
 
     factors: tuple[tuple[str, int], ...]
     cut: tuple[str, ...] = ()
-    """Factors that parameters are cut over; ranks that differ along others only hold the same state."""
+    """Factors that parameters are cut over."""
+    sharded: tuple[str, ...] = ()
+    """Factors that optimizer states are cut over beside, in equal shares of a rank's parameters (ZeRO).
+
+    Ranks that differ along none of both hold the same state.
+    """
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -65,7 +70,7 @@ class MeshShape:
 
     def holders(self, rank: int) -> list[int]:
         """The ranks that hold the same slices of the state as a rank, itself among them."""
-        return self.members(self.position(rank), self.sizes.keys() - set(self.cut))
+        return self.members(self.position(rank), self.sizes.keys() - {*self.cut, *self.sharded})
 
     def groups(self, group: Collection[str]) -> list[list[int]]:
         """All groups over a set of factors."""

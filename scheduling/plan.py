@@ -16,7 +16,7 @@ from braid.scheduling.simulate import Numbers
 from braid.scheduling.spec import RUNNABLE_FAMILIES
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
-VERSION: Final = 4
+VERSION: Final = 5
 _FORMER: Final = {"fused": "unit_layers", "split": "pieces"}
 """Keys of a setting that version 3 had, and what they are now."""
 
@@ -78,7 +78,6 @@ class RunnerUp:
     schedule: str
     micro_batch: int
     recompute: str
-    zero: int
     step_seconds: float
     peak_bytes: int
     reason: str
@@ -118,8 +117,6 @@ class Plan:
             for axis in ("cp", "ep")
             if setting.layout.degree(axis) > 1
         ]
-        if setting.zero:
-            found.append(f"ZeRO {setting.zero}")
         if setting.model.family not in RUNNABLE_FAMILIES:
             found.append(f"models of the family {setting.model.family}")
         if setting.layout.head_layers:
@@ -152,6 +149,10 @@ def parse_plan(text: str, where: str) -> Plan:
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
     setting = content.get("setting")
+    if isinstance(setting, dict) and "zero" in setting:
+        raise ValueError(
+            f"{where}.setting: 'zero' stands in setting.layout; write it there and braid_plan: {VERSION}"
+        )
     for former, now in _FORMER.items():
         if isinstance(setting, dict) and former in setting:
             raise ValueError(

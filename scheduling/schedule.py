@@ -9,6 +9,7 @@ Two levels. Per stage a list of instructions:
     [F5.0b|B1.1]    a block of several passes that run at the same time, here a forward and a backward one
     [F0.0|F1.0b]    the same pass of two micro-batches
     [B3.1|REDUCE(1 dp)]  a block in which the gradients of each part of chunk 1 are summed once they are final
+    [F0.1|WAIT(GATHER 1 dp)]  a block in which each part of chunk 1 is waited for before it is first used
     SEND(F3.2>1)    start to send what F3.2 needs to stage 1
     RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
@@ -159,10 +160,15 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Gather:
-    """Start to gather the parameters of a chunk from the ranks of an axis, which hold parts of them."""
+    """Start to gather the parameters of a chunk, part by part, from the ranks of an axis, each of which has
+    updated a share of them.
+
+    ``part``, in linked code alone: of that part of the chunk.
+    """
 
     chunk: int
     axis: str
+    part: int | None = None
 
     def __str__(self) -> str:
         return f"GATHER({self.chunk} {self.axis})"
@@ -173,17 +179,19 @@ Transfer = Send | Receive | Reduce | Gather
 
 @dataclass(frozen=True)
 class Block:
-    """Passes that run at the same time, and sums of gradients that become final in it.
+    """Passes that run at the same time, sums of gradients that become final and parameters that are awaited.
 
     ``sums`` are started part by part, behind the last operator that adds to a part's gradients; those over tp
-    come first and are waited for at once, the others stay under way behind the block.
+    come first and are waited for at once, the others stay under way behind the block. Parameters under way in
+    ``gathers`` are waited for part by part, each before the first operator of its part.
     """
 
     passes: tuple[Pass, ...]
     sums: tuple[Reduce, ...] = ()
+    gathers: tuple[Gather, ...] = ()
 
     def __str__(self) -> str:
-        texts = [*map(str, self.passes), *map(str, self.sums)]
+        texts = [*map(str, self.passes), *map(str, map(Await, self.gathers)), *map(str, self.sums)]
         return texts[0] if len(texts) == 1 else f"[{'|'.join(texts)}]"
 
 

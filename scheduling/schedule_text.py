@@ -156,17 +156,25 @@ def parse_instruction(token: str) -> Instruction:
 
 def _block(token: str) -> Block:
     texts = token[1:-1].split("|")
-    behind = [one for one in texts if one.startswith("REDUCE(")]
-    passes = tuple(map(parse_pass, texts[: len(texts) - len(behind)]))
+    count = next((n for n, one in enumerate(texts) if one.startswith(("WAIT(", "REDUCE("))), len(texts))
+    passes = tuple(map(parse_pass, texts[:count]))
     if len(texts) < 2:
         raise ValueError(f"{token!r} holds one pass; write it without brackets")
-    sums = []
-    for one in texts[len(passes) :]:
-        found = _transfer(token, one, "(") if one in behind else None
-        if not isinstance(found, Reduce) or found.chunk is None or not passes:
-            raise ValueError(f"{token!r}: sums of gradients stand behind the passes ([B3.1|REDUCE(1 dp)])")
-        sums.append(found)
-    return Block(passes, tuple(sums))
+    gathers: list[Gather] = []
+    sums: list[Reduce] = []
+    for one in texts[count:]:
+        waits, known = one.startswith("WAIT("), one.startswith(("WAIT(", "REDUCE("))
+        found = _transfer(token, one.removeprefix("WAIT("), " " if waits else "(") if known else None
+        if waits and isinstance(found, Gather) and passes and not sums:
+            gathers.append(found)
+        elif not waits and isinstance(found, Reduce) and found.chunk is not None and passes:
+            sums.append(found)
+        else:
+            raise ValueError(
+                f"{token!r}: sums of gradients stand behind the passes ([B3.1|REDUCE(1 dp)]), and waits for "
+                f"parameters before them ([F0.1|WAIT(GATHER 1 dp)])"
+            )
+    return Block(passes, tuple(sums), tuple(gathers))
 
 
 def _transfer(token: str, text: str, opening: str) -> Transfer:

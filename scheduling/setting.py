@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Final
 
+from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload, check_fit
+from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload
 
 MOST_UNIT_LAYERS: Final = 8
 """Longer units take the search longer and gain nothing: an order reaches over a few operators."""
@@ -23,8 +24,6 @@ class Setting:
     schedule: str = "megatron"
     dtype: str = "bf16"
     recompute: str = "none"
-    zero: int = 0
-    """1: optimizer states are cut over the ranks that share parameters, which gather the updated ones."""
     context: str = "all_gather"
     pipeline: str = ""
     """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
@@ -40,7 +39,6 @@ class Setting:
             ("schedule", self.schedule, tuple(SCHEDULES)),
             ("dtype", self.dtype, tuple(DTYPE_BYTES)),
             ("recompute", self.recompute, RECOMPUTE_POLICIES),
-            ("zero", self.zero, (0, 1)),
             ("context", self.context, CONTEXT_MODES),
         ):
             if value not in known:

@@ -67,7 +67,6 @@ class Simulation:
     code: Code
     shape: ModelShape
     dtype: str
-    zero: int
     ranks: tuple[RankRun, ...]
 
     @cached_property
@@ -112,7 +111,7 @@ class Simulation:
     def memory(self) -> list[RankMemory]:
         """What a rank of every stage needs."""
         stages = range(self.code.layout.pp)
-        return [rank_memory(self.code, self.shape, self.dtype, stage, self.zero) for stage in stages]
+        return [rank_memory(self.code, self.shape, self.dtype, stage) for stage in stages]
 
     def numbers(self, micro_batch: int, peak_flops_per_s: float | None = None) -> Numbers:
         """The step's numbers; ``micro_batch`` in samples, as the parts were built with."""
@@ -154,11 +153,10 @@ def simulate(
     profile: Profile,
     *,
     dtype: str = "bf16",
-    zero: int = 0,
 ) -> Simulation:
     """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
-    prices = Prices(code, shape, profile, dtype, zero)
-    return Simulation(code, shape, dtype, zero, tuple(run_ranks(code.stages, prices)))
+    prices = Prices(code, shape, profile, dtype)
+    return Simulation(code, shape, dtype, tuple(run_ranks(code.stages, prices)))
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,10 @@ def check(code: Code) -> None:
         _fail(schedule, stage, position, f"deadlock: {waits}")
 
 
-def check_memory(code: Code, shape: ModelShape, dtype: str, limit_bytes: int, zero: int = 0) -> None:
+def check_memory(code: Code, shape: ModelShape, dtype: str, limit_bytes: int) -> None:
     """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; names the instruction."""
     for stage in range(code.layout.pp):
-        needed = rank_memory(code, shape, dtype, stage, zero).total_bytes
+        needed = rank_memory(code, shape, dtype, stage).total_bytes
         if needed > limit_bytes:
             during = held_during(code, stage, DTYPE_BYTES[dtype])
             cause = (

@@ -42,16 +42,13 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 def _of_stage(
     schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
 ) -> Iterator[tuple[int, str]]:
-    if not schedule.trains:
-        for position, instruction in enumerate(schedule.stages[stage]):
-            if isinstance(_transfer(instruction), Reduce | Gather | Norm | Step):
-                yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
-        return
     walk = _Walk(schedule, stage, layout, everywhere)
     for position, instruction in enumerate(schedule.stages[stage]):
-        if cause := walk.fault(position, instruction):
+        if not schedule.trains and isinstance(_transfer(instruction), Reduce | Norm | Step):
+            yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
+        elif cause := walk.fault(position, instruction):
             yield position, cause
-    if cause := walk.at_end():
+    if schedule.trains and (cause := walk.at_end()):
         yield len(schedule.stages[stage]), cause
 
 
@@ -73,10 +70,10 @@ class _Walk:
         self._layout = layout
         self._instructions = schedule.stages[stage]
         self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
-        self._gathers = any(isinstance(one, Gather) for one in everywhere)
         summed = {one.axis for one in everywhere}
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
-        self._norm_axes = tuple(axis for axis in ("tp", "pp") if layout.degree(axis) > 1)
+        norm_axes = ("tp", "pp", *layout.mesh.sharded)
+        self._norm_axes = tuple(axis for axis in norm_axes if layout.degree(axis) > 1)
         self._under_way: list[Reduce | Gather] = []
         self._done: set[Reduce | Gather] = set()
         self._normed = self._stepped = False
@@ -95,8 +92,13 @@ class _Walk:
                 return self._norm(position)
             case Step():
                 return self._step()
-            case Block(passes, sums):
-                for chunk in dict.fromkeys(one.chunk for one in passes) if self._gathers else ():
+            case Block(passes, sums, gathers):
+                if missing := [one for one in gathers if one not in self._under_way]:
+                    return f"no {missing[0]} is under way"
+                for one in gathers:
+                    self._under_way.remove(one)
+                self._done.update(gathers)
+                for chunk in dict.fromkeys(one.chunk for one in passes):
                     if cause := self._parameters(chunk):
                         return cause
                 return next(filter(None, (self._start(position, one) for one in sums)), None)
@@ -116,7 +118,7 @@ class _Walk:
             return f"chunk {chunk} is not on this stage"
         known = self._norm_axes if chunk is None else self._axes[chunk]
         if isinstance(transfer, Gather):
-            known = _cut(known)
+            known = self._cut(known)
         if axis not in known:
             return f"over {axis} there is nothing to do here (but over {', '.join(known) or 'no axis'})"
         if isinstance(transfer, Reduce):
@@ -162,12 +164,16 @@ class _Walk:
         return None
 
     def _parameters(self, chunk: int) -> str | None:
-        for axis in _cut(self._axes[chunk]):
+        for axis in self._cut(self._axes.get(chunk, ())):
             if Gather(chunk, axis) in self._under_way:
                 return f"the parameters of chunk {chunk} have not been waited for"
             if Gather(chunk, axis) not in self._done:
-                return f"the parameters of chunk {chunk} have not been gathered, as those of others are"
+                return f"the parameters of chunk {chunk} have not been gathered (ZeRO {self._layout.zero})"
         return None
+
+    def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the axes that gradients are summed over, those that states are cut over."""
+        return tuple(axis for axis in axes if axis in ("dp", "edp")) if self._layout.zero else ()
 
 
 def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:
@@ -184,8 +190,3 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
         "edp": "edp" in summed and layout.dp > 1,
     }
     return tuple(axis for axis, needed in wanted.items() if needed)
-
-
-def _cut(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the axes that gradients are summed over, those that parameters may be cut over."""
-    return tuple(axis for axis in axes if axis in ("dp", "edp"))

@@ -18,6 +18,7 @@ from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
+from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
@@ -26,8 +27,6 @@ from braid.scheduling.spec import (
     ModelShape,
     ParallelLayout,
     Workload,
-    check_fit,
-    check_runnable,
 )
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
@@ -97,8 +96,8 @@ class ParallelConfig(Section):
 
     ``parallel: auto``: `braid plan` searches them, and a run measures what the machine makes of each;
     ``{auto: true, tp: 8}`` fixes those that are given.
-    ``zero`` is not searched: such plans have 1 wherever several ranks share parameters. ``cp``, ``ep`` and
-    ``zero`` are planned and simulated only: a run wants 1, 1 and 0.
+    ``zero`` is not searched: such plans have 1 wherever several ranks share parameters. ``cp`` and ``ep``
+    are planned and simulated only: a run wants 1 and 1.
     """
 
     dp: Positive = 1  # data: replicas, each with its share of the batch
@@ -120,6 +119,11 @@ class ParallelConfig(Section):
                 raise ValueError("must hold degrees, such as {tp: 2}, or be the word auto")
             return {"auto": True}
         return content
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share parameters, each with its share of the tokens."""
+        return self.dp * self.cp
 
     @property
     def fixed(self) -> dict[str, int]:
@@ -172,6 +176,16 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     elastic: ElasticConfig = ElasticConfig()
 
+    @model_validator(mode="after")
+    def _shares(self) -> "Config":
+        parallel = self.parallel
+        if parallel.zero and parallel.replicas == 1 and not parallel.auto and not self.elastic.max_ranks:
+            raise ValueError(
+                f"parallel.zero={parallel.zero} cuts states over the ranks that share parameters, and with "
+                f"parallel.dp=1 there is one; set parallel.zero to 0, or parallel.dp to 2 or more"
+            )
+        return self
+
     @property
     def run_directory(self) -> Path:
         """``runs/NAME``."""
@@ -188,6 +202,7 @@ class Config(Section):
                 "parallel: auto is decided when a run starts, or by `braid plan`; set the degrees here"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
+        degrees["zero"] = self.parallel.zero if self.parallel.replicas > 1 else 0
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:
@@ -206,11 +221,6 @@ class Config(Section):
             if self.parallel.auto:  # layouts are checked as they are tried
                 return shape
             check_runnable(shape, self.layout())
-            if self.parallel.zero:
-                raise ConfigError(
-                    f"parallel.zero={self.parallel.zero} can be planned and simulated, but not executed in "
-                    f"this version; set it to 0"
-                )
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
             if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":

@@ -69,7 +69,6 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
             schedule="megatron" if schedule == AUTO else schedule,
             dtype=config.train.dtype,
             recompute=config.train.recompute,
-            zero=config.parallel.zero,
             context=config.parallel.context,
         )
     except ValueError as error:
@@ -184,7 +183,6 @@ _KEYS = {
     "workload": "train.global_batch and train.micro_batch",
     "dtype": "train.dtype",
     "recompute": "train.recompute",
-    "zero": "parallel.zero",
     "context": "parallel.context",
 }
 """What a plan and a configuration have to agree in, and the keys that say it."""

@@ -26,7 +26,6 @@ from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
 from braid.actors.stage.messages import Written
 from braid.actors.stage.optimizer import Optimizer
-from braid.actors.stage.parameters import StageParameter
 
 
 class SaveProgress:
@@ -141,12 +140,11 @@ class Saves:
 
     def __init__(
         self,
-        parameters: list[StageParameter],
         optimizer: Optimizer,
         group: dist.ProcessGroup | None,
     ) -> None:
         """``group``: of all ranks, for background saves alone; None if there are none."""
-        self._parameters, self._optimizer, self._group = parameters, optimizer, group
+        self._optimizer, self._group = optimizer, group
         self._under_way: _BackgroundSave | None = None
         self._written: Written | None = None
         """What became of the newest background save, once it is over."""
@@ -158,7 +156,7 @@ class Saves:
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
         with self._waiting(SaveProgress()) as progress:
-            shards = global_state(self._parameters, self._optimizer.named_tensors())
+            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors())
             return _write(directory, shards, None, progress)
 
     def take(self, step: int) -> None:
@@ -169,14 +167,14 @@ class Saves:
 
     def _taken(self) -> list[tuple[str, list[Tensor]]]:
         assert self._state is not None
-        return split(self._state, [parameter.tensor.shape for parameter in self._parameters])
+        return split(self._state, [share.shape for share in self._optimizer.shares])
 
     def begin(self, directory: Path) -> None:
         """Begin to write what was taken; training may go on as soon as this returns."""
         assert self._group is not None
         if self._under_way is not None:
             self._under_way.finished(wait=True)
-        shards = global_state(self._parameters, self._taken())
+        shards = global_state(self._optimizer.shares, self._taken())
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
@@ -203,17 +201,15 @@ class Saves:
             self.awaited = None
 
 
-def load_checkpoint(
-    directory: Path, parameters: list[StageParameter], optimizer: Optimizer, step: int
-) -> None:
-    """Read this rank's slices into parameters and moments, in place; ``step`` steps were done.
+def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
+    """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
 
     `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
     reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
     with quietly():
-        shards = global_state(parameters, optimizer.named_tensors())
+        shards = global_state(optimizer.shares, optimizer.named_tensors())
         dcp.load(shards, storage_reader=reader, planner=LoadPlanner())
     optimizer.restored(step)
 

@@ -17,7 +17,7 @@ from braid.actors.stage.checkpoint import quietly
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.optimizer import Optimizer
-from braid.actors.stage.parameters import ParameterSlice, StageParameter
+from braid.actors.stage.parameters import ParameterSlice
 from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.spec import ModelShape
 
@@ -25,10 +25,8 @@ EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @torch.no_grad()
-def load_initial(
-    directory: Path, shape: ModelShape, parameters: list[StageParameter], optimizer: Optimizer
-) -> None:
-    """Fill masters and parameters with this rank's slices of stored tensors; nothing else is read.
+def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
+    """Fill masters and parameters with what this rank updates of stored tensors; nothing else is read.
 
     `ValueError` if the directory does not hold such a model.
     """
@@ -44,8 +42,8 @@ def load_initial(
         opened = {
             path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
         }
-        for master, parameter in zip(optimizer.masters, parameters, strict=True):
-            for piece in parameter.slices:
+        for master, share in zip(optimizer.masters, optimizer.shares, strict=True):
+            for piece in share.slices:
                 tensor, row = homes[piece.source.name]
                 stored = hub.stored_name(tensor)
                 piece.of_local(master).copy_(

@@ -47,12 +47,12 @@ class MicroBatch:
 
 
 class Update(Protocol):
-    """What ends a training step."""
+    """What ranks share: sums of gradients, updated parameters; and what ends a training step."""
 
-    def start(self, reduce: Reduce) -> None:
-        """Begin to sum gradients, or the squares of the norm, over an axis."""
+    def start(self, transfer: Reduce | Gather) -> None:
+        """Begin to sum gradients, or the squares of the norm, or to gather parameters over an axis."""
 
-    def wait(self, reduce: Reduce) -> None:
+    def wait(self, transfer: Reduce | Gather) -> None:
         """Finish that."""
 
     def norm(self) -> None:
@@ -120,7 +120,7 @@ class Executor:
         """Run the code once. Returns the sum of token losses this rank saw (0.0 without the head).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
-        ``loss_scale`` multiplies gradients. ``update`` may be None for code without backward passes.
+        ``loss_scale`` multiplies gradients. ``update`` may be None for code that shares nothing.
         """
         self._update = update
         self._recorder.clear()
@@ -227,19 +227,14 @@ class Executor:
                 return self._sent(stretch.transfer, frees)
             case Wait(what=Message(), writes=(register,)):
                 return lambda frames, passes: self._received(frames[0], register)
-            case Start(what=Reduce() as reduce):
-                return lambda frames, passes: self._updating.start(reduce)
-            case Wait(what=Reduce() as reduce):
-                return lambda frames, passes: self._updating.wait(reduce)
+            case Start(what=Reduce() | Gather() as shared):
+                return lambda frames, passes: self._updating.start(shared)
+            case Wait(what=Reduce() | Gather() as shared):
+                return lambda frames, passes: self._updating.wait(shared)
             case Compute(what=Norm() as norm):
                 return self._timed(norm, lambda: self._updating.norm())
             case Compute(what=Step() as step):
                 return self._timed(step, lambda: self._updating.step())
-            case Start(what=Gather() as gather):
-                raise ValueError(
-                    f"the schedule holds {gather}, which can be planned and simulated, but not executed in "
-                    f"this version; set parallel.zero to 0"
-                )
         raise AssertionError(operation)
 
     def _timed(self, what: Norm | Step, do: Callable[[], None]) -> Bound:

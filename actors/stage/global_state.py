@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from braid.actors.stage.parameters import ParameterSlice, StageParameter
+from braid.actors.stage.parameters import ParameterSlice
+from braid.actors.stage.shares import Share
 
 
 class GlobalSlices:
@@ -77,22 +78,18 @@ GlobalState = dict[str, GlobalSlices]
 """By name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``."""
 
 
-def global_state(
-    parameters: Sequence[StageParameter], held: Sequence[tuple[str, list[Tensor]]]
-) -> GlobalState:
+def global_state(shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]]) -> GlobalState:
     """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors."""
     state: GlobalState = {}
-    add_state(state, parameters, held)
+    add_state(state, shares, held)
     return state
 
 
-def add_state(
-    state: GlobalState, parameters: Sequence[StageParameter], held: Sequence[tuple[str, list[Tensor]]]
-) -> None:
+def add_state(state: GlobalState, shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]]) -> None:
     """Add what one rank holds."""
     for kind, tensors in held:
-        for tensor, parameter in zip(tensors, parameters, strict=True):
-            for piece in (piece for piece in parameter.slices if 0 not in piece.sizes):
+        for tensor, share in zip(tensors, shares, strict=True):
+            for piece in (piece for piece in share.slices if 0 not in piece.sizes):
                 name = f"{kind}.{piece.source.name}"
                 state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
 

@@ -1,14 +1,14 @@
 """Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.parameters import StageParameter
+from braid.actors.stage.shares import BucketPlan, Share, bucket_plans, main_gradient_dtype, updated_by
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.code import name_of
@@ -20,11 +20,12 @@ from braid.scheduling.trace import Label
 class Bucket:
     """Gradients of some parameters of one chunk in one flat buffer, summed over some axes."""
 
-    chunk: int
+    plan: BucketPlan
     buffer: Tensor
-    axes: tuple[str, ...]
     parts: Mapping[int, Tensor]
     """By part of the chunk, its elements of the buffer."""
+    share: Tensor
+    """The sums that this rank updates parameters with, a view."""
 
 
 class GradientBuckets:
@@ -50,45 +51,52 @@ class GradientBuckets:
         self._recorder = recorder
         self._mesh = mesh
         self._pending: dict[Reduce, list[Transfer]] = {}
-        self.buckets = [
-            self._fill(chunk, members, axes)
-            for (chunk, axes), members in _partition(parameters, mesh, bucket_bytes)
-        ]
+        plans = bucket_plans(parameters, mesh.place, mesh.layout.copies, bucket_bytes)
+        self.plans = plans
+        self.buckets = [self._fill(plan) for plan in plans]
+        self.shares = updated_by(plans, parameters)
+        """What this rank updates."""
         self._labels: dict[tuple[Reduce, int], Label] = {}
-        self._norm = _GlobalNorm(parameters, mesh)
+        self._norm = _GlobalNorm(self.shares, mesh, parameters[0].tensor.device)
 
-    def _fill(self, chunk: int, members: list[StageParameter], axes: tuple[str, ...]) -> Bucket:
-        like = members[0].tensor
+    def _fill(self, plan: BucketPlan) -> Bucket:
+        like = plan.members[0].tensor
         dtype = torch.float64 if self._deterministic else main_gradient_dtype(like.dtype)
-        buffer = torch.zeros(sum(p.tensor.numel() for p in members), dtype=dtype, device=like.device)
-        offset, parts = 0, {}
-        for part, alike in groupby(members, key=lambda parameter: parameter.part):
-            begin = offset
-            for parameter in alike:
-                tensor = parameter.tensor
-                parameter.gradient = buffer[offset : offset + tensor.numel()].view(tensor.shape)
-                offset += tensor.numel()
-            parts[part] = buffer[begin:offset]
-        return Bucket(chunk, buffer, axes, parts)
+        buffer = torch.zeros(plan.elements, dtype=dtype, device=like.device)
+        for parameter, view in plan.lay(buffer):
+            parameter.gradient = view
+        begins: dict[int, int] = {}
+        for parameter, begin in zip(plan.members, plan.offsets, strict=False):
+            begins.setdefault(parameter.part, begin)
+        ends = [*begins.values(), plan.elements][1:]
+        parts = {part: buffer[begin:end] for (part, begin), end in zip(begins.items(), ends, strict=True)}
+        return Bucket(plan, buffer, parts, plan.own(buffer))
 
     def start(self, reduce: Reduce) -> None:
         """Begin to sum, over an axis, the gradients of a chunk or of a part that are shared along it, or the
-        squares."""
+        squares.
+
+        Where every rank along the axis updates a share of a bucket, it gets the sums of that share.
+        """
         pending = self._pending[reduce] = []
-        for buffer in self._summed(reduce):
+        line = self._mesh.shared(reduce.axis)
+        scatters = reduce.chunk is not None and reduce.axis in self._mesh.place.mesh.sharded
+        for buffer, share in self._summed(reduce):
             label = self._label(reduce, buffer)
-            launch = self._mesh.shared(reduce.axis).all_reduce(buffer)
+            launch = line.reduce_scatter(buffer, into=share) if scatters else line.all_reduce(buffer)
             transfer = self._streams.start(label.stream, launch, awaited_next=False, lane="data")
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
 
-    def _summed(self, reduce: Reduce) -> list[Tensor]:
+    def _summed(self, reduce: Reduce) -> list[tuple[Tensor, Tensor]]:
+        """What is summed, and this rank's share of it."""
         if reduce.chunk is None:
-            return [self._norm.squares]
-        alike = [b for b in self.buckets if b.chunk == reduce.chunk and reduce.axis in b.axes]
+            return [(self._norm.squares, self._norm.squares)]
+        alike = [b for b in self.buckets if b.plan.chunk == reduce.chunk and reduce.axis in b.plan.axes]
         if reduce.part is None:
-            return [bucket.buffer for bucket in alike]
-        return [bucket.parts[reduce.part] for bucket in alike if reduce.part in bucket.parts]
+            return [(bucket.buffer, bucket.share) for bucket in alike]
+        held = [bucket for bucket in alike if reduce.part in bucket.parts]
+        return [(bucket.parts[reduce.part], bucket.share) for bucket in held]
 
     def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
         key = reduce, buffer.numel()
@@ -114,9 +122,9 @@ class GradientBuckets:
         return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply the sums that this rank updates parameters with."""
         for bucket in self.buckets:
-            bucket.buffer.mul_(factor)
+            bucket.share.mul_(factor)
 
     def zero(self) -> None:
         """Clear all gradients."""
@@ -124,59 +132,24 @@ class GradientBuckets:
             bucket.buffer.zero_()
 
 
-def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which gradients of parameters of ``dtype`` are summed."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _axes(parameter: StageParameter, mesh: Mesh) -> tuple[str, ...]:
-    """What a parameter's gradient is summed over: factors, and stages that hold it too (`gradient_axes`)."""
-    stages = ("ends",) * parameter.shared + ("copies",) * (mesh.layout.copies > 1)
-    return (*reversed(parameter.summed_over(mesh.place.mesh)), *stages)
-
-
-def _partition(
-    parameters: list[StageParameter], mesh: Mesh, bucket_bytes: int
-) -> Iterator[tuple[tuple[int, tuple[str, ...]], list[StageParameter]]]:
-    """Parameters of one chunk that are summed over the same axes, in buckets of bounded size."""
-
-    def kind(p: StageParameter) -> tuple[int, int, tuple[str, ...]]:
-        axes = _axes(p, mesh)
-        return p.chunk, len(axes), axes
-
-    for (chunk, _, axes), group in groupby(sorted(parameters, key=kind), key=kind):
-        bucket: list[StageParameter] = []
-        size = 0
-        for parameter in group:
-            tensor = parameter.tensor
-            nbytes = tensor.numel() * main_gradient_dtype(tensor.dtype).itemsize
-            if bucket and size + nbytes > bucket_bytes:
-                yield (chunk, axes), bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += nbytes
-        yield (chunk, axes), bucket
-
-
 class _GlobalNorm:
     """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
     compute the same gradients bit for bit also clip them by the same factor."""
 
-    def __init__(self, parameters: list[StageParameter], mesh: Mesh) -> None:
-        device = parameters[0].tensor.device
+    def __init__(self, shares: list[Share], mesh: Mesh, device: torch.device) -> None:
         first_stage, first_copy = mesh.position["pp"] == 0, mesh.layout.chunks_per_copy
         # Ranks along all other factors hold the same, and each of them sums up everything.
-        cut = {name for parameter in parameters for name in parameter.factors}
+        cut = {name for share in shares for name in share.parameter.factors}
         counted = [
-            p
-            for p in parameters
+            share
+            for share, p in ((share, share.parameter) for share in shares)
             if not mesh.place.differs(cut.intersection(p.summed_over(mesh.place.mesh)))
             and (first_stage or not p.shared)
             and p.chunk < first_copy
         ]
-        pieces = [(piece.source.name, p, piece) for p in counted for piece in p.slices]
+        pieces = [(piece.source.name, share, piece) for share in counted for piece in share.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
-        self._views = [piece.of_local(p.gradient) for _, p, piece in pieces]
+        self._views = [piece.of_local(share.gradient) for _, share, piece in pieces]
         places = {name: place for place, name in enumerate(names)}
         self._index = torch.tensor([places[name] for name, _, _ in pieces], device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)

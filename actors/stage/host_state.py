@@ -29,7 +29,7 @@ class HostState:
 
 
 def state_elements(optimizer: Optimizer) -> int:
-    """Elements of `HostState.flat`: three per parameter that this rank holds."""
+    """Elements of `HostState.flat`: three per parameter that this rank updates."""
     return sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
 
 
@@ -62,7 +62,7 @@ def empty_state(optimizer: Optimizer) -> Tensor:
 
 
 def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
-    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the parameters."""
+    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shares."""
     place, found = 0, []
     for kind in STATE_KINDS:
         pieces = []

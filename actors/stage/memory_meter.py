@@ -9,7 +9,7 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.autograd import Graph
 from braid.scheduling.code import Operation
-from braid.scheduling.schedule import Reduce
+from braid.scheduling.schedule import Gather, Reduce
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""
@@ -55,10 +55,10 @@ class MemoryMeter:
 class NoUpdate:
     """The end of a step that leaves parameters as they are."""
 
-    def start(self, reduce: Reduce) -> None:
+    def start(self, transfer: Reduce | Gather) -> None:
         """Nothing."""
 
-    def wait(self, reduce: Reduce) -> None:
+    def wait(self, transfer: Reduce | Gather) -> None:
         """Nothing."""
 
     def norm(self) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from braid.actors.stage.gradients import main_gradient_dtype
 from braid.actors.stage.layers import (
     LayerDefinition,
     ModuleContext,
@@ -14,6 +13,7 @@ from braid.actors.stage.layers import (
     head_modules,
 )
 from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
+from braid.actors.stage.shares import main_gradient_dtype
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.pattern import UNIFORM

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.accelerator import Accelerator, Event, Stream
-from braid.actors.stage.gradients import GradientBuckets, main_gradient_dtype
-from braid.actors.stage.parameters import StageParameter
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.shares import main_gradient_dtype
+from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling.schedule import Gather, Reduce
 
 if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
     from braid.actors.config import Config
@@ -48,31 +50,31 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: list[StageParameter],
         gradients: GradientBuckets,
         settings: OptimizerSettings,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``accelerator``: what the parameters are on; None: the CPU."""
+        """``gradients``: of what is updated. ``accelerator``: what that is on; None: the CPU."""
         self._accelerator = accelerator
         self._reader: Stream | None = None
         self._reading: list[Event] = []
         """The ends of what reads the state beside what follows."""
-        self.parameters = parameters
         self.settings = settings
         self._gradients = gradients
         self._rounded: list[tuple[Tensor, Tensor]] = []
         """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
-        self.masters: list[Tensor] = [_master(p.tensor) for p in parameters]
-        for master, parameter in zip(self.masters, parameters, strict=True):
-            gradient = parameter.gradient
+        self.shares = shares = gradients.shares
+        """What of its parameters the rank updates."""
+        self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
+        for master, share in zip(self.masters, shares, strict=True):
+            gradient = share.gradient
             if gradient.dtype == master.dtype:
                 master.grad = gradient
             else:
                 master.grad = torch.zeros_like(master)
                 self._rounded.append((master.grad, gradient))
-        decayed = [m for m, p in zip(self.masters, parameters, strict=True) if p.decays]
-        plain = [m for m, p in zip(self.masters, parameters, strict=True) if not p.decays]
+        decayed = [m for m, share in zip(self.masters, shares, strict=True) if share.parameter.decays]
+        plain = [m for m, share in zip(self.masters, shares, strict=True) if not share.parameter.decays]
         groups = [
             {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -93,7 +95,7 @@ class Optimizer:
             }
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
-        """What a checkpoint holds, kind by kind, each in the order of the parameters."""
+        """What a checkpoint holds, kind by kind, each in the order of the shares."""
         state = [self.adamw.state[master] for master in self.masters]
         moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
@@ -131,9 +133,9 @@ class Optimizer:
         self._publish_masters()
 
     def _publish_masters(self) -> None:
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is not parameter.tensor:
-                parameter.tensor.copy_(master)
+        for master, share in zip(self.masters, self.shares, strict=True):
+            if master.dtype != share.parameter.tensor.dtype:
+                share.tensor.copy_(master)
 
     @torch.no_grad()
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
@@ -162,10 +164,10 @@ class Optimizer:
         return norm, lr
 
 
-def _master(parameter: torch.nn.Parameter) -> Tensor:
-    if main_gradient_dtype(parameter.dtype) == parameter.dtype:
-        return parameter
-    return parameter.detach().to(torch.float32)
+def _master(held: Tensor) -> Tensor:
+    if main_gradient_dtype(held.dtype) == held.dtype:
+        return held if held.is_leaf else held.detach()
+    return held.detach().to(torch.float32)
 
 
 class Update:
@@ -174,14 +176,30 @@ class Update:
     def __init__(
         self,
         gradients: GradientBuckets,
+        weights: ShardedWeights,
         optimizer: Optimizer,
         step: int,
         intact: Callable[[], None] = lambda: None,
     ) -> None:
-        self.start, self.wait, self.norm = gradients.start, gradients.wait, gradients.square
+        self._gradients, self._weights = gradients, weights
+        self.norm = gradients.square
         self._optimizer, self._step, self._intact = optimizer, step, intact
         self.gradient_norm = self.lr = 0.0
         self.applied = False
+
+    def start(self, transfer: Reduce | Gather) -> None:
+        """Begin to sum gradients or to gather parameters."""
+        if isinstance(transfer, Gather):
+            self._weights.start(transfer)
+        else:
+            self._gradients.start(transfer)
+
+    def wait(self, transfer: Reduce | Gather) -> None:
+        """Finish that."""
+        if isinstance(transfer, Gather):
+            self._weights.wait(transfer)
+        else:
+            self._gradients.wait(transfer)
 
     def step(self) -> None:
         """Clip and update, if the gradients are numbers."""

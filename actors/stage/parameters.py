@@ -106,18 +106,17 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlice:
-    """A box of a global tensor, and where it stands in a rank's local parameter.
+    """A box of a global tensor, and where it stands in a rank's local parameter, one element after the other.
 
-    The local parameter is as wide as the box in all dims but the first, in which slices of several global
-    tensors may follow each other.
+    A local parameter may hold slices of several global tensors, one behind the other.
     """
 
     source: GlobalParameter
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     """Of the box, by dim."""
-    row: int = 0
-    """Of the local parameter, where the slice begins."""
+    begin: int = 0
+    """The first element of the local parameter, as a flat tensor, that the slice has."""
     factors: tuple[str, ...] = ()
     """The factors of the mesh that the global tensor is cut over: along all others, ranks hold the same."""
 
@@ -127,7 +126,7 @@ class ParameterSlice:
 
     def of_local(self, tensor: Tensor) -> Tensor:
         """The part of the local tensor that holds this slice, a view."""
-        return tensor.narrow(0, self.row, self.sizes[0])
+        return tensor.view(-1)[self.begin : self.begin + math.prod(self.sizes)].view(self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +209,7 @@ def cut(
 
     ``cuts``: which dim is cut over which factors; everything else about the parameter follows from it.
     """
-    slices, row = [], 0
+    slices, begin = [], 0
     for source in sources:
         boxes = [
             split_evenly(extent, place.mesh.size(cuts.get(dim, ())), place.index(cuts.get(dim, ())))
@@ -222,8 +221,10 @@ def cut(
             for name, size in place.mesh.factors
             if size > 1 and any(name in own for own in cuts.values())
         )
-        slices.append(ParameterSlice(source=source, offsets=offsets, sizes=sizes, row=row, factors=factors))
-        row += sizes[0]
+        slices.append(
+            ParameterSlice(source=source, offsets=offsets, sizes=sizes, begin=begin, factors=factors)
+        )
+        begin += math.prod(sizes)
     return tuple(slices)
 
 

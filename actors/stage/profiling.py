@@ -332,9 +332,15 @@ class Profiler:
                     if layout.degree(axis) > 1:
                         launch = self.mesh.lines[axis].all_reduce(x)
                         measured[f"{axis}/all_reduce"].append((x.nbytes, self._alone(axis, launch)))
-                if layout.tp > 1:
-                    ns = self._alone("tp", self.mesh.lines["tp"].all_gather(x))
-                    measured["tp/all_gather"].append((x.nbytes * layout.tp, ns))
+                sharded = self.mesh.place.mesh.sharded
+                for axis in (name for name in ("tp", *sharded) if layout.degree(name) > 1):
+                    line = self.mesh.lines[axis]
+                    ns = self._alone(axis, line.all_gather(x))
+                    measured[f"{axis}/all_gather"].append((x.nbytes * line.size, ns))
+                    if axis in sharded:
+                        whole = x[: max(1, count // line.size) * line.size]
+                        ns = self._alone(axis, line.reduce_scatter(whole))
+                        measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
         return dict(measured)
 
     def _alone(self, axis: str, launch: Launch) -> int:

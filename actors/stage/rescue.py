@@ -20,6 +20,7 @@ from braid.actors.stage.host_state import split
 from braid.actors.stage.messages import Rescue
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
+from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.mesh import MeshShape
 
 
@@ -42,8 +43,9 @@ def held_slices(
     for target, source in enumerate(plan.sources):
         if source == rank:
             place = Place.of(mesh, target)
-            parameters = model_of(place=place, device=torch.device("meta")).parameters
+            model = model_of(place=place, device=torch.device("meta"))
+            plans = bucket_plans(model.parameters, place)
+            shares = updated_by(plans, model.parameters)
             state = copies.state_of(target, rank, plan.step)
-            shapes = [parameter.tensor.shape for parameter in parameters]
-            add_state(found, parameters, split(state, shapes))
+            add_state(found, shares, split(state, [share.shape for share in shares]))
     return found

@@ -43,6 +43,7 @@ from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.weights import Gathering, ShardedWeights
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -56,6 +57,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _OF_A_GENERATION = (
     "_model",
     "_gradients",
+    "_weights",
     "_optimizer",
     "_executor",
     "_evaluator",
@@ -147,7 +149,7 @@ class Worker(Logged, Rank):
             layout, shift = self._layout, rendezvous.copies_shift
             self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
         group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
-        self._saves = Saves(self._model.parameters, self._optimizer, group)
+        self._saves = Saves(self._optimizer, group)
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
@@ -160,7 +162,7 @@ class Worker(Logged, Rank):
             parts, layout, kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
         )
         self._code = linked(schedule, layout, kinds, units)
-        validation = validation_schedule(layout, validation_micro_batches(config), parts)
+        validation = validation_schedule(plan.shape, layout, validation_micro_batches(config), parts)
         evaluation = linked(validation, layout, kinds, parts)
         self._model_of = partial(
             StageModel,
@@ -185,8 +187,8 @@ class Worker(Logged, Rank):
             train.bucket_mb << 20,
             deterministic=train.deterministic_reduction,
         )
+        self._weights = ShardedWeights(self._gradients.plans, self._mesh, streams, self._recorder)
         self._optimizer = Optimizer(
-            self._model.parameters,
             self._gradients,
             optimizer_settings(config),
             accelerator_of(self._device),
@@ -212,7 +214,7 @@ class Worker(Logged, Rank):
         batch, discarded = self._config.train.global_batch, 0
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
-            update = Update(self._gradients, self._optimizer, step, self._membership.intact)
+            update = Update(self._gradients, self._weights, self._optimizer, step, self._membership.intact)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
@@ -245,7 +247,7 @@ class Worker(Logged, Rank):
         """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
         assert self._samples is not None
         batches = self._samples.of_validation()
-        loss_sum = self._evaluator.run(batches, 0.0, None)
+        loss_sum = self._evaluator.run(batches, 0.0, Gathering(self._weights))
         if self._mesh.position["tp"]:
             return 0.0, 0  # the first rank of the line says the same
         return loss_sum, self._evaluator.losses * self._model.context.sizes.tokens
@@ -348,17 +350,17 @@ class Worker(Logged, Rank):
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
-        load_checkpoint(Path(directory), self._model.parameters, self._optimizer, step)
+        load_checkpoint(Path(directory), self._optimizer, step)
 
     def load_initial(self, directory: str) -> None:
         """Begin with the weights of a Hugging Face directory instead of random ones."""
-        load_initial(Path(directory), self._shape, self._model.parameters, self._optimizer)
+        load_initial(Path(directory), self._shape, self._optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Global name and local slice of every parameter, for tests and exports."""
-        for parameter in self._model.parameters:
-            for piece in parameter.slices:
-                yield piece.source.name, piece.of_local(parameter.tensor)
+        """Global name and local slices of every parameter that this rank updates, for tests and exports."""
+        for share in self._optimizer.shares:
+            for piece in share.slices:
+                yield piece.source.name, piece.of_local(share.tensor)
 
     def close(self) -> None:
         """The end: leave the process groups."""

@@ -40,6 +40,7 @@ def bench_training(
 @bench.command("overlap")
 def bench_overlap(
     layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2 or dp2.")] = "tp2",
+    zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
@@ -80,6 +81,7 @@ def bench_overlap(
             raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(known)}")
     case = overlap_case.OverlapCase(
         layout=layout,
+        zero=zero,
         hidden=hidden,
         layers=layers,
         tokens=tokens,

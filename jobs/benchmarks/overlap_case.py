@@ -43,6 +43,8 @@ class OverlapCase:
     """What is trained, and over which link."""
 
     layout: str = "tp2"
+    zero: int = 0
+    """``parallel.zero`` of the schedules."""
     hidden: int = 1024
     layers: int = 2
     tokens: int = 512
@@ -73,7 +75,7 @@ class OverlapCase:
                     "warmup_steps": 100,
                     "seed": self.seed,
                 },
-                "parallel": dict(LAYOUTS[self.layout]),
+                "parallel": {**LAYOUTS[self.layout], "zero": self.zero},
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
@@ -103,7 +105,8 @@ class OverlapCase:
     def name(self) -> str:
         """The model in one line."""
         of_each = " a replica" if self.replicas > 1 else ""
+        zero = f", ZeRO {self.zero}" if self.zero else ""
         return (
             f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}, fp32"
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{zero}, fp32"
         )

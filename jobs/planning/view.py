@@ -69,7 +69,7 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     setting = plan.setting
     title = f"plan for {cluster.gpus:,} GPUs of {cluster.name}"
     table = Table(show_header=False, title=title, title_justify="left")
-    table.add_row("layout", f"{setting.layout.describe()}, ZeRO {setting.zero}")
+    table.add_row("layout", setting.layout.describe())
     batches = f"{setting.micro_batches} micro-batches of {_samples(plan)}"
     table.add_row("schedule", f"{_schedule(setting)}, {batches}")
     table.add_row("recompute", setting.recompute)

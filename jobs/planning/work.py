@@ -6,6 +6,7 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError, ParallelConfig, load_config, parse_config
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
@@ -26,7 +27,7 @@ from braid.scheduling.planner.decide import (
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
-from braid.scheduling.spec import AXES, ModelShape, Workload, check_fit
+from braid.scheduling.spec import AXES, ModelShape, Workload
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -148,7 +149,6 @@ def fixed_setting(job: Request) -> Setting:
             schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
             dtype=job.dtype,
             recompute=config.train.recompute,
-            zero=config.parallel.zero,
             context=config.parallel.context,
         )
     except ValueError as error:
@@ -168,8 +168,8 @@ def with_plan(config: Config, file: Path) -> Config:
     if parallel.auto:
         degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
         fixed = {axis: degree for axis, degree in parallel.fixed.items() if degree != degrees[axis]}
-        late = {"late_layers": layout.late_layers}
-        parallel = ParallelConfig.model_validate({**degrees, **fixed, **late})
+        others = {"late_layers": layout.late_layers, "zero": parallel.zero or layout.zero}
+        parallel = ParallelConfig.model_validate({**degrees, **fixed, **others})
         found = {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}
         train = train.model_copy(
             update={key: value for key, value in found.items() if key not in train.model_fields_set}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, Work
+from braid.kernels.collectives.primitives import Launch, Work, gathered, scattered
 
 
 class Group(Protocol):
@@ -53,16 +53,16 @@ class Communicator:
         """How many ranks there are."""
         return self.group.size()
 
-    def all_gather(self, x: Tensor) -> Launch:
+    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
         """(t, ...) -> (t x ranks, ...)."""
         x = x.contiguous()
-        y = torch.empty((x.shape[0] * self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        y = into if into is not None else gathered(x, self.size)
         return Launch(y, lambda: self.group.all_gather(y, x))
 
-    def reduce_scatter(self, x: Tensor) -> Launch:
+    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
         """(T, ...) -> (T / ranks, ...)."""
         x = x.contiguous()
-        y = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        y = into if into is not None else scattered(x, self.size)
         return Launch(y, lambda: self.group.reduce_scatter(y, x))
 
     def all_reduce(self, x: Tensor) -> Launch:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, Work
+from braid.kernels.collectives.primitives import Launch, Work, gathered, scattered
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,28 @@ class MessageLine:
         """The group for messages from one rank to another."""
         return self.upward if self.upward is not None and source < target else self.group
 
-    def all_gather(self, x: Tensor) -> Launch:
+    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
         """(t, ...) -> (t x ranks, ...)."""
         x = x.contiguous()
-        y = torch.empty((x.shape[0] * self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        y = into if into is not None else gathered(x, self.size)
         parts = y.chunk(self.size)
         own = parts[self.rank]
-        sends = x.nbytes * (self.size - 1)
-        return Launch(y, lambda: self._exchange([x] * self.size, parts), lambda: own.copy_(x), sends)
+        finish = None if own.data_ptr() == x.data_ptr() else lambda: own.copy_(x)
+        return Launch(y, lambda: self._exchange([x] * self.size, parts), finish, x.nbytes * (self.size - 1))
 
-    def reduce_scatter(self, x: Tensor) -> Launch:
+    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
         """(T, ...) -> (T / ranks, ...); the sum is in rank order."""
         x = x.contiguous()
-        y = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        y = into if into is not None else scattered(x, self.size)
         parts, own = x.chunk(self.size), self.rank
         arrived = [parts[own] if peer == own else torch.empty_like(y) for peer in range(self.size)]
 
         def total() -> None:
-            torch.add(arrived[0], arrived[1], out=y)
-            for part in arrived[2:]:
-                y.add_(part)
+            # y may be this rank's part of x: it is written last.
+            so_far = arrived[0]
+            for number, part in enumerate(arrived[1:], start=1):
+                last = number == self.size - 1
+                so_far = torch.add(so_far, part, out=y if last else arrived[int(own == 0)])
 
         return Launch(y, lambda: self._exchange(parts, arrived), total, x.nbytes - y.nbytes)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,16 @@ class Launch:
     """What remains to be computed once the work is done, before the result may be read."""
     sends: int = 0
     """Bytes that this rank sends, where whoever issues has to write them (CPU)."""
+
+
+def gathered(x: Tensor, ranks: int) -> Tensor:
+    """Memory for what all ranks' tensors like x are together."""
+    return torch.empty((x.shape[0] * ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+def scattered(x: Tensor, ranks: int) -> Tensor:
+    """Memory for one rank's part of x."""
+    return torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 class Channel(Protocol):
@@ -61,11 +72,17 @@ class Line(Channel, Protocol):
     def size(self) -> int:
         """How many there are."""
 
-    def all_gather(self, x: Tensor) -> Launch:
-        """Concatenate the tokens of all ranks, in rank order: (t, ...) -> (t x ranks, ...)."""
+    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
+        """Concatenate the tokens of all ranks, in rank order: (t, ...) -> (t x ranks, ...).
 
-    def reduce_scatter(self, x: Tensor) -> Launch:
-        """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...)."""
+        ``into``: the memory for that; x may be its part that is this rank's.
+        """
+
+    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
+        """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...).
+
+        ``into``: the memory for that; it may be the part of x that is this rank's.
+        """
 
     def all_reduce(self, x: Tensor) -> Launch:
         """Sum over the ranks, in place."""

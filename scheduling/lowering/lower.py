@@ -120,6 +120,12 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
     return tuple(axis for axis, needed in found.items() if needed)
 
 
+def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
+    """Axes along which gradients differ, over which the squares of the norm are summed, one by one."""
+    axes = ("tp", "pp", *layout.mesh.sharded)
+    return tuple(axis for axis in axes if layout.degree(axis) > 1)
+
+
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
@@ -154,9 +160,8 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
             sums = [Reduce(chunk, own[place]) for chunk, own in axes.items() if place < len(own)]
             instructions += [*sums, *map(Await, sums)]
         instructions.append(Norm())
-        for axis in ("tp", "pp"):
-            if layout.degree(axis) > 1:
-                instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
+        for axis in norm_axes(layout):
+            instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
         updated.append((*instructions, Step()))
     return tuple(updated)
 
@@ -166,17 +171,24 @@ def _of_replicas(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
-    """Gather every chunk's parameters from the first moment on; wait before its first block (ZeRO)."""
+    """Gather every chunk's parameters from the first moment on; wait for each part in its first block (ZeRO).
+
+    Nothing where ranks hold all of them.
+    """
+    if not layout.zero:
+        return stages
     gathered = []
     for stage in stages:
-        chunks = list(dict.fromkeys(one.chunk for i in stage for one in passes_in(i)))
-        axes = {c: _of_replicas(gradient_axes(model, layout, c)) for c in chunks}
-        instructions: list[Instruction] = [Gather(chunk, axis) for chunk in chunks for axis in axes[chunk]]
+        gathers = {
+            chunk: tuple(Gather(chunk, axis) for axis in _of_replicas(gradient_axes(model, layout, chunk)))
+            for chunk in dict.fromkeys(one.chunk for i in stage for one in passes_in(i))
+        }
+        instructions: list[Instruction] = [one for own in gathers.values() for one in own]
         for instruction in stage:
-            for chunk in dict.fromkeys(one.chunk for one in passes_in(instruction)) if chunks else ():
-                if chunk in chunks:
-                    instructions += [Await(Gather(chunk, axis)) for axis in axes[chunk]]
-                    chunks.remove(chunk)
+            if isinstance(instruction, Block):
+                chunks = dict.fromkeys(one.chunk for one in instruction.passes)
+                awaited = tuple(one for chunk in chunks for one in gathers.pop(chunk, ()))
+                instruction = replace(instruction, gathers=awaited)
             instructions.append(instruction)
         gathered.append(tuple(instructions))
     return tuple(gathered)
@@ -218,8 +230,7 @@ def training_schedule(
     hop = setting.hop or setting.order.hops[0]
     stages = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
     stages = with_update(stages, model, layout, early=kind.early_sums)
-    if setting.zero:
-        stages = with_gathering(stages, model, layout)
+    stages = with_gathering(stages, model, layout)
     schedule = Schedule(
         name=setting.schedule,
         chunks=layout.chunks,
@@ -342,13 +353,16 @@ def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides]
     return next(one for one in block.passes if one.kind is PassKind.BACKWARD), last
 
 
-def validation_schedule(layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]) -> Schedule:
+def validation_schedule(
+    model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
+) -> Schedule:
     """Forward passes alone over the same layout."""
     forwards = [Side(PassKind.FORWARD, name) for name in parts]
+    stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
     return Schedule(
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
-        stages=with_early_receives(with_transfers(forward_only(layout, micro_batches), layout)),
+        stages=with_gathering(stages, model, layout),
         programs={(side,): own_program(side, parts, trains=False) for side in forwards},
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.analytic import analytic_profile, axis_groups, axis_streams
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
+from braid.scheduling.fit import check_fit
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
@@ -16,7 +17,7 @@ from braid.scheduling.operators import Graph, Kind, Part
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload, check_fit
+from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
 from braid.scheduling.units import chunk_parameters
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -61,9 +62,8 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
                 priced[key] = _price(search, cluster, layout, micro_batch, recompute)
             layer = priced[key]
             layout = _balanced(search.model, layout, layer)
-            shares = layout.dp * layout.cp
-            for zero in (1,) if shares > 1 else (0,):
-                yield _estimate(search, cluster, layout, micro_batch, recompute, zero, layer)
+            layout = replace(layout, zero=int(layout.dp * layout.cp > 1))
+            yield _estimate(search, cluster, layout, micro_batch, recompute, layer)
 
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
@@ -183,7 +183,6 @@ def _estimate(
     layout: ParallelLayout,
     micro_batch: int,
     recompute: str,
-    zero: int,
     layer: _Layer,
 ) -> Candidate:
     setting = Setting(
@@ -193,7 +192,6 @@ def _estimate(
         schedule=search.schedule or "braid",
         dtype=search.dtype,
         recompute=recompute,
-        zero=zero,
         context=search.context,
     )
     m, p = setting.micro_batches, layout.pp
@@ -207,7 +205,7 @@ def _estimate(
     parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
     width = DTYPE_BYTES[search.dtype]
     step += _gradients_ns(cluster, layout, parameters)
-    states = sum(state_bytes(parameters, width, layout.dp * layout.cp, zero))
+    states = sum(state_bytes(parameters, width, layout.dp * layout.cp, layout.zero))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
     if pairs:
         alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated

@@ -71,7 +71,7 @@ def _validate(best: Outcome, cluster: ClusterSpec) -> None:
     """What is taken, and its memory instruction by instruction."""
     setting = best.setting
     check(best.code)
-    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.zero)
+    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes)
 
 
 def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...] = ()) -> Plan:
@@ -169,7 +169,6 @@ def _described(outcome: Outcome, reason: str) -> RunnerUp:
         schedule=setting.schedule,
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
-        zero=setting.zero,
         step_seconds=outcome.step_ns / 1e9,
         peak_bytes=outcome.numbers.peak_bytes,
         reason=reason,
@@ -197,8 +196,8 @@ def _missing_memory(search: Search, cluster: ClusterSpec, found: Sequence[Candid
     over = leanest.bytes - cluster.usable_bytes
     text = (
         f"the job fits on no layout of cluster {cluster.name}: the leanest, {setting.layout.describe()} with "
-        f"train.recompute={setting.recompute}, train.micro_batch={setting.workload.micro_batch} and ZeRO "
-        f"{setting.zero}, needs {leanest.bytes / 2**30:.1f} GiB a GPU, {over / 2**30:.1f} GiB more than the "
+        f"train.recompute={setting.recompute} and train.micro_batch={setting.workload.micro_batch}, "
+        f"needs {leanest.bytes / 2**30:.1f} GiB a GPU, {over / 2**30:.1f} GiB more than the "
         f"{cluster.usable_bytes / 2**30:.1f} GiB that it can use"
     )
     nodes = _enough_nodes(search, cluster)

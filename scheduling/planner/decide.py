@@ -248,7 +248,7 @@ def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: O
     setting = bench.setting
     schedule = training_schedule(setting, bench.parts, choices)
     code = link(schedule, setting.layout, setting.model.kinds, bench.parts)
-    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype, zero=setting.zero)
+    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
@@ -256,7 +256,7 @@ def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
     setting = bench.setting
     code = linked(schedule, setting.layout, setting.model.kinds, bench.parts)
-    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype, zero=setting.zero)
+    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 
 from braid.scheduling.code import Barrier, Compute, Message, Node, Operation, Start, Stretch, Wait
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
-from braid.scheduling.schedule import Await, Block, Pass, Receive, Reduce, Send
+from braid.scheduling.schedule import Await, Block, Gather, Pass, Receive, Reduce, Send
 from braid.scheduling.simulator.prices import LANES, Price, Prices
 
 _OF_LAYERS = 2
@@ -55,6 +55,11 @@ def _token(operation: Start | Wait, stretch: Stretch) -> object:
     return stretch.transfer if isinstance(what, Message) else what
 
 
+def _shared(token: object) -> Gather | None:
+    """What a body waits for that another instruction has begun: parameters."""
+    return token if isinstance(token, Gather) else None
+
+
 @dataclass(frozen=True)
 class _Fate:
     """What becomes of a transfer during a body; times relative to its begin."""
@@ -76,6 +81,8 @@ class Course:
     """Transfers that are under way at the end: lane, when they began, what is left of them."""
     finished: tuple[object, ...] = ()
     """Those that have ended and are waited for later."""
+    taken: tuple[object, ...] = ()
+    """Those that other instructions began and this body has waited for."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +171,20 @@ class RankRun:
             for number, (flights, lane) in enumerate(zip(self._flights, self._lanes, strict=True))
             for flight, (_, left) in zip(flights, lane, strict=True)
         ]
+        instruction = stretch.instruction
+        landed = self._finished if isinstance(instruction, Block) and instruction.gathers else frozenset()
+        landed = frozenset(token for token in landed if isinstance(token, Gather))
         key = (
             id(stretch.body),
-            *((n, flight.price.task, round(left), flight.start is None) for n, flight, left in under_way),
+            landed,
+            *(
+                (n, flight.price.task, round(left), flight.start is None, _shared(flight.token))
+                for n, flight, left in under_way
+            ),
         )
         course = self.courses.get(key)
         if course is None:
-            course = self.courses[key] = self._first_course(stretch, under_way)
+            course = self.courses[key] = self._first_course(stretch, under_way, landed)
         begin = self.clock
         self.blocks.append(BlockRun(begin, course, stretch))
         self._lanes = [[] for _ in LANES]
@@ -191,14 +205,22 @@ class RankRun:
             self._lanes[number].append((flight.price.task, left))
             self._flights[number].append(replace(flight, start=start))
         self._finished.update(course.finished)
+        self._finished.difference_update(course.taken)
         self.clock = self._links = begin + course.duration
 
-    def _first_course(self, stretch: Stretch, under_way: Sequence[tuple[int, _Flight, float]]) -> Course:
+    def _first_course(
+        self,
+        stretch: Stretch,
+        under_way: Sequence[tuple[int, _Flight, float]],
+        landed: frozenset[object],
+    ) -> Course:
         """Run a block on a rank like this one, whose clock begins at zero."""
         rank = RankRun(self.number, (), self.prices, {}, {})
+        rank._finished.update(landed)
         copies = []
         for place, (number, flight, left) in enumerate(under_way):
-            copy = _Flight(None, flight.price, ("before", place), None if flight.start is None else 0.0)
+            token = _shared(flight.token) or ("before", place)
+            copy = _Flight(None, flight.price, token, None if flight.start is None else 0.0)
             rank._lanes[number].append((flight.price.task, left))
             rank._flights[number].append(copy)
             copies.append(copy)
@@ -209,6 +231,7 @@ class RankRun:
             for f, (_, rest) in zip(fs, lane, strict=True)
         }
         known = {id(copy) for copy in copies}
+        left_over = {flight.token for flights in rank._flights for flight in flights}
         return Course(
             duration=rank.clock,
             executed=tuple(rank.executed),
@@ -223,6 +246,11 @@ class RankRun:
                 if id(flight) not in known
             ),
             finished=tuple(token for token in rank._finished if isinstance(token, Reduce)),
+            taken=tuple(
+                token
+                for token in (*landed, *(_shared(flight.token) for _, flight, _ in under_way))
+                if token is not None and token not in rank._finished and token not in left_over
+            ),
         )
 
     # -- time ------------------------------------------------------------------------------------------------

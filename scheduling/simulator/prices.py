@@ -42,10 +42,9 @@ class Prices:
         shape: ModelShape,
         profile: Profile,
         dtype: str,
-        zero: int,
     ) -> None:
         self._code, self._shape = code, shape
-        self._profile, self._dtype, self._zero = profile, dtype, zero
+        self._profile, self._dtype = profile, dtype
         self._known: dict[Operation, Price] = {}
         self._tasks: dict[tuple[str, Stream], int] = {}
         self.slow = _Slowdowns(profile)
@@ -77,13 +76,13 @@ class Prices:
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
             case Start(what=Reduce(int(chunk), axis, part)):
-                cut = self._zero and axis in ("dp", "edp")
+                cut = self._code.layout.zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
                 return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), part)
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
-            case Start(what=Gather(chunk, axis)):
-                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype])
+            case Start(what=Gather(chunk, axis, part)):
+                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], part)
         return Price(-1, 0.0, Stream.COMPUTE)
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
@@ -129,7 +128,7 @@ class Prices:
     def _update(self, key: str, ns_each: float) -> Price:
         """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""
         layout = self._code.layout
-        shares = layout.dp * layout.cp if self._zero else 1
+        shares = layout.dp * layout.cp if layout.zero else 1
         count = max(
             sum(self._code.parameters(chunk).total for chunk in layout.chunks_of(stage))
             for stage in range(layout.pp)

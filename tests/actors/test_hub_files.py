@@ -20,6 +20,7 @@ from braid.actors.stage import exchange
 from braid.actors.stage.hub_files import HubDirectory, check_initial
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
+from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.presets.hugging_face import hugging_face_config
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -308,8 +309,9 @@ def test_a_rank_reads_its_slices_only(
         torch.nn.init.constant_(tensor, torch.nan)
     read: list[int] = []
     monkeypatch.setattr(exchange, "safe_open", counting(read))
-    optimizer: Any = SimpleNamespace(masters=tensors, restored=lambda steps: None)
-    exchange.load_initial(stored[kind], shape, model.parameters, optimizer)
+    shares = updated_by(bucket_plans(model.parameters, model.context.place), model.parameters)
+    optimizer: Any = SimpleNamespace(masters=tensors, shares=shares, restored=lambda steps: None)
+    exchange.load_initial(stored[kind], shape, optimizer)
     assert sum(read) == sum(tensor.numel() for tensor in tensors) < shape.parameters() / 2
     assert not any(tensor.isnan().any() for tensor in tensors)
 

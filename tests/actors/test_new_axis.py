@@ -121,7 +121,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
         parameter.initialise(SEED)
     streams = HostStreams()
     gradients = GradientBuckets(parameters, mesh, streams, Recorder(streams), 1 << 20)
-    optimizer = Optimizer(parameters, gradients, SETTINGS)
+    optimizer = Optimizer(gradients, SETTINGS)
     plain, copies = Trained(), Copies()
     copies.join(optimizer, "toy", SHAPE, 1, None, LIMIT)
     states = []
@@ -152,13 +152,13 @@ def run_rank(rank: int, folder: str, port: int) -> None:
 
     # A checkpoint, by all ranks, read by this one and by all.
     saved = home / "saved"
-    written = Saves(parameters, optimizer, None).save(saved)
+    written = Saves(optimizer, None).save(saved)
     assert not written.failure
     dist.barrier()
     same(read_tensors(saved), states[-1])
     for master in optimizer.masters:
         master.data.add_(1.0)
-    load_checkpoint(saved, parameters, optimizer, STEPS)
+    load_checkpoint(saved, optimizer, STEPS)
     for parameter, source in ((w, plain.w), (b, plain.b)):
         torch.testing.assert_close(parameter.tensor, parameter.slices[0].of_global(source))
 

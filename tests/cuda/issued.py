@@ -10,8 +10,9 @@ from itertools import product
 
 from braid.scheduling import code as linked
 from braid.scheduling.code import Barrier, Body, Code, Message, Node, Operation, Stretch, name_of
+from braid.scheduling.memory import share_elements
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Direction, Receive, Reduce, Send, Step
+from braid.scheduling.schedule import Direction, Gather, Receive, Reduce, Send, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
 from braid.scheduling.units import chunk_parts
@@ -123,14 +124,26 @@ class Issuer:
             case linked.Wait(what=Message()):
                 yield Wait(str(stretch.transfer))
             case linked.Start(what=Reduce() as reduce):
+                sharded = reduce.chunk is not None and reduce.axis in self._code.layout.mesh.sharded
+                kind = "reduce_scatter" if sharded else "all_reduce"
                 for number, elements in enumerate(self._summed(reduce)):
                     what = f"{self._place(reduce)} {number}"
-                    call = Call("all_reduce", self._groups.shared(reduce.axis), elements, what=what)
+                    call = Call(kind, self._groups.shared(reduce.axis), elements, what=what)
                     side = f"{self._groups.stream(reduce.axis)} data"  # `GradientBuckets.start`
                     yield Start(f"{_sum(reduce)} {number}", side, (call,))
             case linked.Wait(what=Reduce() as reduce):
                 for number, _ in enumerate(self._summed(reduce)):
                     yield Wait(f"{_sum(reduce)} {number}")
+            case linked.Start(what=Gather() as gather):
+                for number, elements in enumerate(self._gathered(gather)):
+                    what = f"{name_of(gather)}, part {gather.part} {number}"
+                    place = f"{self._place(gather)} {number}, gathered"
+                    call = Call("all_gather", self._groups.shared(gather.axis), elements, what=place)
+                    side = f"{self._groups.stream(gather.axis)} data"  # `ShardedWeights.start`
+                    yield Start(what, side, (call,))
+            case linked.Wait(what=Gather() as gather):
+                for number, _ in enumerate(self._gathered(gather)):
+                    yield Wait(f"{name_of(gather)}, part {gather.part} {number}")
             case Barrier():
                 if self._barriers:
                     yield Synchronise("a barrier")  # `CudaStreams.synchronise`
@@ -162,7 +175,12 @@ class Issuer:
         side = f"{self._groups.stream_to(transfer.stage)} {kind} {group.name}"
         return Start(str(transfer), side, (call,))
 
-    def _place(self, reduce: Reduce) -> str:
+    def _gathered(self, gather: Gather) -> list[int]:
+        """Elements of every rank's share of the buckets that are gathered."""
+        ways = self._code.layout.dp
+        return [elements // ways for elements in self._summed(Reduce(gather.chunk, gather.axis, gather.part))]
+
+    def _place(self, reduce: Reduce | Gather) -> str:
         """What is summed, as all members name it: a chunk of the model, in each of its copies; the table."""
         if reduce.chunk is None:
             return "norm"
@@ -177,7 +195,19 @@ class Issuer:
         if reduce.chunk is None:
             return [self._model.layers]
         layout, chunk = self._code.layout, reduce.chunk
-        dense, held_whole = _parameters(self._model, layout, chunk, reduce.part)
+        if layout.zero:
+            parts = range(len(chunk_parts(layout, self._model.kinds, chunk)))
+            of_parts = [self._of(reduce, n) for n in ([reduce.part] if reduce.part is not None else parts)]
+            kinds = max(map(len, of_parts))
+            found = [own[kind] for kind in range(kinds) for own in of_parts if kind < len(own) and own[kind]]
+            return [layout.dp * share_elements(elements, layout.dp) for elements in found]
+        return [elements for elements in self._of(reduce, reduce.part) if elements]
+
+    def _of(self, reduce: Reduce, part: int | None) -> list[int]:
+        """Elements of a chunk, or a part of it, that are summed, by kind of bucket; perhaps none."""
+        layout, chunk = self._code.layout, reduce.chunk
+        assert chunk is not None
+        dense, held_whole = _parameters(self._model, layout, chunk, part)
         cut = dense - held_whole
         tied = (
             self._model.tied_head and layout.ends_apart and (layout.is_first(chunk) or layout.is_last(chunk))
@@ -187,10 +217,10 @@ class Issuer:
         rest = [cut - table] if layout.tp > 1 else [dense - table]
         match reduce.axis:
             case "tp":
-                return [elements for elements in whole if elements]
+                return whole
             case "ends":
                 return [table]
-        return [elements for elements in (*rest, *whole, *([table] if tied else [])) if elements]
+        return [*rest, *whole, *([table] if tied else [])]
 
 
 def _sum(reduce: Reduce) -> str:

@@ -217,8 +217,10 @@ class RankLog(TorchDispatchMode):
         return View(self._known[key][1], x.dtype, tuple(x.shape), tuple(x.stride()), x.storage_offset())
 
     def _was_there(self, memory: int, storage: torch.UntypedStorage) -> None:
-        self.first[memory] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
-        self.entries.append(Made(memory, self.compute.number, storage.nbytes()))
+        with unnoted():
+            self.first[memory] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+        # At the begin: a transfer that is the first to meet it waits for nothing that was noted by now.
+        self.entries.insert(0, Made(memory, self.compute.number, storage.nbytes()))
 
     def _made(self, memory: int, storage: torch.UntypedStorage) -> None:
         made = Made(memory, self.current().number, storage.nbytes())

@@ -20,6 +20,7 @@ from braid.actors.stage.host_state import HostState
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer, Update
 from braid.actors.stage.streams import Transfer
+from braid.actors.stage.weights import ShardedWeights
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling import code as linked
@@ -400,6 +401,40 @@ def _() -> AbstractContextManager[Any]:
 
 
 @mutant("the sum of one part is not awaited", PARTS)
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets.wait
+
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        if reduce.part != 0:
+            whole(self, reduce)
+
+    return patch.object(GradientBuckets, "wait", wait)
+
+
+SHARDED = Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2)
+"""Every rank updates a share of each part, and gathers the others' in the next step."""
+
+
+@mutant("parameters are used before they are gathered", SHARDED)
+def _() -> AbstractContextManager[Any]:
+    def with_gathers(operations: Any, passes: Any, gathers: Any) -> Any:
+        return [*operations, *(linked.Wait(what=one) for one in gathers)]
+
+    return patch.object(link, "with_gathers", with_gathers)
+
+
+@mutant("two parts are gathered in another order on one rank", SHARDED)
+def _() -> AbstractContextManager[Any]:
+    whole = ShardedWeights.start
+
+    def start(self: ShardedWeights, gather: Any) -> None:
+        swapped = gather.part in (1, 2) and self._mesh.rank == 1
+        whole(self, replace(gather, part=3 - gather.part) if swapped else gather)
+
+    return patch.object(ShardedWeights, "start", start)
+
+
+@mutant("the scattered sum of a part is not awaited", SHARDED)
 def _() -> AbstractContextManager[Any]:
     whole = GradientBuckets.wait
 

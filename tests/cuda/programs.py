@@ -68,5 +68,5 @@ def forward_passes(name: str, stages: int, micro_batches: int) -> Programs:
     layout = layout_for(name, stages)
     setting = setting_for(name, layout, 2 * stages, model=SMALL)
     parts = parts_for(setting)
-    schedule = validation_schedule(layout, micro_batches, parts)
+    schedule = validation_schedule(SMALL, layout, micro_batches, parts)
     return issued(link(schedule, layout, setting.model.kinds, parts), setting.model)

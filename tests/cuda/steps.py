@@ -19,6 +19,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import training_schedule
@@ -50,6 +51,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     micro_batches: int = 4
+    zero: int = 0
     gpt: bool = False
     ends: bool = False
     steps: int = 1
@@ -64,13 +66,13 @@ class Case:
     def name(self) -> str:
         """For people."""
         axes = "".join(f" {a}{n}" for a, n in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if n > 1)
-        said = "".join(f" {name}" for name in ("gpt", "ends", "graph") if getattr(self, name))
+        said = "".join(f" {name}" for name in ("zero", "gpt", "ends", "graph") if getattr(self, name))
         return f"{self.schedule}{axes}{said}"
 
     @property
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
-        return layout_for(self.schedule, self.pp, self.tp, self.dp)
+        return layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
 
     @property
     def shape(self) -> ModelShape:
@@ -98,6 +100,7 @@ class Ranked:
     model: StageModel
     optimizer: Optimizer
     gradients: GradientBuckets
+    weights: ShardedWeights
     streams: CudaStreams
     checks: bool = True
     """Whether it is asked if communication was broken off."""
@@ -132,7 +135,7 @@ class Ranked:
 
     def update(self, step: int) -> Update:
         """What ends a step."""
-        return Update(self.gradients, self.optimizer, step, self.intact)
+        return Update(self.gradients, self.weights, self.optimizer, step, self.intact)
 
     def step(self, step: int) -> None:
         """One optimizer step."""
@@ -149,9 +152,9 @@ class Ranked:
         """Everything that training leaves, by name."""
         named = dict(self.optimizer.named_tensors())
         return {
-            f"{kind} {n} {parameter.slices[0].source.name}": tensor
+            f"{kind} {n} {share.slices[0].source.name}": tensor
             for kind, tensors in named.items()
-            for n, (parameter, tensor) in enumerate(zip(self.model.parameters, tensors, strict=True))
+            for n, (share, tensor) in enumerate(zip(self.optimizer.shares, tensors, strict=True))
         }
 
 
@@ -179,7 +182,8 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
     streams = CudaStreams(log)
     recorder = Recorder(streams, recording=False)
     gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
-    optimizer = Optimizer(model.parameters, gradients, SETTINGS, log)
+    weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
+    optimizer = Optimizer(gradients, SETTINGS, log)
     executor = Executor(
         code=case.code,
         model=model,
@@ -196,6 +200,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         model=model,
         optimizer=optimizer,
         gradients=gradients,
+        weights=weights,
         streams=streams,
     )
 

@@ -40,6 +40,8 @@ def as_said(program: list[object], rank: int) -> list[Issued]:
         Case(schedule="intra_batch", tp=2, pp=2, dp=2),
         Case(schedule="dhelix", tp=2, pp=2, gpt=True),
         Case(schedule="ddp", tp=2, dp=2),
+        Case(schedule="ddp", tp=2, dp=2, zero=1),
+        Case(schedule="megatron", pp=2, dp=2, zero=1),
         Case(schedule="braid_together_2", dp=2),
         Case(schedule="braid_v", pp=2, dp=2),
     ],

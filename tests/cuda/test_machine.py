@@ -24,6 +24,14 @@ LAYOUTS: list[dict[str, int]] = [
     {"tp": 2, "pp": 2},
     {"tp": 2, "pp": 2, "dp": 2},
 ]
+SHARDED: list[tuple[str, dict[str, int]]] = [
+    ("megatron", {"dp": 2}),
+    ("ddp", {"tp": 2, "dp": 2}),
+    ("braid_together_4", {"dp": 2}),
+    ("folded", {"pp": 2, "dp": 2}),
+    ("braid_w", {"tp": 2, "pp": 2, "dp": 2}),
+]
+"""With optimizer states in shares."""
 SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
 ORDERS = 300
 SEED = random.SystemRandom().randrange(2**31)
@@ -41,6 +49,8 @@ def cases() -> list[Case]:
                 found.append(Case(schedule=name, micro_batches=count, **layout))
         if kind.searched:
             found.append(Case(schedule=name, tp=2, pp=2, micro_batches=4, ends=True))
+    for name, layout in SHARDED:
+        found.append(Case(schedule=name, zero=1, micro_batches=4, steps=2, **layout))
     return found
 
 
@@ -50,6 +60,7 @@ ORDERED = [
     Case(schedule="braid_w", dp=2, micro_batches=2, gpt=True),
     Case(schedule="dhelix", pp=2, micro_batches=4, gpt=True),
     Case(schedule="wavelet", tp=2, pp=2, micro_batches=2),
+    Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2),
 ]
 """Steps that run again in other orders."""
 
@@ -147,6 +158,7 @@ LOSSES = [
     Case(schedule="megatron", tp=2, micro_batches=2),
     Case(schedule="braid_w", dp=2, micro_batches=2),
     Case(schedule="dhelix", pp=2, micro_batches=2),
+    Case(schedule="ddp", dp=2, zero=1, micro_batches=2),
 ]
 
 

@@ -21,6 +21,7 @@ LAYOUTS = {
     "tp 2": ("parallel.tp=2",),
     "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
     "dp 2": ("parallel.dp=2",),
+    "shares": ("parallel.dp=2", "parallel.zero=1"),
     "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 
@@ -57,7 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tp 2", "pp 2 folded"),
         ("pp 2 folded", "dp 2"),
         ("dp 2", "two copies"),
-        ("two copies", "one rank"),
+        ("two copies", "shares"),
+        ("shares", "one rank"),
     ],
 )
 def test_resume_in_another_layout(folder: Path, first: str, second: str) -> None:

@@ -113,6 +113,17 @@ CASES = [
         ("train.global_batch=9", "train.micro_batch=2", "parallel.dp=2", "8 or 12"),
         {"train": {"global_batch": 9}, "parallel": {"dp": 2}},
     ),
+    Case(
+        "shares of one",
+        ("parallel.zero=1", "parallel.dp=1 ", "2 or more"),
+        {"parallel": {"zero": 1, "tp": 2}},
+    ),
+    Case("no such ZeRO", ("parallel.zero=4", "less than or equal to"), {"parallel": {"zero": 4, "dp": 2}}),
+    Case(
+        "shares of copies",
+        ("parallel.zero=1", "overlap.schedule=bidirectional", "0, or use another schedule"),
+        {"overlap": {"schedule": "bidirectional"}, "parallel": {"pp": 2, "dp": 2, "zero": 1}},
+    ),
     Case("axis not there", ("parallel.cp=2", "1"), {"parallel": {"cp": 2}}),
     Case(
         "more ranks than CPUs",

@@ -180,9 +180,8 @@ def _most_layers(cluster: ClusterSpec, schedule: str) -> int:
         model = _layers_of_25b(layers)
         setting = Setting(
             model=model,
-            layout=ParallelLayout(dp=4, tp=8, pp=2),
+            layout=ParallelLayout(dp=4, tp=8, pp=2, zero=1),
             workload=Workload(global_batch=BATCH_TOKENS // model.sequence, micro_batch=1),
-            zero=1,
         )
         peak = evaluate(with_schedule(setting, schedule), cluster).numbers.peak_bytes
         fits, does_not = (layers, does_not) if peak <= cluster.usable_bytes else (fits, layers)

@@ -1,7 +1,7 @@
 """One step under several schedules, and the layout that it has where a paper does not print one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -112,9 +112,8 @@ def setting_of(model: ModelShape, layout: ParallelLayout, batch: int, micro_batc
     try:
         return Setting(
             model=model,
-            layout=layout,
+            layout=replace(layout, zero=int(layout.dp * layout.cp > 1)),
             workload=Workload(global_batch=batch, micro_batch=micro_batch),
-            zero=1,
             context="ring" if layout.cp > 1 else "all_gather",
         )
     except ValueError:

@@ -90,14 +90,14 @@ def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none")
 ON_ONE_STAGE = ("braid_twins", "two_beside_one")
 
 
-def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1) -> ParallelLayout:
+def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1, zero: int = 0) -> ParallelLayout:
     """The layout that a named schedule runs on.
 
     One stage is folded too, but for those that differ from others only where nothing folds.
     """
     own = PIPELINES[SCHEDULES[name].pipelines[0]]
     placement = own.placement_on(stages) if name in ON_ONE_STAGE else own.placement
-    return ParallelLayout(pp=stages, tp=tp, dp=dp, placement=placement)
+    return ParallelLayout(pp=stages, tp=tp, dp=dp, placement=placement, zero=zero)
 
 
 def model_for(layout: ParallelLayout, shape: ModelShape = LLAMA) -> ModelShape:
@@ -184,8 +184,8 @@ def named_schedule(
 
     ``gathers``: parameters are gathered, over two replicas at least. ``ends``: see `in_turn`.
     """
-    layout = layout_for(name, stages, tp, max(dp, 1 + gathers))
-    setting = setting_for(name, layout, micro_batches, recompute=recompute, zero=int(gathers), hop=hop)
+    layout = layout_for(name, stages, tp, max(dp, 1 + gathers), int(gathers))
+    setting = setting_for(name, layout, micro_batches, recompute=recompute, hop=hop)
     return training_schedule(setting, parts_for(setting), choices_for(setting, ends=ends))
 
 
@@ -194,8 +194,9 @@ def linked_schedule(
 ) -> Code:
     """The validated code of a `named_schedule`."""
     schedule = named_schedule(name, stages, micro_batches, tp, recompute, **more)
-    dp = max(int(str(more.get("dp", 1))), 1 + bool(more.get("gathers")))
-    return code_of(schedule, layout_for(name, stages, tp, dp), recompute=recompute)
+    zero = int(bool(more.get("gathers")))
+    dp = max(int(str(more.get("dp", 1))), 1 + zero)
+    return code_of(schedule, layout_for(name, stages, tp, dp, zero), recompute=recompute)
 
 
 def code_of(
@@ -292,7 +293,7 @@ def valid_schedules(
     ends = (draw(st.booleans()) if ends is None else ends) and SCHEDULES[name].pairs is PairMethod.ORDER
     dp = 1 + (gathers or draw(st.booleans()))
     schedule = named_schedule(name, stages, micro_batches, 2, gathers=gathers, dp=dp, ends=ends)
-    layout = layout_for(name, stages, 2, dp)
+    layout = layout_for(name, stages, 2, dp, int(gathers))
     if draw(st.booleans()):
         schedule = reduced_early(schedule, layout)
     if not several(schedule):

@@ -542,13 +542,13 @@ def sum_the_norm_before_it_is_taken(at: Place) -> None:
     at.list[place:place] = [reduce, Await(reduce)]
 
 
-@damage("the squares of the norm are not summed over (tp|pp)")
+@damage("the squares of the norm are not summed over (tp|pp|dp)")
 def drop_a_sum_of_the_norm(at: Place) -> None:
     reduce = at.list[at.sum(norm=True)]
     at.without(reduce, Await(reduce))
 
 
-@damage("over (dp|cp|ends) there is nothing to do here")
+@damage("over (dp|cp|ends) there is nothing to do here", gathers=False)
 def sum_the_norm_over_another_axis(at: Place) -> None:
     n = at.sum(norm=True)
     at.list[n] = replace(at.list[n], axis=["dp", "cp", "ends"][at.number(0, 2)])

@@ -56,15 +56,15 @@ class Rank:
         self.named = {one.whole for one in schedule.passes[stage] if one.kind is PassKind.END}
         self.ends: set[Pass] = set()
         chunks = layout.chunks_of(stage)
-        whole = not any(isinstance(i, Gather) for stage in schedule.stages for i in stage)
-        self.ungathered = set() if whole else {Gather(chunk, "dp") for chunk in chunks}
+        self.ungathered = {Gather(chunk, "dp") for chunk in chunks} if layout.zero else set()
         self.absent = set(self.ungathered)
         self.ran: list[Pass] = []
         self.messages: dict[Transfer, tuple[Channel, int]] = {}
         axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
         self.unsummed = {Reduce(c, axis) for c in chunks for axis, degree in axes.items() if degree > 1}
         self.left_to_sum = set(self.unsummed)
-        self.norm = {Reduce(None, axis) for axis in ("tp", "pp") if layout.degree(axis) > 1}
+        differing = ("tp", "pp", "dp") if layout.zero else ("tp", "pp")
+        self.norm = {Reduce(None, axis) for axis in differing if layout.degree(axis) > 1}
         self.under_way: set[Transfer] = set()
         self.norms = self.steps = 0
 
@@ -121,6 +121,8 @@ class Rank:
 
     def block(self, block: Block) -> None:
         """Run the passes of a block and hand on what they make."""
+        for gather in block.gathers:
+            self.run(Await(gather))
         passes = block.passes
         movers = [one for one in passes if one.kind is not PassKind.END]
         kinds = [one.kind for one in movers]

@@ -30,6 +30,7 @@ from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
+    LLAMA,
     PAIRED,
     PAIRED_W,
     SEARCHED,
@@ -94,7 +95,7 @@ def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
 @pytest.mark.slow
 def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int) -> None:
     for m in sizes_of(name, p, 2 * p):
-        layout = layout_for(name, p, 2, 2)
+        layout = layout_for(name, p, 2, 2, 1)
         schedule = reduced_early(named_schedule(name, p, m, 2, gathers=True), layout)
         code_of(schedule, layout)
         plain = named_schedule(name, p, m)
@@ -173,7 +174,7 @@ def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
 def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> None:
     for m in range(1, 13):
         layout = layout_for(name, p)
-        schedule = validation_schedule(layout, m, parts_for(setting_for(name, layout, 2 * p)))
+        schedule = validation_schedule(LLAMA, layout, m, parts_for(setting_for(name, layout, 2 * p)))
         assert not schedule.trains
         assert_complete(schedule, layout, [FORWARD])
         code_of(schedule, layout)

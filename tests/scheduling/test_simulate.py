@@ -15,12 +15,12 @@ from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import Bench, layer_pair
-from braid.scheduling.schedule import PassKind
+from braid.scheduling.schedule import Gather, PassKind
 from braid.scheduling.simulator.engine import Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span, communication, merge
-from braid.scheduling.units import chunk_parameters
+from braid.scheduling.units import chunk_parameters, chunk_parts
 from tests.scheduling.plans import (
     SMALL,
     cluster,
@@ -46,12 +46,13 @@ def with_free_ends(bench: Bench) -> Bench:
 
 
 def outside_blocks(rank: RankRun) -> Mapping[str, Executed]:
-    """Sums over ranks and the update, by name; each once."""
+    """Sums and gathers over ranks and the update, by name, and gathers by part; each once."""
     found: dict[str, Executed] = {}
     for executed in rank.executed:
         assert isinstance(executed.operation, Compute | Start)
         if not isinstance(executed.operation.what, Message):
-            name = name_of(executed.operation.what)
+            what = executed.operation.what
+            name = f"{name_of(what)} {what.part}" if isinstance(what, Gather) else name_of(what)
             assert name not in found
             found[name] = executed
     return found
@@ -98,7 +99,8 @@ def test_every_sum_and_the_update_have_their_price(
     schedule: str, model: ModelShape, degrees: Mapping[str, int], zero: int
 ) -> None:
     """By hand: what is summed over which ranks, and how long that takes on its link by itself."""
-    own = setting(schedule, model=model, zero=zero, **degrees)
+    own = setting(schedule, model=model, **degrees)
+    own = replace(own, layout=replace(own.layout, zero=zero))
     gpus = own.layout.ranks
     bench = modelled(cluster(nodes=2, gpus=gpus // 2) if gpus > 1 else cluster(gpus=1))(own)
     result, layout, profile = fastest(bench).simulation, own.layout, bench.profile
@@ -119,11 +121,14 @@ def test_every_sum_and_the_update_have_their_price(
                 if layout.dp > 1 and (axis == "dp" or count):
                     kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
                     expected[f"gradients.{chunk} {axis}"] = profile.transfer_ns(axis, kind, count * 4)
-                    if zero:
-                        expected[f"parameters.{chunk} {axis}"] = profile.transfer_ns(
+            for part, (name, _) in enumerate(chunk_parts(layout, model.kinds, chunk) if zero else ()):
+                of_part = bench.members[name].parameters
+                for axis, count in (("dp", of_part.dense), ("edp", of_part.experts)):
+                    if layout.dp > 1 and count:
+                        expected[f"parameters.{chunk} {axis} {part}"] = profile.transfer_ns(
                             axis, Kind.ALL_GATHER, count * 2
                         )
-        for axis in ("tp", "pp"):
+        for axis in ("tp", "pp", "dp") if zero else ("tp", "pp"):
             if layout.degree(axis) > 1:
                 expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
         most = max(
@@ -138,7 +143,7 @@ def test_every_sum_and_the_update_have_their_price(
         assert all(one.price.ns > 0 for one in found.values())
         in_turn = sorted(found, key=lambda name: found[name].start)
         gradients = [name for name in in_turn if name.startswith("gradients")]
-        norms = [f"norm {axis}" for axis in ("tp", "pp") if layout.degree(axis) > 1]
+        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp")[: 2 + zero] if layout.degree(axis) > 1]
         assert in_turn[-len(gradients) - len(norms) - 2 :] == [*gradients, "norm", *norms, "optimizer"]
 
 
@@ -308,7 +313,8 @@ def test_simulation_is_deterministic() -> None:
 def test_two_transfers_on_one_link_share_it() -> None:
     """Gradients reduced beside messages between stages take longer than either alone."""
     spec = cluster(nodes=4, gpus=1)
-    outcome = evaluate(setting("braid", pp=2, dp=2, micro_batches=4, zero=1), spec)
+    own = setting("braid", pp=2, dp=2, micro_batches=4)
+    outcome = evaluate(replace(own, layout=replace(own.layout, zero=1)), spec)
     lanes = [LANES.index(name) for name in ("data", "send")]
     moved = [e for rank in outcome.simulation.ranks for e in rank.executed if e.price.lane in lanes]
     assert any(e.end - e.start > e.price.ns * 1.01 for e in moved)

@@ -195,6 +195,6 @@ def test_every_named_schedule_runs(name: str, gathers: bool, ends: bool) -> None
         for m in range(1, 2 * p + 3):
             if exists(name, p, m):
                 schedule = named_schedule(name, p, m, 2, gathers=gathers, ends=ends and name in SEARCHED)
-                layout = layout_for(name, p, 2, 1 + gathers)
+                layout = layout_for(name, p, 2, 1 + gathers, int(gathers))
                 assert runs(schedule, layout) is None
                 assert runs(reduced_early(schedule, layout), layout) is None

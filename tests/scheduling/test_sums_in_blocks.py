@@ -135,12 +135,15 @@ def test_text_round_trips(name: str) -> None:
 @pytest.mark.parametrize(
     ("block", "cause"),
     [
-        ("[REDUCE(0 dp)|B2.0]", "'REDUCE(0 dp)' is not a pass"),
+        ("[REDUCE(0 dp)|B2.0]", "sums of gradients stand behind the passes"),
         ("[REDUCE(0 dp)|REDUCE(0 tp)]", "sums of gradients stand behind the passes"),
         ("[REDUCE(0 dp)]", "without brackets"),
         ("[B2.0|REDUCE(norm tp)]", "sums of gradients stand behind the passes"),
         ("[B2.0|GATHER(0 dp)]", "'GATHER(0 dp)' is not a pass"),
-        ("[B2.0|REDUCE(0 dp)|B3.0]", "'REDUCE(0 dp)' is not a pass"),
+        ("[B2.0|WAIT(REDUCE 0 dp)]", "sums of gradients stand behind the passes"),
+        ("[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)]", "waits for parameters before them"),
+        ("[WAIT(GATHER 0 dp)|B2.0]", "sums of gradients stand behind the passes"),
+        ("[B2.0|REDUCE(0 dp)|B3.0]", "sums of gradients stand behind the passes"),
         ("[B2.0|REDUCE(0)]", "names no chunk and axis"),
     ],
 )

@@ -15,6 +15,7 @@ from braid.scheduling.spec import Placement
 from braid.scheduling.validate import ScheduleError
 from tests.scheduling import damages_of_overlap
 from tests.scheduling.cases import (
+    LLAMA,
     PAIRED,
     code_of,
     layout_for,
@@ -189,13 +190,25 @@ def test_what_runs_side_by_side_is_on_different_strands(name: str) -> None:
     assert "both directions are on strand beta" in message_of(schedule, layout_for(name, stages, 2))
 
 
-@pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)", "GATHER(0 dp)"])
+@pytest.mark.parametrize("token", ["STEP", "NORM", "REDUCE(0 tp)", "WAIT(REDUCE 0 tp)"])
 def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
     layout = layout_for("megatron", 2, 2)
-    schedule = validation_schedule(layout, 2, PARTS)
+    schedule = validation_schedule(LLAMA, layout, 2, PARTS)
     code_of(schedule, layout)
     damaged = with_stage(schedule, 0, [*schedule.stages[0], parse_instruction(token)])
     assert "nothing to reduce and no step to take" in message_of(damaged, layout)
+
+
+def test_a_validation_gathers_what_ranks_hold_in_shares() -> None:
+    """And nothing else."""
+    whole, cut = layout_for("megatron", 2, 2, 2), layout_for("megatron", 2, 2, 2, 1)
+    schedule = validation_schedule(LLAMA, cut, 2, PARTS)
+    assert str(schedule.stages[0][0]) == "GATHER(0 dp)"
+    code_of(schedule, cut)
+    assert "over dp there is nothing to do here" in message_of(schedule, whole)
+    plain = validation_schedule(LLAMA, whole, 2, PARTS)
+    code_of(plain, whole)
+    assert "the parameters of chunk 0 have not been gathered (ZeRO 1)" in message_of(plain, cut)
 
 
 def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
@@ -213,7 +226,7 @@ def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
 
 def test_backward_passes_need_programs() -> None:
     schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
-    programs = validation_schedule(layout, 1, PARTS).programs
+    programs = validation_schedule(LLAMA, layout, 1, PARTS).programs
     message = message_of(replace(schedule, programs=programs), layout)
     assert "at B0.0: the schedule has no backward passes" in message
 
@@ -221,7 +234,7 @@ def test_backward_passes_need_programs() -> None:
 def test_gradients_at_once_need_a_schedule_that_trains() -> None:
     schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
     head = (Side(PassKind.FORWARD, "head"),)
-    only = validation_schedule(layout, 1, PARTS)
+    only = validation_schedule(LLAMA, layout, 1, PARTS)
     message = message_of(replace(only, programs={**only.programs, head: schedule.programs[head]}), layout)
     assert "at F0.0: program F:head: the graph has no operator 'loss.grad'" in message
     programs = {**schedule.programs, head: only.programs[head]}

@@ -40,9 +40,8 @@ def peaks(
     model = replace(LAYERS, layers=layers, vocabulary=128256 if tables else 64)
     base = Setting(
         model=model,
-        layout=ParallelLayout(dp=4, tp=8, pp=2),
+        layout=ParallelLayout(dp=4, tp=8, pp=2, zero=1),
         workload=Workload(global_batch=32, micro_batch=1),
-        zero=1,
     )
     setting = with_schedule(base, schedule)
     setting = replace(setting, layout=replace(setting.layout, late_layers=late), unit_layers=unit_layers)
@@ -51,7 +50,7 @@ def peaks(
     for choices, _ in decisions(bench):
         made = training_schedule(setting, bench.parts, choices)
         code = linked(made, setting.layout, setting.model.kinds, bench.parts)
-        ranks = [rank_memory(code, model, "bf16", stage, 1, gradient_width) for stage in range(2)]
+        ranks = [rank_memory(code, model, "bf16", stage, gradient_width) for stage in range(2)]
         found.append(max(rank.total_bytes for rank in ranks))
     return tuple(found)
 

@@ -20,6 +20,7 @@ from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams
+from braid.actors.stage.weights import ShardedWeights
 from braid.kernels.family import operator_family
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
@@ -158,7 +159,8 @@ class RuntimeRank:
         self.model.initialise(job.seed)
         self._recorder = StepRecorder(streams)
         self._gradients = GradientBuckets(self.model.parameters, mesh, streams, self._recorder, _BUCKET_BYTES)
-        self.optimizer = Optimizer(self.model.parameters, self._gradients, SETTINGS, accelerator_of(device))
+        self._weights = ShardedWeights(self._gradients.plans, mesh, streams, self._recorder)
+        self.optimizer = Optimizer(self._gradients, SETTINGS, accelerator_of(device))
 
     def executor(self, code: Code, *, captured: bool = False) -> Executor:
         """Ready to run code; ``captured``: as a CUDA graph, after the first steps."""
@@ -175,7 +177,7 @@ class RuntimeRank:
         """One optimizer step, on the samples of step ``step``."""
         windows = self.job.windows(step, self.device)
         batches = [MicroBatch(w[:, :-1].reshape(-1), w[:, 1:].reshape(-1)) for w in windows]
-        update = Update(self._gradients, self.optimizer, step)
+        update = Update(self._gradients, self._weights, self.optimizer, step)
         loss_sum = executor.run(batches, 1.0 / self.job.tokens, update)
         records = self._recorder.records(step)
         return Step(
@@ -188,8 +190,8 @@ class RuntimeRank:
     def reset(self) -> None:
         """Begin training anew."""
         self.model.initialise(self.job.seed)
-        for master, parameter in zip(self.optimizer.masters, self.model.parameters, strict=True):
-            master.copy_(parameter.tensor)
+        for master, share in zip(self.optimizer.masters, self.optimizer.shares, strict=True):
+            master.copy_(share.tensor)
         for kind, tensors in self.optimizer.named_tensors():
             for tensor in tensors if kind != "parameter" else ():
                 tensor.zero_()
@@ -204,7 +206,7 @@ class RuntimeRank:
         return profiler.run(rounds, square, lambda: self.optimizer.step(0), count)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Global name and local slice of every parameter."""
-        for parameter in self.model.parameters:
-            for piece in parameter.slices:
-                yield piece.source.name, piece.of_local(parameter.tensor)
+        """Global name and local slices of every parameter that this rank updates."""
+        for share in self.optimizer.shares:
+            for piece in share.slices:
+                yield piece.source.name, piece.of_local(share.tensor)

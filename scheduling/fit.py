@@ -1,0 +1,96 @@
+"""Whether a model, a layout and a batch fit each other, and whether they can be executed."""
+
+from braid.scheduling.spec import RUNNABLE_FAMILIES, ModelShape, ParallelLayout, Workload
+
+
+def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
+    """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
+    assert not layout.head_layers, "no configuration sets it"
+    if shape.family not in RUNNABLE_FAMILIES:
+        raise ValueError(
+            f"model.family={shape.family!r} can be planned and simulated, but not trained in this version; "
+            f"set model.family to one of {', '.join(RUNNABLE_FAMILIES)}"
+        )
+    for axis in ("cp", "ep"):
+        if layout.degree(axis) > 1:
+            raise ValueError(
+                f"parallel.{axis}={layout.degree(axis)} is not available in this version; "
+                f"set parallel.{axis} to 1 (it can be planned and simulated)"
+            )
+    if layout.copies > 1 and layout.zero:
+        raise ValueError(
+            f"parallel.zero={layout.zero} does not go with overlap.schedule=bidirectional, which has two "
+            f"copies of the model in a pipeline; set it to 0, or use another schedule (dhelix)"
+        )
+    if layout.copies > 1 and (layout.pp % 2 or shape.tied_head):
+        odd = f"parallel.pp={layout.pp}", "an even number"
+        (key, wanted) = odd if layout.pp % 2 else ("model.tied_head=true", "false")
+        raise ValueError(
+            f"{key} does not go with overlap.schedule=bidirectional, which has two copies of every part of "
+            f"the model on two stages; set it to {wanted}, or use another schedule (dhelix)"
+        )
+
+
+def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
+    """Raise `ValueError` where model, layout and batch cannot be cut into equal parts."""
+    for key, value in (("heads", shape.heads), ("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
+        if value % layout.tp:
+            raise ValueError(
+                f"model.{key}={value} is not divisible by parallel.tp={layout.tp}; "
+                f"set parallel.tp to one of {_divisors(value)}"
+            )
+    rows = -(-shape.vocabulary // layout.tp)
+    if (layout.tp - 1) * rows >= shape.vocabulary:
+        raise ValueError(
+            f"model.vocabulary={shape.vocabulary} leaves a rank of parallel.tp={layout.tp} without rows; "
+            f"set model.vocabulary to {rows * layout.tp}"
+        )
+    _check_experts_fit(shape, layout)
+    if shape.layers < layout.chunks_per_copy:
+        raise ValueError(
+            f"model.layers={shape.layers} cannot fill {layout.chunks_per_copy} chunks of parallel.pp="
+            f"{layout.pp}; use at least {layout.chunks_per_copy} layers, or a smaller parallel.pp"
+        )
+    layout.layers_of(0, shape.layers)
+    _check_batch(shape, layout, workload)
+
+
+def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
+    if layout.ep == 1:
+        return
+    if shape.experts % layout.ep or not shape.experts:
+        raise ValueError(
+            f"parallel.ep={layout.ep} does not divide model.experts={shape.experts}; "
+            f"set parallel.ep to one of {_divisors(shape.experts or 1)}"
+        )
+    if layout.dp % layout.ep:
+        raise ValueError(
+            f"parallel.ep={layout.ep} does not divide parallel.dp={layout.dp}: experts are shared between "
+            f"data-parallel ranks; set parallel.ep to one of {_divisors(layout.dp)}"
+        )
+
+
+def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
+    if shape.sequence % layout.cp:
+        raise ValueError(
+            f"model.sequence={shape.sequence} is not divisible by parallel.cp={layout.cp}; "
+            f"set parallel.cp to one of {_divisors(shape.sequence)}"
+        )
+    tokens = workload.micro_batch * shape.sequence // layout.cp
+    if tokens % layout.tp:
+        raise ValueError(
+            f"train.micro_batch={workload.micro_batch} x model.sequence={shape.sequence} tokens are not "
+            f"divisible by parallel.tp={layout.tp}, as sequence parallelism needs"
+        )
+    samples = workload.micro_batch * layout.dp
+    if workload.global_batch % samples:
+        below = workload.global_batch // samples * samples
+        near = " or ".join(str(n) for n in (below, below + samples) if n)
+        raise ValueError(
+            f"train.global_batch={workload.global_batch} is not divisible by train.micro_batch="
+            f"{workload.micro_batch} x parallel.dp={layout.dp}; use {near}"
+        )
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
