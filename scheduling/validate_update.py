@@ -72,8 +72,8 @@ class _Walk:
         self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
         summed = {one.axis for one in everywhere}
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
-        norm_axes = ("tp", "pp", *layout.mesh.sharded)
-        self._norm_axes = tuple(axis for axis in norm_axes if layout.degree(axis) > 1)
+        differs = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp * layout.cp if layout.zero else 1}
+        self._norm_axes = tuple(axis for axis, ranks in differs.items() if ranks > 1)
         self._under_way: list[Reduce | Gather] = []
         self._done: set[Reduce | Gather] = set()
         self._normed = self._stepped = False

@@ -122,8 +122,8 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 
 def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
     """Axes along which gradients differ, over which the squares of the norm are summed, one by one."""
-    axes = ("tp", "pp", *layout.mesh.sharded)
-    return tuple(axis for axis in axes if layout.degree(axis) > 1)
+    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": layout.zero and layout.dp * layout.cp > 1}
+    return tuple(axis for axis, needed in found.items() if needed)
 
 
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:

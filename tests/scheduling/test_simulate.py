@@ -147,6 +147,16 @@ def test_every_sum_and_the_update_have_their_price(
         assert in_turn[-len(gradients) - len(norms) - 2 :] == [*gradients, "norm", *norms, "optimizer"]
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_shares_over_context_parallel_ranks(dp: int) -> None:
+    """Replicas and ranks with other tokens of the same samples are one group, called dp."""
+    own = setting("megatron", dp=dp)
+    own = replace(own, layout=replace(own.layout, cp=2, zero=1))
+    found = outside_blocks(evaluate(own, cluster(nodes=2, gpus=dp)).simulation.ranks[0])
+    parts = {f"parameters.0 dp {part}" for part in range(own.model.layers + 2)}
+    assert set(found) == {"gradients.0 dp", "norm", "norm dp", "optimizer"} | parts
+
+
 @given(compute=st.integers(1, 10**6), moved=st.integers(1, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_perfect_overlap_is_the_maximum_and_none_the_sum(compute: int, moved: int) -> None:
