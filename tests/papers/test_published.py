@@ -128,7 +128,7 @@ def test_volumes_of_table_1(dp: int, local_gib: float, cross_gib: float) -> None
 def test_layout_of_llama_25b_is_that_of_figure_5() -> None:
     model, cluster = model_preset("llama-25b"), cluster_preset("a40")
     setting = chosen_setting([model], cluster, global_batch=BATCH_TOKENS // model.sequence)
-    assert setting.layout == ParallelLayout(dp=8, tp=8)
+    assert setting.layout == ParallelLayout(dp=8, tp=8, zero=1)
     assert setting.workload.micro_batch == 1
 
 
