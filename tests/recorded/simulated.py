@@ -72,8 +72,9 @@ class Situation:
     def arguments(self, schedule: str, recompute: str, zero: int) -> list[str]:
         """Of ``braid``."""
         samples = self.micro_batches * self.micro_batch * int(self.parallel.get("dp", 1))
+        replicas = int(self.parallel.get("dp", 1)) * int(self.parallel.get("cp", 1))  # one has no shares
         keys = {
-            "parallel": json.dumps({**self.parallel, "zero": zero}),
+            "parallel": json.dumps({**self.parallel, "zero": zero if replicas > 1 else 0}),
             "train.global_batch": samples,
             "train.micro_batch": self.micro_batch,
             "train.recompute": recompute,
