@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from braid.scheduling.buckets import Buckets
 from braid.scheduling.operators import Operator, Parameters, Part, Value
 from braid.scheduling.schedule import (
     Await,
@@ -26,7 +27,6 @@ from braid.scheduling.schedule import (
     passes_in,
 )
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.units import chunk_parameters, members_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +182,20 @@ class Wait(Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Allocate(Operation):
+    """Make memory, all zeros, for a bucket's gradients; it lives until their sum is waited for (ZeRO 2)."""
+
+    what: Reduce
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Release(Operation):
+    """Let go of a bucket's parameters, which have memory from the start of the gather on (ZeRO 3)."""
+
+    what: Gather
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Barrier(Operation):
     """Wait on the host for everything that is under way."""
 
@@ -249,8 +263,10 @@ class Code:
     parts: Mapping[str, Part]
     """Those that the schedule's programs are of."""
     stages: tuple[tuple[Stretch, ...], ...]
+    buckets: Buckets
 
-    def parameters(self, chunk: int, part: int | None = None) -> Parameters:
-        """Of a chunk, or of a part of it, on the fullest rank of a tensor-parallel group."""
-        held = self.parts, self.layout, self.kinds, chunk, self.schedule.unit_layers
-        return chunk_parameters(*held) if part is None else members_of(*held)[part].parameters
+    def parameters(self, chunk: int, bucket: int | None = None) -> Parameters:
+        """Of a chunk, or of a bucket of it, on the fullest rank of a tensor-parallel group."""
+        own = self.buckets.of(chunk)
+        held = own if bucket is None else (own[bucket],)
+        return sum((one.parameters for one in held), Parameters())

@@ -9,7 +9,7 @@ from braid.scheduling import schedule as text
 from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
 from braid.scheduling.operators import Graph, Part, Stream, Value
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Gather, Pass, PassKind, Reduce, Side
+from braid.scheduling.schedule import Action, Pass, PassKind, Side
 
 
 @dataclass(frozen=True)
@@ -203,45 +203,6 @@ def operations_of(
                 lone = isinstance(last, Start) and last.what is node and last.turn == turn
                 operations.append(Wait(what=node, turn=turn, reads=reads, writes=writes, lone=lone))
     return operations
-
-
-def with_sums(operations: list[Operation], passes: Sequence[Pass], sums: Sequence[Reduce]) -> list[Operation]:
-    """The operations, and sums of a part's gradients behind the last one that adds to them.
-
-    Where none does, they come first: earlier blocks have. Those over tp are waited for at once.
-    """
-    last = {
-        (passes[operation.turn].chunk, operation.what.part): position
-        for position, operation in enumerate(operations)
-        if isinstance(operation, Compute)
-        and isinstance(operation.what, Node)
-        and operation.what.operator.adds_gradients
-    }
-    behind: dict[int, list[Operation]] = {}
-    for reduce in sums:
-        assert reduce.chunk is not None
-        assert reduce.part is not None
-        into = behind.setdefault(last.get((reduce.chunk, reduce.part), -1), [])
-        into.append(Start(what=reduce))
-        if reduce.axis == "tp":
-            into.append(Wait(what=reduce))
-    result = behind.get(-1, [])
-    for position, operation in enumerate(operations):
-        result += [operation, *behind.get(position, ())]
-    return result
-
-
-def with_gathers(
-    operations: list[Operation], passes: Sequence[Pass], gathers: Sequence[Gather]
-) -> list[Operation]:
-    """The operations, and before the first one of a part the wait for its parameters."""
-    waits = {(gather.chunk, gather.part): [Wait(what=gather)] for gather in gathers}
-    result: list[Operation] = []
-    for operation in operations:
-        if isinstance(operation, Compute | Start) and isinstance(operation.what, Node):
-            result += waits.pop((passes[operation.turn].chunk, operation.what.part), ())
-        result.append(operation)
-    return result + [one for left in waits.values() for one in left]
 
 
 def kept_after(

@@ -49,7 +49,7 @@ class GraphBuilder:
         """What adds an operator's gradients to the backward pass, in the order of the forward pass."""
         self._readers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
-        self._parameters = Parameters()
+        self._modules: dict[str, Parameters] = {}
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -91,9 +91,15 @@ class GraphBuilder:
 
     # -- operators -----------------------------------------------------------------------------------------
 
-    def _holds(self, *, cut: int = 0, whole: int = 0, experts: int = 0) -> None:
-        """Parameters of an operator on a rank: of a matrix that is cut over ``tp``, not cut, of experts."""
-        self._parameters += Parameters(dense=cut + whole, experts=experts, whole=whole)
+    def _holds(
+        self, module: str, *, cut: int = 0, whole: int = 0, experts: int = 0, tied: bool = False
+    ) -> None:
+        """Parameters of a module on a rank: of a matrix that is cut over ``tp``, not cut, of experts.
+
+        ``tied``: they are the table that embedding and head have in common.
+        """
+        more = Parameters(dense=cut + whole, experts=experts, whole=whole, tied=cut if tied else 0)
+        self._modules[module] = self._modules.get(module, Parameters()) + more
 
     def _emit(
         self,
@@ -207,7 +213,7 @@ class GraphBuilder:
             inputs=tuple(self._inputs),
             output=output,
             constants=tuple(self._constants),
-            parameters=self._parameters,
+            modules=dict(self._modules),
         )
 
     def _graph(self, operators: list[Operator]) -> Graph:

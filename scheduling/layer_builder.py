@@ -54,7 +54,7 @@ class LayerBuilder(GraphBuilder):
         numbers = Dims(dims.tokens, 2 if self.shape.biases else 1)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
-        self._holds(whole=dims.width * (2 if self.shape.biases else 1))
+        self._holds(name, whole=dims.width * (2 if self.shape.biases else 1))
         gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Pass.GRADIENT)
         self._gradient_with_skip(gradient, x)
         return y
@@ -66,7 +66,7 @@ class LayerBuilder(GraphBuilder):
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
-        self._holds(cut=width // self.sizes.tp if bias else 0)
+        self._holds(name, cut=width // self.sizes.tp if bias else 0)
         return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tp), kind)
 
     def rows(self, name: str, x: str, width: int, kind: Kind = Kind.GEMM) -> str:
@@ -81,9 +81,9 @@ class LayerBuilder(GraphBuilder):
         flops = 2 * made.tokens * weights // self.sizes.tp
         op = self._emit(name, kind, (x,), (y,), flops=flops)
         if kind is Kind.GROUPED_GEMM:
-            self._holds(experts=self.shape.experts * weights // (self.sizes.tp * self.sizes.ep))
+            self._holds(name, experts=self.shape.experts * weights // (self.sizes.tp * self.sizes.ep))
         else:
-            self._holds(cut=weights // self.sizes.tp)
+            self._holds(name, cut=weights // self.sizes.tp)
         self._both_gradients(op, (f"d.{y}",), (x,), (x,))
         return y
 
@@ -100,7 +100,7 @@ class LayerBuilder(GraphBuilder):
         """Add a branch (and the bias of its last matrix) to the residual stream or another branch."""
         y = self._value(f"{name}.out", self.dims(skip))
         op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
-        self._holds(whole=self.dims(skip).width if bias else 0)
+        self._holds(name, whole=self.dims(skip).width if bias else 0)
         gradient = gradient_of(op, (f"d.{y}",), phase=Pass.GRADIENT)
         self._one_gradient(gradient, (branch, skip), alias=f"d.{y}")
         return y
@@ -125,13 +125,14 @@ class LayerBuilder(GraphBuilder):
         kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, kept))
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
-        self._holds(cut=parameters)
+        self._holds(name, cut=parameters)
         receivers = tuple(x for x in reads if x not in self._constants)
         sources = (f"d.{y}", saved)
         if splits_weight_gradient:
             self._both_gradients(op, sources, (), receivers)
         else:  # one operator, with the FLOPs of both
-            self._one_gradient(gradient_of(op, sources, "dgrad", flops=2 * flops), receivers)
+            gradient = gradient_of(op, sources, "dgrad", Pass.GRADIENT, flops=2 * flops)
+            self._one_gradient(gradient, receivers)
         return y
 
     def attention(self, name: str, qkv: str) -> str:
@@ -185,7 +186,7 @@ class LayerBuilder(GraphBuilder):
         scores = self._value(f"{name}.scores", Dims(tokens, shape.experts), Precision.STATISTIC)
         flops = 2 * self.dims(x).elements * shape.experts
         op = self._emit(name, Kind.ROUTER, (x,), (gates, choice, scores), flops=flops)
-        self._holds(whole=self.dims(x).width * shape.experts)
+        self._holds(name, whole=self.dims(x).width * shape.experts)
         self._both_gradients(op, (f"d.{gates}", scores), (x,), (x,))
         return gates, choice
 
@@ -215,7 +216,8 @@ class LayerBuilder(GraphBuilder):
         """Look tokens up in this rank's rows of the vocabulary; scatter adds what the ranks found."""
         y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
-        self._holds(cut=self.sizes.vocabulary_rows * self.shape.hidden)
+        rows = self.sizes.vocabulary_rows
+        self._holds(name, cut=rows * self.shape.hidden, tied=self.shape.tied_head)
         self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Pass.WEIGHT_GRADIENT), ())
         return y
 
@@ -223,7 +225,7 @@ class LayerBuilder(GraphBuilder):
         """Add learned positions."""
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.EMBEDDING, (x,), (y,))
-        self._holds(whole=self.shape.sequence * self.shape.hidden)
+        self._holds(name, whole=self.shape.sequence * self.shape.hidden)
         self._one_gradient(gradient_of(op, (f"d.{y}",), phase=Pass.GRADIENT), (x,), alias=f"d.{y}")
         return y
 

@@ -6,6 +6,7 @@ and back.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
@@ -83,7 +84,11 @@ def head(sizes: PartSizes) -> Part:
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
     logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp)
-    return g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
+    part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
+    if not sizes.shape.tied_head:
+        return part
+    table = part.modules["head"]
+    return replace(part, modules={**part.modules, "head": replace(table, tied=table.dense)})
 
 
 def model_parts(

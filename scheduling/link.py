@@ -8,9 +8,9 @@ block or in the one that names it (``L2.1``); where there is none, it runs by it
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from braid.scheduling import schedule as text
+from braid.scheduling.buckets import Buckets
 from braid.scheduling.code import (
     Body,
     Code,
@@ -31,8 +31,6 @@ from braid.scheduling.frames import (
     kept_after,
     laid_out,
     operations_of,
-    with_gathers,
-    with_sums,
 )
 from braid.scheduling.operators import Part
 from braid.scheduling.rounds import combinations, in_rounds
@@ -40,11 +38,11 @@ from braid.scheduling.schedule import (
     Action,
     Await,
     Block,
-    Gather,
     Instruction,
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Program,
     Receive,
     Reduce,
@@ -55,8 +53,9 @@ from braid.scheduling.schedule import (
     Step,
     on_side,
 )
+from braid.scheduling.sharing import Sharing, SharingError
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.units import chunk_parts, chunk_units
+from braid.scheduling.units import chunk_units, members_of
 
 
 class LinkError(ValueError):
@@ -75,8 +74,18 @@ def link(
     `LinkError` names the instruction.
     """
     linker = _Linker(schedule, layout, kinds, parts)
-    stages = tuple(tuple(linker.stage(n)) for n in range(len(schedule.stages)))
-    return Code(schedule, layout, kinds, parts, stages)
+    chunks = range(schedule.chunks)
+    members = {chunk: members_of(parts, layout, kinds, chunk, schedule.unit_layers) for chunk in chunks}
+    buckets = Buckets(members, layout)
+    sharing = Sharing(schedule, layout, buckets)
+    stages = []
+    for number in range(len(schedule.stages)):
+        stretches = list(linker.stage(number))
+        try:
+            stages.append(tuple(sharing.stage(stretches)))
+        except SharingError as error:
+            raise LinkError(number, error.position, str(error)) from None
+    return Code(schedule, layout, kinds, parts, tuple(stages), buckets)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,6 @@ class _Unrolled:
 
 
 _Transferred = tuple[tuple[Frame], Body]
-_Shared = TypeVar("_Shared", Reduce, Gather)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +139,8 @@ class _Linker:
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _messages: dict[tuple[object, ...], _Transferred] = field(default_factory=dict)
     _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
-    _begun: dict[Reduce, tuple[Reduce, ...]] = field(default_factory=dict)
-    """Sums of the stage that stand in blocks, and what they are part by part."""
+    _begun: set[Reduce] = field(default_factory=set)
+    """Sums of the stage that stand in blocks."""
 
     def __post_init__(self) -> None:
         self._by_movers: dict[Sides, list[Sides]] = {}
@@ -171,13 +179,10 @@ class _Linker:
         key = (
             *[role.alike for role in roles],
             leaves,
-            block.sums,
-            block.gathers,
             *((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
         )
         if key not in self._blocks:
-            gathers = [part for one in block.gathers for part in self._by_part(one)]
-            self._blocks[key] = self._unrolled(passes, roles, leaves, before, (self._sums(block), gathers))
+            self._blocks[key] = self._unrolled(passes, roles, leaves, before)
         unrolled = self._blocks[key]
         for turn, left in unrolled.left.items():
             ends[passes[turn]] = left
@@ -186,27 +191,8 @@ class _Linker:
             for one, role in zip(passes, roles, strict=True)
             if role.follower is not None
         ]
-        self._begun.update({one: self._by_part(one) for one in block.sums})
+        self._begun.update(block.sums)
         return Stretch(block, (*passes, *followers), unrolled.frames, unrolled.body)
-
-    def _sums(self, block: Block) -> list[Reduce]:
-        """A block's sums, part by part in the order of a backward pass."""
-        chunks = dict.fromkeys(one.chunk for one in block.sums)
-        return [
-            part
-            for chunk in chunks
-            for parts in zip(*(self._by_part(one) for one in block.sums if one.chunk == chunk), strict=True)
-            for part in parts
-        ]
-
-    def _by_part(self, transfer: _Shared) -> tuple[_Shared, ...]:
-        """Part by part: gathers in the order of forward passes, sums in that of backward passes."""
-        assert transfer.chunk is not None
-        parts = range(len(chunk_parts(self.layout, self.kinds, transfer.chunk)))
-        return tuple(
-            replace(transfer, part=part)
-            for part in (parts if isinstance(transfer, Gather) else reversed(parts))
-        )
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
@@ -226,13 +212,10 @@ class _Linker:
         roles: Sequence[_Role],
         leaves: Sequence[bool],
         before: Mapping[int, _Left],
-        beside: tuple[Sequence[Reduce], Sequence[Gather]],
     ) -> _Unrolled:
-        sums, gathers = beside
         chunks = [role.chunk for role in roles]
         steps, left = self._steps(passes, chunks, leaves, before)
-        operations = with_sums(operations_of(steps, passes, chunks), passes, sums)
-        operations = with_gathers(operations, passes, gathers)
+        operations = operations_of(steps, passes, chunks)
         keeps = []
         for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
             end = left.get(turn)
@@ -329,16 +312,12 @@ class _Linker:
                 return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
             case Reduce():
                 return Stretch(instruction, (), (), self._shared((instruction,), Start(what=instruction)))
-            case Gather():
-                starts = [Start(what=one) for one in self._by_part(instruction)]
-                return Stretch(instruction, (), (), self._shared((instruction,), *starts))
+            case Prefetch():
+                return Stretch(instruction, (), (), self._shared(()))
+            case Await(Reduce() as reduce) if reduce in self._begun:
+                return Stretch(instruction, (), (), self._shared(()))
             case Await(Reduce() as reduce):
-                begun = self._begun.get(reduce)
-                waits = [Wait(what=one) for one in begun or (reduce,)]
-                return Stretch(instruction, (), (), self._shared((instruction, begun), *waits))
-            case Await(Gather() as gather):
-                waits = [Wait(what=one) for one in self._by_part(gather)]
-                return Stretch(instruction, (), (), self._shared((instruction,), *waits))
+                return Stretch(instruction, (), (), self._shared((instruction,), Wait(what=reduce)))
             case Send(moved) | Await(Send(moved)):
                 one, sent = moved.before(self.layout), True
             case Receive(moved) | Await(Receive(moved)):

@@ -2,22 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
+from braid.scheduling.buckets import flat_elements, share_elements, share_ways
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-
-ALIGNED: Final = 32
-"""Elements that a share's length is a multiple of: transfers from odd addresses are slower."""
-
-
-def share_elements(elements: int, ways: int) -> int:
-    """Length of each of the equal shares of so many elements (ZeRO); what is not cut stays as it is."""
-    return elements if ways == 1 else -(-elements // (ways * ALIGNED)) * ALIGNED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +21,8 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Activations, and messages until they are waited for or used, when most are held."""
+    """Activations, messages until they are waited for or used, and whole buckets of what is held in shares,
+    when most is held."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,44 +30,40 @@ class RankMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def stage_parameters(code: Code, shape: ModelShape, stage: int) -> int:
-    """Parameters on the fullest tensor-parallel rank of a stage."""
-    layout = code.layout
-    chunks = layout.chunks_of(stage)
-    total = sum(code.parameters(chunk).total for chunk in chunks)
-    if shape.tied_head:
-        shared = min(sum(map(layout.is_first, chunks)), sum(map(layout.is_last, chunks)))
-        total -= shared * -(-shape.vocabulary // layout.tp) * shape.hidden
-    return total
-
-
 def rank_memory(
     code: Code, shape: ModelShape, dtype: str, stage: int, gradient_width: int | None = None
 ) -> RankMemory:
-    """Memory of a rank of ``stage``, with AdamW.
+    """Memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
 
     gradient_width: bytes of a gradient; by default they are added up in at least single precision.
     """
     layout, width = code.layout, DTYPE_BYTES[dtype]
-    parameters = stage_parameters(code, shape, stage)
-    # The copies of a bidirectional pipeline are replicas: ZeRO cuts states over them too.
-    shares = layout.dp * layout.cp * layout.copies
-    states = state_bytes(parameters, width, shares, layout.zero, gradient_width)
+    main = max(4, width)
+    whole = share = 0
+    for chunk in layout.chunks_of(stage):
+        for bucket in code.buckets.of(chunk):
+            for axes, count in flat_elements(layout, bucket.parameters).items():
+                ways = share_ways(layout, axes)
+                share += share_elements(count, ways)
+                whole += share_elements(count, ways) * ways
+    zero = layout.zero
+    masters = main if width < main else 0
     return RankMemory(
         stage=stage,
-        parameter_bytes=states[0],
-        gradient_bytes=states[1],
-        optimizer_bytes=states[2],
-        activation_bytes=max(held_during(code, stage, width), default=0),
+        parameter_bytes=(share if zero > 2 else whole) * width,
+        gradient_bytes=(share if zero > 1 else whole) * (gradient_width or main),
+        optimizer_bytes=share * (masters + 2 * main),
+        activation_bytes=max(held_during(code, stage, width, gradient_width), default=0),
     )
 
 
-def held_during(code: Code, stage: int, width: int) -> tuple[int, ...]:
+def held_during(code: Code, stage: int, width: int, gradient_width: int | None = None) -> tuple[int, ...]:
     """Most bytes of activations and messages during each instruction of a stage; ``width``: of one number.
 
-    What operators of one pass hand each other counts, what kernels take while they run comes on top.
+    Gathered parameters and gradients on their way into shares (ZeRO) count too. What operators of one pass
+    hand each other counts, what kernels take while they run comes on top.
     """
-    return histories(code, width)[stage].during
+    return histories(code, width, gradient_width or max(4, width))[stage].during
 
 
 def state_bytes(

@@ -9,7 +9,7 @@ partial sums are ``d.x~1``, ``d.x~2``, ...
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -201,6 +201,8 @@ class Parameters:
     """Shared by the data-parallel ranks that hold the same experts."""
     whole: int = 0
     """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
+    tied: int = 0
+    """Of the dense ones, those of a table that embedding and head have in common."""
 
     @property
     def total(self) -> int:
@@ -212,6 +214,7 @@ class Parameters:
             dense=self.dense + other.dense,
             experts=self.experts + other.experts,
             whole=self.whole + other.whole,
+            tied=self.tied + other.tied,
         )
 
 
@@ -231,10 +234,16 @@ class Part:
     output: str
     constants: tuple[str, ...] = ()
     """Inputs that the executor provides instead of the part before (tokens, targets, loss_scale)."""
-    parameters: Parameters = Parameters()
-    """Of its modules; a head that is tied to the embedding counts its table too."""
+    modules: Mapping[str, Parameters] = field(default_factory=dict)
+    """Those that have parameters; of a unit of several parts, none of its own."""
     members: tuple["Part", ...] = ()
     """Of a unit of several parts, these."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """Of its modules; a head that is tied to the embedding counts its table too."""
+        own = [member.parameters for member in self.members] or self.modules.values()
+        return sum(own, Parameters())
 
     @property
     def evaluation(self) -> Graph:

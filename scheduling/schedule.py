@@ -8,14 +8,14 @@ Two levels. Per stage a list of instructions:
     L3.1            the end of backward pass B3.1, which an earlier block has left
     [F5.0b|B1.1]    a block of several passes that run at the same time, here a forward and a backward one
     [F0.0|F1.0b]    the same pass of two micro-batches
-    [B3.1|REDUCE(1 dp)]  a block in which the gradients of each part of chunk 1 are summed once they are final
-    [F0.1|WAIT(GATHER 1 dp)]  a block in which each part of chunk 1 is waited for before it is first used
+    [B3.1|REDUCE(1 dp)]  a block in which the gradients of each bucket of chunk 1 are summed, once final
+    [F0.1|GATHER(1 dp)]  a block before whose use of a bucket of chunk 1 its parameters are gathered (ZeRO)
     SEND(F3.2>1)    start to send what F3.2 needs to stage 1
     RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
-    GATHER(1 dp)    start to gather the parameters of chunk 1, where ranks hold only parts of them (ZeRO)
     NORM            square this rank's gradients;  REDUCE(norm tp): start to sum the squares over an axis
-    WAIT(...)       wait for the SEND, RECV, REDUCE or GATHER inside, such as WAIT(RECV F3.2<0)
+    WAIT(...)       wait for the SEND, RECV or REDUCE inside, such as WAIT(RECV F3.2<0)
+    PREFETCH        start to gather the parameters that are used first
     STEP            update the parameters
 
 and, for units (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
@@ -69,6 +69,10 @@ class PassKind(StrEnum):
     def travels(self) -> bool:
         """Whether the pass takes an input from one chunk and hands its output to the next."""
         return self not in (PassKind.WEIGHT, PassKind.END)
+
+
+ENDING = (PassKind.BACKWARD, PassKind.WEIGHT, PassKind.END)
+"""Passes behind which no other one of the micro-batch need add to gradients."""
 
 
 class Strand(StrEnum):
@@ -147,12 +151,12 @@ class Receive:
 class Reduce:
     """Start to sum over the ranks of an axis: the gradients of a chunk, or (None) the squares of the norm.
 
-    ``part``, in linked code alone: of that part of the chunk; None: of all.
+    ``bucket``, in linked code alone: of that bucket of the chunk (`braid.scheduling.buckets`); None: of all.
     """
 
     chunk: int | None
     axis: str
-    part: int | None = None
+    bucket: int | None = None
 
     def __str__(self) -> str:
         return f"REDUCE({'norm' if self.chunk is None else self.chunk} {self.axis})"
@@ -160,30 +164,30 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Gather:
-    """Start to gather the parameters of a chunk, part by part, from the ranks of an axis, each of which has
-    updated a share of them.
+    """Gather the parameters of a chunk from the ranks of an axis, each of which has updated a share of them.
 
-    ``part``, in linked code alone: of that part of the chunk.
+    ``bucket``, in linked code alone: of that bucket of the chunk.
     """
 
     chunk: int
     axis: str
-    part: int | None = None
+    bucket: int | None = None
 
     def __str__(self) -> str:
         return f"GATHER({self.chunk} {self.axis})"
 
 
-Transfer = Send | Receive | Reduce | Gather
+Transfer = Send | Receive | Reduce
 
 
 @dataclass(frozen=True)
 class Block:
-    """Passes that run at the same time, sums of gradients that become final and parameters that are awaited.
+    """Passes that run at the same time, sums of gradients that become final and parameters that are gathered.
 
-    ``sums`` are started part by part, behind the last operator that adds to a part's gradients; those over tp
-    come first and are waited for at once, the others stay under way behind the block. Parameters under way in
-    ``gathers`` are waited for part by part, each before the first operator of its part.
+    ``sums`` are started bucket by bucket, behind the last operator that adds to a bucket's gradients; those
+    over tp come first and are waited for at once, the others stay under way behind the block. Buckets of
+    ``gathers`` that are not there are waited for before the first operator that uses them, and were started
+    as long before as `Schedule.prefetch` says.
     """
 
     passes: tuple[Pass, ...]
@@ -191,7 +195,7 @@ class Block:
     gathers: tuple[Gather, ...] = ()
 
     def __str__(self) -> str:
-        texts = [*map(str, self.passes), *map(str, map(Await, self.gathers)), *map(str, self.sums)]
+        texts = [*map(str, self.passes), *map(str, self.gathers), *map(str, self.sums)]
         return texts[0] if len(texts) == 1 else f"[{'|'.join(texts)}]"
 
 
@@ -203,6 +207,14 @@ class Await:
 
     def __str__(self) -> str:
         return f"WAIT({str(self.transfer).replace('(', ' ')}"
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Start to gather the parameters that are used first."""
+
+    def __str__(self) -> str:
+        return "PREFETCH"
 
 
 @dataclass(frozen=True)
@@ -221,7 +233,7 @@ class Step:
         return "STEP"
 
 
-Instruction = Block | Send | Receive | Reduce | Gather | Await | Norm | Step
+Instruction = Block | Send | Receive | Reduce | Await | Prefetch | Norm | Step
 
 
 def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
@@ -303,6 +315,11 @@ class Schedule:
     """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
     pieces: int = 1
     """Pieces of the layers' all-gathers and their GEMMs (`braid.scheduling.lowering.pieces`); 1: whole."""
+    prefetch: int = 0
+    """Where gradients are in shares (ZeRO 2): sums of buckets under way at most; 0: each is waited for at
+    once. Where parameters are, too (ZeRO 3): so many uses ahead a bucket is gathered; 0: when it is used."""
+    keep: int = 0
+    """ZeRO 3: a bucket that is used again within so many uses is not let go of; at least ``prefetch``."""
 
     @property
     def trains(self) -> bool:

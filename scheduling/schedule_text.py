@@ -21,6 +21,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Program,
     Receive,
     Reduce,
@@ -43,7 +44,8 @@ _Result = TypeVar("_Result")
 _NUMBER = r"(0|[1-9][0-9]*)"
 _PASS: Final = re.compile(rf"([FBIWL]){_NUMBER}\.{_NUMBER}(b?)")
 _TOKEN: Final = re.compile(r"(?:[A-Z]+\([^)]*\)|\S)+")
-_TRANSFER: Final = re.compile(r"(SEND|RECV|REDUCE|GATHER)([( ])(.*)\)")
+_TRANSFER: Final = re.compile(r"(SEND|RECV|REDUCE)([( ])(.*)\)")
+_SHARED: Final = re.compile(r"(GATHER|REDUCE)\((.*)\)")
 _AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z]+)")
 
 
@@ -61,6 +63,7 @@ def write(schedule: Schedule) -> str:
         f"unit {schedule.unit_layers}",
         f"pieces {schedule.pieces}",
     ]
+    lines += [f"{key} {value}" for key in _OPTIONAL if (value := getattr(schedule, key))]
     for number, stage in enumerate(schedule.stages):
         lines += ["", f"stage {number}", *_stage_lines(stage)]
     for sides, program in schedule.programs.items():
@@ -111,7 +114,7 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
     here, before = stage[position], stage[position - 1] if position else None
     arrives = isinstance(before, Receive | Await)
     match here:
-        case Receive() | Await(Receive() | Gather()) | Block():
+        case Receive() | Await(Receive()) | Block():
             return arrives and not behind
         case Await(Send()) if isinstance(before, Block):
             after = next((i for i in stage[position:] if not isinstance(i, Await)), None)
@@ -143,6 +146,8 @@ def parse_instruction(token: str) -> Instruction:
         return Step()
     if token == "NORM":
         return Norm()
+    if token == "PREFETCH":
+        return Prefetch()
     if token.startswith("WAIT(") and token.endswith(")"):
         return Await(_transfer(token, token.removeprefix("WAIT("), " "))
     if _TRANSFER.fullmatch(token):
@@ -156,24 +161,24 @@ def parse_instruction(token: str) -> Instruction:
 
 def _block(token: str) -> Block:
     texts = token[1:-1].split("|")
-    count = next((n for n, one in enumerate(texts) if one.startswith(("WAIT(", "REDUCE("))), len(texts))
+    count = next((n for n, one in enumerate(texts) if _SHARED.fullmatch(one)), len(texts))
     passes = tuple(map(parse_pass, texts[:count]))
     if len(texts) < 2:
         raise ValueError(f"{token!r} holds one pass; write it without brackets")
     gathers: list[Gather] = []
     sums: list[Reduce] = []
     for one in texts[count:]:
-        waits, known = one.startswith("WAIT("), one.startswith(("WAIT(", "REDUCE("))
-        found = _transfer(token, one.removeprefix("WAIT("), " " if waits else "(") if known else None
-        if waits and isinstance(found, Gather) and passes and not sums:
-            gathers.append(found)
-        elif not waits and isinstance(found, Reduce) and found.chunk is not None and passes:
-            sums.append(found)
-        else:
+        match = _SHARED.fullmatch(one)
+        found = match and _AXIS.fullmatch(match[2])
+        if not match or not found or found[1] == "norm" or not passes or (sums and match[1] == "GATHER"):
             raise ValueError(
-                f"{token!r}: sums of gradients stand behind the passes ([B3.1|REDUCE(1 dp)]), and waits for "
-                f"parameters before them ([F0.1|WAIT(GATHER 1 dp)])"
+                f"{token!r}: behind the passes stand gathers of parameters and then sums of gradients "
+                f"([B3.1|GATHER(1 dp)|REDUCE(1 dp)])"
             )
+        if match[1] == "GATHER":
+            gathers.append(Gather(int(found[1]), found[3]))
+        else:
+            sums.append(Reduce(int(found[1]), found[3]))
     return Block(passes, tuple(sums), tuple(gathers))
 
 
@@ -190,10 +195,9 @@ def _transfer(token: str, text: str, opening: str) -> Transfer:
         one = parse_pass(moved)
         return Send(one, int(stage)) if kind == "SEND" else Receive(one, int(stage))
     found = _AXIS.fullmatch(inside)
-    if found is None or (kind == "GATHER" and found[1] == "norm"):
-        raise ValueError(f"{token!r} names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp), GATHER(1 dp))")
-    chunk = None if found[1] == "norm" else int(found[1])
-    return Reduce(chunk, found[3]) if kind == "REDUCE" else Gather(int(found[1]), found[3])
+    if found is None:
+        raise ValueError(f"{token!r} names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp))")
+    return Reduce(None if found[1] == "norm" else int(found[1]), found[3])
 
 
 def parse_sides(text: str) -> Sides:
@@ -240,6 +244,8 @@ Line = tuple[int, str]
 """A line's number and its text, without comment and outer white space."""
 
 _HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit", "pieces")
+_OPTIONAL: Final = ("prefetch", "keep")
+"""They follow where they are not 0."""
 _FORMER: Final = {"unit": "fused", "pieces": "split"}
 """Keywords of the header that were others in version 4."""
 
@@ -252,7 +258,7 @@ def parse(text: str) -> Schedule:
         if (stripped := line.split("#", 1)[0].strip())
     ]
     header = _parse_header(lines)
-    body = lines[1 + len(_HEADER) :]
+    body = lines[1 + len(header) :]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
     stages = _parse_stages(body[:cut])
     if str(len(stages)) != header["stages"]:
@@ -266,6 +272,7 @@ def parse(text: str) -> Schedule:
         programs=_parse_programs(body[cut:]),
         unit_layers=int(header["unit"]),
         pieces=int(header["pieces"]),
+        **{key: int(header[key]) for key in _OPTIONAL if key in header},
     )
 
 
@@ -292,6 +299,15 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
         entries[key] = words[1]
     if entries["pieces"] == "0":
         raise _wrong(number, "a collective is in 1 piece or more")
+    more: tuple[str, ...] = _OPTIONAL
+    for number, line in lines[1 + len(_HEADER) :]:
+        words = line.split()
+        if words[0] not in more:
+            break
+        more = more[more.index(words[0]) + 1 :]
+        if len(words) != 2 or not re.fullmatch(_NUMBER, words[1]) or words[1] == "0":
+            raise _wrong(number, f"expected '{words[0]}' and a number above 0, found {line!r}")
+        entries[words[0]] = words[1]
     return entries
 
 

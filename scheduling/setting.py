@@ -33,6 +33,8 @@ class Setting:
     """Pieces of collectives and the GEMMs beside them (``intra_batch``)."""
     unit_layers: int = 0
     """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
+    distances: tuple[int, int] = (0, 0)
+    """`Schedule.prefetch` and `Schedule.keep`; (0, 0): the schedule's usual ones under this ZeRO stage."""
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -60,6 +62,12 @@ class Setting:
         if not 0 <= self.unit_layers <= MOST_UNIT_LAYERS:
             raise ValueError(
                 f"unit_layers={self.unit_layers} must be between 0 and {MOST_UNIT_LAYERS} layers"
+            )
+        if not any(self.distances):
+            object.__setattr__(self, "distances", self.kind.distances(self.layout.zero)[0])
+        if min(self.distances) < 0 or (any(self.distances) and self.layout.zero < 2):
+            raise ValueError(
+                f"distances={self.distances} must be (0, 0) unless gradients are in shares (ZeRO 2)"
             )
         self._check_placement()
         check_fit(self.model, self.layout, self.workload)

@@ -155,7 +155,7 @@ def simulate(
     dtype: str = "bf16",
 ) -> Simulation:
     """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
-    prices = Prices(code, shape, profile, dtype)
+    prices = Prices(code, profile, dtype)
     return Simulation(code, shape, dtype, tuple(run_ranks(code.stages, prices)))
 
 

@@ -18,7 +18,7 @@ RUNNABLE_FAMILIES: Final = ("llama", "gpt")
 
 CONTEXT_MODES: Final = ("all_gather", "ring")
 
-ZERO_STAGES: Final = (0, 1)
+ZERO_STAGES: Final = (0, 1, 2, 3)
 
 AXES: Final = ("pp", "dp", "cp", "tp")
 """Mesh axes, outermost first; the last one varies fastest with the rank."""
@@ -163,7 +163,8 @@ class ParallelLayout:
     head_layers: int = 0
     """Layers that the head counts for when layers are shared out between chunks."""
     zero: int = 0
-    """1: optimizer states are cut over the ranks that share parameters, which gather the updated ones."""
+    """What is cut over the ranks that share parameters: optimizer states (1), gradients too (2), parameters
+    too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are."""
     late_layers: int = 0
     """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from braid.scheduling.buckets import flat_elements, share_elements, share_ways
 from braid.scheduling.code import (
+    Allocate,
     Code,
     Compute,
     Frame,
@@ -18,11 +20,12 @@ from braid.scheduling.code import (
     Message,
     Node,
     Operation,
+    Release,
     Start,
     Stretch,
     Wait,
 )
-from braid.scheduling.schedule import Direction, Pass, PassKind, Side
+from braid.scheduling.schedule import Direction, Gather, Pass, PassKind, Reduce, Side
 
 FrameKey = tuple[int, int]
 """Micro-batch and chunk."""
@@ -58,9 +61,12 @@ class AbsentInputError(CodeError):
 
 @dataclass
 class Sweep:
-    """Goes through the stretches of a stage. ``width``: bytes of an activation."""
+    """Goes through the stretches of a stage. ``width``: bytes of an activation; ``gradient_width``: of a
+    gradient."""
 
+    code: Code
     width: int = 2
+    gradient_width: int = 4
     states: dict[FrameKey, FrameState] = field(default_factory=dict)
     held_bytes: int = 0
     _known: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
@@ -68,8 +74,6 @@ class Sweep:
 
     def run(self, stretch: Stretch) -> Swept:
         """The next stretch; `CodeError` where an operation cannot run."""
-        if not stretch.passes:
-            return _NOTHING
         keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
         known = (stretch.body, stretch.frames, before)
@@ -98,6 +102,20 @@ class Sweep:
             run.operation(operation)
         return Swept(run.most, run.bytes), run.after()
 
+    def whole_bytes(self, what: Gather | Reduce) -> int:
+        """Bytes of a bucket's parameters or gradients as a whole, where ranks hold shares of them."""
+        layout = self.code.layout
+        if what.bucket is None or layout.zero < (3 if isinstance(what, Gather) else 2) or what.axis == "tp":
+            return 0
+        assert what.chunk is not None
+        flats = flat_elements(layout, self.code.buckets.of(what.chunk)[what.bucket].parameters)
+        elements = sum(
+            share_elements(count, ways) * ways
+            for axes, count in flats.items()
+            if what.axis in axes and (ways := share_ways(layout, axes))
+        )
+        return elements * (self.width if isinstance(what, Gather) else self.gradient_width)
+
     def sizes(self, frame: Frame) -> tuple[int, ...]:
         """Bytes of every register's memory; none of what the executor provides."""
         if frame not in self._sizes:
@@ -111,7 +129,7 @@ class Sweep:
         return self._sizes[frame]
 
 
-_NEW, _NOTHING = FrameState(), Swept(0, 0)
+_NEW = FrameState()
 
 
 @dataclass(frozen=True)
@@ -124,9 +142,9 @@ class History:
 
 
 @lru_cache(maxsize=8)
-def histories(code: Code, width: int) -> tuple[History, ...]:
-    """Sweep over every stage; ``width``: bytes of an activation."""
-    sweep, found = Sweep(width), []
+def histories(code: Code, width: int, gradient_width: int = 4) -> tuple[History, ...]:
+    """Sweep over every stage; ``width``: bytes of an activation, ``gradient_width``: of a gradient."""
+    sweep, found = Sweep(code, width, gradient_width), []
     for stretches in code.stages:
         sweep.states, sweep.held_bytes = {}, 0
         during, fault = [], None
@@ -146,6 +164,7 @@ class _Run:
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
+        self._whole_bytes = sweep.whole_bytes
         keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
         self._place = [keys.index(key) for key in keys]
         self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
@@ -196,6 +215,12 @@ class _Run:
                 return
             case Loss():
                 self._made(turn, True)
+            case Start(what=Gather() as what) | Allocate(what=what):
+                self.bytes += self._whole_bytes(what)
+            case Wait(what=Reduce() as what) | Release(what=what):
+                self.before_free = self.bytes
+                self.bytes -= self._whole_bytes(what)
+                return
         self.before_free = self.bytes
         self.most = max(self.most, self.bytes)
         if operation.frees:

@@ -167,7 +167,6 @@ def joined(members: Sequence[Part]) -> Part:
         inputs=_once(inputs),
         output=handed_on,
         constants=_once(constants),
-        parameters=sum((part.parameters for part in members), Parameters()),
         members=tuple(members),
     )
 

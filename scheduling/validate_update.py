@@ -6,11 +6,14 @@ Nothing of it shows in the data of passes: a sum that is missing gives other gra
 from collections.abc import Iterator, Set
 
 from braid.scheduling.schedule import (
+    ENDING,
     Await,
     Block,
     Gather,
     Instruction,
     Norm,
+    PassKind,
+    Prefetch,
     Reduce,
     Schedule,
     Step,
@@ -19,13 +22,16 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 
+_REPLICAS = ("dp", "edp")
+
 
 def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
-    """Sums of gradients after the last pass of a chunk, gathers before the first, one step at the end.
+    """Sums of gradients after the last pass of a chunk (ZeRO 2: every one), gathers before the first (ZeRO 3:
+    every one), one step at the end.
 
     Stages, positions in their lists (their length: the end) and causes.
     """
-    everywhere = {one for own in schedule.stages for i in own for one in _shared(i)}
+    everywhere = {one for own in schedule.stages for i in own for one in sums_in(i)}
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, everywhere):
             yield stage, position, cause
@@ -40,7 +46,7 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
 
 def _of_stage(
-    schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
+    schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce]
 ) -> Iterator[tuple[int, str]]:
     walk = _Walk(schedule, stage, layout, everywhere)
     for position, instruction in enumerate(schedule.stages[stage]):
@@ -52,11 +58,6 @@ def _of_stage(
         yield len(schedule.stages[stage]), cause
 
 
-def _shared(instruction: Instruction) -> tuple[Reduce | Gather, ...]:
-    """The sums of gradients and the gathers that an instruction starts."""
-    return (instruction,) if isinstance(instruction, Gather) else sums_in(instruction)
-
-
 def _transfer(instruction: Instruction) -> object:
     return instruction.transfer if isinstance(instruction, Await) else instruction
 
@@ -65,7 +66,7 @@ class _Walk:
     """Goes through a stage's list and keeps what has happened so far."""
 
     def __init__(
-        self, schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce | Gather]
+        self, schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce]
     ) -> None:
         self._layout = layout
         self._instructions = schedule.stages[stage]
@@ -74,16 +75,20 @@ class _Walk:
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
         differs = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp * layout.cp if layout.zero else 1}
         self._norm_axes = tuple(axis for axis, ranks in differs.items() if ranks > 1)
-        self._under_way: list[Reduce | Gather] = []
-        self._done: set[Reduce | Gather] = set()
+        self._under_way: list[Reduce] = []
+        self._done: set[Reduce] = set()
+        self._gathered: set[Gather] = set()
         self._normed = self._stepped = False
 
     def fault(self, position: int, instruction: Instruction) -> str | None:
         """What is wrong with an instruction behind those before it; None: nothing, and it has happened."""
         match instruction:
-            case Reduce() | Gather():
+            case Prefetch():
+                if not self._layout.zero or position:
+                    return "it stands at the begin, where ranks hold shares (ZeRO)"
+            case Reduce():
                 return self._start(position, instruction)
-            case Await(Reduce() | Gather() as transfer):
+            case Await(Reduce() as transfer):
                 if transfer not in self._under_way:
                     return f"no {transfer} is under way"
                 self._under_way.remove(transfer)
@@ -92,16 +97,41 @@ class _Walk:
                 return self._norm(position)
             case Step():
                 return self._step()
-            case Block(passes, sums, gathers):
-                if missing := [one for one in gathers if one not in self._under_way]:
-                    return f"no {missing[0]} is under way"
-                for one in gathers:
-                    self._under_way.remove(one)
-                self._done.update(gathers)
-                for chunk in dict.fromkeys(one.chunk for one in passes):
-                    if cause := self._parameters(chunk):
-                        return cause
-                return next(filter(None, (self._start(position, one) for one in sums)), None)
+            case Block():
+                return self._block(position, instruction)
+        return None
+
+    def _block(self, position: int, block: Block) -> str | None:
+        if cause := self._gathers(block):
+            return cause
+        if self._layout.zero > 1:
+            for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
+                for axis in self._axes.get(chunk, ()):
+                    if axis in ("tp", *_REPLICAS) and Reduce(chunk, axis) not in block.sums:
+                        return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
+        return next(filter(None, (self._start(position, one) for one in block.sums)), None)
+
+    def _gathers(self, block: Block) -> str | None:
+        """Parameters are there before their passes, and with ZeRO 1 and 2 are gathered once."""
+        reading = dict.fromkeys(one.chunk for one in block.passes if one.kind is not PassKind.WEIGHT)
+        for one in block.gathers:
+            if one.chunk not in reading:
+                return f"{one}: no pass of the block reads the parameters of chunk {one.chunk}"
+            if one.axis not in (known := self._cut(self._axes.get(one.chunk, ()))):
+                axes = ", ".join(known) or "no axis"
+                return f"{one}: over {one.axis} there is nothing to gather (but over {axes})"
+            if one in self._gathered or block.gathers.count(one) > 1:
+                return f"{one} stands twice"
+        there = {*self._gathered, *block.gathers}
+        for chunk in reading:
+            for axis in self._cut(self._axes.get(chunk, ())):
+                if Gather(chunk, axis) not in there:
+                    zero = self._layout.zero
+                    return f"the parameters of chunk {chunk} are not gathered over {axis} (ZeRO {zero})"
+        if block.gathers and not isinstance(self._instructions[0], Prefetch):
+            return "PREFETCH is missing at the begin"
+        if self._layout.zero < 3:
+            self._gathered = there
         return None
 
     def at_end(self) -> str | None:
@@ -110,31 +140,33 @@ class _Walk:
             return "the STEP is missing"
         return f"{self._under_way[0]} is never waited for" if self._under_way else None
 
-    def _start(self, position: int, transfer: Reduce | Gather) -> str | None:
+    def _start(self, position: int, transfer: Reduce) -> str | None:
         chunk, axis = transfer.chunk, transfer.axis
-        if transfer in self._under_way or transfer in self._done:
+        block = self._instructions[position]
+        again = self._layout.zero > 1 and isinstance(block, Block)
+        twice = block.sums.count(transfer) > 1 if isinstance(block, Block) else False
+        if twice or (not again and (transfer in self._under_way or transfer in self._done)):
             return f"{transfer} stands twice"
         if chunk is not None and chunk not in self._axes:
             return f"chunk {chunk} is not on this stage"
         known = self._norm_axes if chunk is None else self._axes[chunk]
-        if isinstance(transfer, Gather):
-            known = self._cut(known)
         if axis not in known:
             return f"over {axis} there is nothing to do here (but over {', '.join(known) or 'no axis'})"
-        if isinstance(transfer, Reduce):
-            if chunk is None and not self._normed:
-                return "the squares are not there yet: NORM comes first"
-            if chunk is not None and self._normed:
-                return "too late: NORM has squared the gradients"
-            if chunk is not None and self._last.get(chunk, -1) > position:
-                return f"chunk {chunk} still has passes to run"
-            for other in self._under_way:
-                replicas = {axis, other.axis} == {"dp", "edp"}  # dense parameters and experts: not the same
-                if isinstance(other, Reduce) and other.chunk == chunk and not replicas:
-                    return f"{other} is not waited for, and sums of the same come one after the other"
-        if isinstance(self._instructions[position], Block) and axis == "tp":
+        if chunk is None and not self._normed:
+            return "the squares are not there yet: NORM comes first"
+        if chunk is not None and self._normed:
+            return "too late: NORM has squared the gradients"
+        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *_REPLICAS):
+            return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
+        if chunk is not None and self._last.get(chunk, -1) > position and not again:
+            return f"chunk {chunk} still has passes to run"
+        for other in self._under_way:
+            replicas = {axis, other.axis} == {"dp", "edp"}  # dense parameters and experts: not the same
+            if other.chunk == chunk and not replicas and not again:
+                return f"{other} is not waited for, and sums of the same come one after the other"
+        if isinstance(block, Block) and axis == "tp":
             self._done.add(transfer)  # waited for in the block
-        else:
+        elif transfer not in self._under_way:
             self._under_way.append(transfer)
         return None
 
@@ -163,17 +195,9 @@ class _Walk:
         self._stepped = True
         return None
 
-    def _parameters(self, chunk: int) -> str | None:
-        for axis in self._cut(self._axes.get(chunk, ())):
-            if Gather(chunk, axis) in self._under_way:
-                return f"the parameters of chunk {chunk} have not been waited for"
-            if Gather(chunk, axis) not in self._done:
-                return f"the parameters of chunk {chunk} have not been gathered (ZeRO {self._layout.zero})"
-        return None
-
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Of the axes that gradients are summed over, those that states are cut over."""
-        return tuple(axis for axis in axes if axis in ("dp", "edp")) if self._layout.zero else ()
+        return tuple(axis for axis in axes if axis in _REPLICAS) if self._layout.zero else ()
 
 
 def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:

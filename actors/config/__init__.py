@@ -106,7 +106,7 @@ class ParallelConfig(Section):
     cp: Positive = 1  # context: the sequence is cut
     ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
     auto: bool = False  # search the degrees that are not given
-    zero: Annotated[int, Field(ge=0, le=1)] = 0  # 1: optimizer states cut over data-parallel ranks
+    zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
     late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
 

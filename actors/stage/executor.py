@@ -19,6 +19,7 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Channel
 from braid.scheduling.code import (
+    Allocate,
     Barrier,
     Code,
     Compute,
@@ -28,6 +29,7 @@ from braid.scheduling.code import (
     Message,
     Node,
     Operation,
+    Release,
     Start,
     Stretch,
     Wait,
@@ -54,6 +56,12 @@ class Update(Protocol):
 
     def wait(self, transfer: Reduce | Gather) -> None:
         """Finish that."""
+
+    def allocate(self, reduce: Reduce) -> None:
+        """Make memory for a bucket's gradients, which are added up next."""
+
+    def release(self, gather: Gather) -> None:
+        """Let go of a bucket's parameters."""
 
     def norm(self) -> None:
         """Square and add up this rank's gradients."""
@@ -231,6 +239,10 @@ class Executor:
                 return lambda frames, passes: self._updating.start(shared)
             case Wait(what=Reduce() | Gather() as shared):
                 return lambda frames, passes: self._updating.wait(shared)
+            case Allocate(what=reduce):
+                return lambda frames, passes: self._updating.allocate(reduce)
+            case Release(what=gather):
+                return lambda frames, passes: self._updating.release(gather)
             case Compute(what=Norm() as norm):
                 return self._timed(norm, lambda: self._updating.norm())
             case Compute(what=Step() as step):

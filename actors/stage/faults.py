@@ -101,7 +101,7 @@ class Saboteur:
     @staticmethod
     def _do(fault: Fault, gradients: GradientBuckets) -> None:
         if fault.kind == "nan":
-            gradients.buckets[0].buffer[0] = float("nan")
+            gradients.buckets[0].share[0] = float("nan")
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 

@@ -1,6 +1,6 @@
 """Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,39 @@ from braid.scheduling.schedule import Reduce
 from braid.scheduling.trace import Label
 
 
-@dataclass(frozen=True)
-class Bucket:
+@dataclass(eq=False)
+class _Bucket:
     """Gradients of some parameters of one chunk in one flat buffer, summed over some axes."""
 
     plan: BucketPlan
-    buffer: Tensor
-    parts: Mapping[int, Tensor]
-    """By part of the chunk, its elements of the buffer."""
     share: Tensor
-    """The sums that this rank updates parameters with, a view."""
+    """The sums that this rank updates parameters with."""
+    buffer: Tensor | None
+    """All of it, the share too; None where that is apart, and no gradients are added up (ZeRO 2)."""
+    parts: Mapping[int, Tensor]
+    """Of a buffer that stays, the elements of each bucket of the chunk."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the buffer stays."""
+        return bool(self.parts)
+
+    def whole(self) -> Tensor:
+        """The buffer, which is there."""
+        assert self.buffer is not None
+        return self.buffer
+
+    def allocate(self) -> None:
+        """Make the buffer of one that does not stay."""
+        self.buffer = self.share.new_zeros(self.plan.elements)
+        for parameter, view in self.plan.lay(self.buffer):
+            parameter.gradient = view
+
+    def release(self) -> None:
+        """Let go of the buffer."""
+        self.buffer = None
+        for parameter in self.plan.members:
+            parameter.gradient = None
 
 
 class GradientBuckets:
@@ -59,22 +82,34 @@ class GradientBuckets:
         self._labels: dict[tuple[Reduce, int], Label] = {}
         self._norm = _GlobalNorm(self.shares, mesh, parameters[0].tensor.device)
 
-    def _fill(self, plan: BucketPlan) -> Bucket:
+    def _fill(self, plan: BucketPlan) -> _Bucket:
         like = plan.members[0].tensor
         dtype = torch.float64 if self._deterministic else main_gradient_dtype(like.dtype)
-        buffer = torch.zeros(plan.elements, dtype=dtype, device=like.device)
-        for parameter, view in plan.lay(buffer):
-            parameter.gradient = view
-        begins: dict[int, int] = {}
-        for parameter, begin in zip(plan.members, plan.offsets, strict=False):
-            begins.setdefault(parameter.part, begin)
-        ends = [*begins.values(), plan.elements][1:]
-        parts = {part: buffer[begin:end] for (part, begin), end in zip(begins.items(), ends, strict=True)}
-        return Bucket(plan, buffer, parts, plan.own(buffer))
+        if plan.ways > 1 and self._mesh.layout.zero > 1:
+            share = torch.zeros(plan.share_elements, dtype=dtype, device=like.device)
+            bucket = _Bucket(plan, share, None, {})
+        else:
+            buffer = torch.zeros(plan.elements, dtype=dtype, device=like.device)
+            for parameter, view in plan.lay(buffer):
+                parameter.gradient = view
+            begins: dict[int, int] = {}
+            for parameter, begin in zip(plan.members, plan.offsets, strict=False):
+                begins.setdefault(parameter.bucket, begin)
+            ends = [*begins.values(), plan.elements][1:]
+            parts = {n: buffer[at:end] for (n, at), end in zip(begins.items(), ends, strict=True)}
+            bucket = _Bucket(plan, plan.own(buffer), buffer, parts)
+        for own, view in plan.lay_shares(bucket.share):
+            own.gradient = view
+        return bucket
+
+    def allocate(self, reduce: Reduce) -> None:
+        """Make memory, all zeros, for the gradients of a bucket that are next added up (ZeRO 2)."""
+        for bucket in self._of(reduce):
+            if not bucket.lasting:
+                bucket.allocate()
 
     def start(self, reduce: Reduce) -> None:
-        """Begin to sum, over an axis, the gradients of a chunk or of a part that are shared along it, or the
-        squares.
+        """Begin to sum, over an axis, gradients of a chunk or of a bucket that are shared along it, or squares.
 
         Where every rank along the axis updates a share of a bucket, it gets the sums of that share.
         """
@@ -88,15 +123,24 @@ class GradientBuckets:
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
 
-    def _summed(self, reduce: Reduce) -> list[tuple[Tensor, Tensor]]:
+    def _of(self, reduce: Reduce) -> list[_Bucket]:
+        """What a sum over an axis, or the memory for it, is about."""
+        alike = [b for b in self.buckets if b.plan.chunk == reduce.chunk and reduce.axis in b.plan.axes]
+        if reduce.bucket is None:
+            return alike
+        return [b for b in alike if reduce.bucket in b.parts or b.plan.bucket == reduce.bucket]
+
+    def _summed(self, reduce: Reduce) -> Iterator[tuple[Tensor, Tensor]]:
         """What is summed, and this rank's share of it."""
         if reduce.chunk is None:
-            return [(self._norm.squares, self._norm.squares)]
-        alike = [b for b in self.buckets if b.plan.chunk == reduce.chunk and reduce.axis in b.plan.axes]
-        if reduce.part is None:
-            return [(bucket.buffer, bucket.share) for bucket in alike]
-        held = [bucket for bucket in alike if reduce.part in bucket.parts]
-        return [(bucket.parts[reduce.part], bucket.share) for bucket in held]
+            yield self._norm.squares, self._norm.squares
+        for bucket in self._of(reduce):
+            if bucket.lasting:
+                yield bucket.whole() if reduce.bucket is None else bucket.parts[reduce.bucket], bucket.share
+            elif reduce.bucket is None:  # over stages, behind the sums over replicas
+                yield bucket.share, bucket.share
+            else:
+                yield bucket.whole(), bucket.plan.own(bucket.whole())
 
     def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
         key = reduce, buffer.numel()
@@ -112,6 +156,12 @@ class GradientBuckets:
         for transfer in self._pending.pop(reduce):
             self._streams.wait(transfer)
             transfer.take()
+        if reduce.bucket is None or reduce.axis not in self._mesh.place.mesh.sharded:
+            return
+        for bucket in self._of(reduce):
+            if not bucket.lasting:
+                bucket.share.add_(bucket.plan.own(bucket.whole()))
+                bucket.release()
 
     def square(self) -> None:
         """Square and add up this rank's gradients, parameter by parameter; sums over axes follow."""
@@ -129,7 +179,11 @@ class GradientBuckets:
     def zero(self) -> None:
         """Clear all gradients."""
         for bucket in self.buckets:
-            bucket.buffer.zero_()
+            if bucket.lasting:
+                bucket.whole().zero_()
+            else:
+                bucket.share.zero_()
+                bucket.release()
 
 
 class _GlobalNorm:

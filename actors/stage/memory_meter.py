@@ -1,6 +1,6 @@
 """How many bytes of tensors an executor holds: for memory reports, not for the step itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.autograd import Graph
 from braid.scheduling.code import Operation
-from braid.scheduling.schedule import Gather, Reduce
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""
@@ -40,29 +39,17 @@ def held_bytes(*values: object) -> int:
 
 
 class MemoryMeter:
-    """Notes the most bytes that an executor holds after any operation, before that frees anything."""
+    """Notes the most bytes that an executor holds after any operation, before that frees anything.
 
-    def __init__(self) -> None:
+    ``more``: what is held beside activations and messages.
+    """
+
+    def __init__(self, more: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._more = more
         self.executor: Executor | None = None
         self.peak_bytes = 0
 
     def __call__(self, operation: Operation) -> None:
         """An operation ran (`Executor` watch)."""
         assert self.executor is not None
-        self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held()))
-
-
-class NoUpdate:
-    """The end of a step that leaves parameters as they are."""
-
-    def start(self, transfer: Reduce | Gather) -> None:
-        """Nothing."""
-
-    def wait(self, transfer: Reduce | Gather) -> None:
-        """Nothing."""
-
-    def norm(self) -> None:
-        """Nothing."""
-
-    def step(self) -> None:
-        """Nothing."""
+        self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held(), *self._more()))

@@ -1,6 +1,6 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
 from braid.actors.stage.shares import main_gradient_dtype
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.pattern import UNIFORM
+from braid.scheduling.buckets import Buckets
+from braid.scheduling.layers import model_parts
+from braid.scheduling.pattern import UNIFORM, is_layer
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import chunk_parts
@@ -58,26 +60,40 @@ class StageModel:
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
         self._tied: StageParameter | None = None
-        for chunk in layout.chunks_of(place.position["pp"]):
-            self.chunks[chunk] = tuple(self._build_chunk(chunk))
+        graphs = model_parts(sizes, {kind: definition.graph for kind, definition in self.layers.items()})
+        parts = {
+            chunk: chunk_parts(layout, shape.kinds, chunk) for chunk in layout.chunks_of(place.position["pp"])
+        }
+        members = {chunk: [graphs[name] for name, _ in own] for chunk, own in parts.items()}
+        self._buckets = Buckets(members, layout)
+        for chunk, own in parts.items():
+            self.chunks[chunk] = tuple(self._build_chunk(chunk, own))
 
-    def _build_chunk(self, chunk: int) -> Iterator[PartInstance]:
-        for part, (name, index) in enumerate(chunk_parts(self.layout, self.shape.kinds, chunk)):
-            match name:
-                case "embedding":
-                    modules = embedding_modules(self.context)
-                case "head":
-                    modules = head_modules(self.context)
-                case _:
-                    modules = self.layers[name].modules(self.context, index)
-            yield self._instance(name, index, modules, chunk, part)
+    def _build_chunk(self, chunk: int, parts: Sequence[tuple[str, int]]) -> Iterator[PartInstance]:
+        for part, (name, index) in enumerate(parts):
+            yield self._instance(name, index, self._modules(name, index), chunk, part)
+
+    def _modules(self, name: str, index: int) -> dict[str, OperatorModule]:
+        match name:
+            case "embedding":
+                return embedding_modules(self.context)
+            case "head":
+                return head_modules(self.context)
+            case _:
+                return self.layers[name].modules(self.context, index)
 
     def _instance(
         self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int
     ) -> PartInstance:
-        for entry in modules.values():
+        for key, entry in modules.items():
             for attribute, slices in entry.slices.items():
                 parameter = entry.module.get_parameter(attribute)
+                home = self._buckets.home(chunk, part, key)
+                if home is None:
+                    raise ValueError(
+                        f"layer {name!r}: module {key!r} has the parameter {attribute}, but the layer's "
+                        f"graph says that it has none; say how many it has: custom(..., parameters=NUMBER)"
+                    )
                 tied = self.shape.tied_head and slices[0].source.name == "embedding.weight"
                 if tied and self._tied is not None:
                     setattr(entry.module, attribute, self._tied.tensor)
@@ -87,7 +103,7 @@ class StageModel:
                     tensor=parameter,
                     slices=slices,
                     chunk=chunk,
-                    part=part,
+                    bucket=home[1],
                     shared=tied and self.layout.ends_apart,
                     operators=[(entry.module, attribute)],
                 )
@@ -102,17 +118,21 @@ class StageModel:
     def of_every_kind(self, seed: int) -> dict[str, list[PartInstance]]:
         """Its parts by name, layers first, and one layer of every kind that it does not hold.
 
-        Those are for measurements, which stages make together.
+        Those are for measurements, which stages make together. Where gradients are in shares (ZeRO 2), which
+        are whole for moments only, all are others than it holds: two of those that it holds several of.
         """
         held: dict[str, list[PartInstance]] = {kind: [] for kind in self.shape.kinds}
         for instance in (one for instances in self.chunks.values() for one in instances):
             held.setdefault(instance.name, []).append(instance)
+        if self.layout.zero > 1:
+            counts = {name: min(2, max(1, len(instances))) for name, instances in held.items()}
+            return {name: [self._another(name, seed) for _ in range(n)] for name, n in counts.items()}
         return {name: instances or [self._another(name, seed)] for name, instances in held.items()}
 
     def _another(self, kind: str, seed: int) -> PartInstance:
-        """A layer beside those that this rank holds, with gradients of its own."""
-        index = self.shape.kinds.index(kind)
-        entries = self.layers[kind].modules(self.context, index)
+        """A part beside those that this rank holds, with gradients of its own."""
+        index = self.shape.kinds.index(kind) if is_layer(kind) else 0
+        entries = self._modules(kind, index)
         for entry in entries.values():
             for name, slices in entry.slices.items():
                 tensor, operators = entry.module.get_parameter(name), [(entry.module, name)]

@@ -11,8 +11,8 @@ from torch import Tensor
 from braid.actors.stage.accelerator import Accelerator, Event, Stream
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.shares import main_gradient_dtype
+from braid.actors.stage.sharing import Sharing
 from braid.actors.stage.weights import ShardedWeights
-from braid.scheduling.schedule import Gather, Reduce
 
 if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
     from braid.actors.config import Config
@@ -170,7 +170,7 @@ def _master(held: Tensor) -> Tensor:
     return held.detach().to(torch.float32)
 
 
-class Update:
+class Update(Sharing):
     """Ends the step of a schedule."""
 
     def __init__(
@@ -181,25 +181,14 @@ class Update:
         step: int,
         intact: Callable[[], None] = lambda: None,
     ) -> None:
-        self._gradients, self._weights = gradients, weights
-        self.norm = gradients.square
+        super().__init__(weights, gradients)
         self._optimizer, self._step, self._intact = optimizer, step, intact
         self.gradient_norm = self.lr = 0.0
         self.applied = False
 
-    def start(self, transfer: Reduce | Gather) -> None:
-        """Begin to sum gradients or to gather parameters."""
-        if isinstance(transfer, Gather):
-            self._weights.start(transfer)
-        else:
-            self._gradients.start(transfer)
-
-    def wait(self, transfer: Reduce | Gather) -> None:
-        """Finish that."""
-        if isinstance(transfer, Gather):
-            self._weights.wait(transfer)
-        else:
-            self._gradients.wait(transfer)
+    def norm(self) -> None:
+        """Square and add up this rank's gradients."""
+        self._gradients.square()
 
     def step(self) -> None:
         """Clip and update, if the gradients are numbers."""

@@ -148,14 +148,16 @@ class StageParameter:
     tensor: nn.Parameter
     slices: tuple[ParameterSlice, ...]
     chunk: int
-    part: int = 0
-    """Of the chunk, in the order of the forward pass."""
+    bucket: int = 0
+    """Of the chunk (`braid.scheduling.buckets`)."""
     shared: bool = False
     operators: list[tuple[ComputeOperator, str]] = field(default_factory=list)
     """Those that compute with it, and its name there."""
 
     def __post_init__(self) -> None:
         self._gradient: Tensor | None = None
+        self.shape = self.tensor.shape
+        """Also while the tensor has no memory."""
 
     @property
     def gradient(self) -> Tensor:
@@ -164,10 +166,13 @@ class StageParameter:
         return self._gradient
 
     @gradient.setter
-    def gradient(self, total: Tensor) -> None:
+    def gradient(self, total: Tensor | None) -> None:
         self._gradient = total
         for operator, name in self.operators:
-            operator.gradients[name] = total
+            if total is None:
+                operator.gradients.pop(name, None)
+            else:
+                operator.gradients[name] = total
 
     @property
     def factors(self) -> tuple[str, ...]:

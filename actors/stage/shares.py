@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.parameters import ParameterSlice, Place, StageParameter
-from braid.scheduling.memory import share_elements
+from braid.scheduling.buckets import share_elements
 from braid.scheduling.mesh import MeshShape
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Share:
     """What a rank updates of one parameter: elements ``begin`` to ``end`` of it as a flat tensor."""
 
@@ -30,29 +30,34 @@ class Share:
     slices: tuple[ParameterSlice, ...]
     """Of global tensors; they begin at elements of the share."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of the parameter."""
-        return self.end - self.begin == self.parameter.tensor.numel()
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's, or flat."""
-        return self.parameter.tensor.shape if self.whole else torch.Size([self.end - self.begin])
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The share of a tensor like the parameter, a view."""
-        return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
-
-    @property
-    def tensor(self) -> Tensor:
+    def __post_init__(self) -> None:
+        self.tensor = self.of(self.parameter.tensor)
         """Its elements of the parameter."""
-        return self.of(self.parameter.tensor)
+        self._gradient: Tensor | None = None
 
     @property
     def gradient(self) -> Tensor:
         """Its elements of the gradient's sum."""
-        return self.of(self.parameter.gradient)
+        assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, total: Tensor) -> None:
+        self._gradient = total
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the parameter."""
+        return self.end - self.begin == self.parameter.shape.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's, or flat."""
+        return self.parameter.shape if self.whole else torch.Size([self.end - self.begin])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The share of a tensor like the parameter, a view."""
+        return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,8 +65,8 @@ class BucketPlan:
     """Parameters that lie one behind the other, and what of them this rank updates."""
 
     chunk: int
-    part: int | None
-    """Of the chunk, where a bucket has no others'; None: of several parts."""
+    bucket: int | None
+    """Of the chunk, where the memory has no others'; None: of several buckets."""
     axes: tuple[str, ...]
     """Over which gradients are summed."""
     members: tuple[StageParameter, ...]
@@ -74,7 +79,7 @@ class BucketPlan:
         """Where every member begins, and where the last one ends."""
         found = [0]
         for member in self.members:
-            found.append(found[-1] + member.tensor.numel())
+            found.append(found[-1] + member.shape.numel())
         return tuple(found)
 
     @property
@@ -94,17 +99,31 @@ class BucketPlan:
     def lay(self, flat: Tensor) -> Iterator[tuple[StageParameter, Tensor]]:
         """Every member with its part of the flat memory, a view of its shape."""
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
-            yield member, flat[begin:end].view(member.tensor.shape)
+            yield member, flat[begin:end].view(member.shape)
 
-    def shares(self) -> Iterator[Share]:
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
         """What this rank updates, in the order of the members."""
+        return tuple(share for _, share in self._shares)
+
+    @cached_property
+    def _shares(self) -> tuple[tuple[int, Share], ...]:
+        """With the elements of the own share at which they begin."""
         low = self.index * self.share_elements
         high = low + self.share_elements
+        found = []
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
             first, last = max(begin, low) - begin, min(end, high) - begin
             if first < last:
                 slices = tuple(_within(member.slices, first, last))
-                yield Share(parameter=member, begin=first, end=last, slices=slices)
+                share = Share(parameter=member, begin=first, end=last, slices=slices)
+                found.append((begin + first - low, share))
+        return tuple(found)
+
+    def lay_shares(self, own: Tensor) -> Iterator[tuple[Share, Tensor]]:
+        """What this rank updates, with its part of this rank's share of a flat memory, a view."""
+        for begin, share in self._shares:
+            yield share, own[begin : begin + share.end - share.begin].view(share.shape)
 
 
 def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
@@ -151,27 +170,27 @@ def bucket_plans(
 ) -> list[BucketPlan]:
     """The buckets of a rank's parameters: of one chunk each, summed over the same axes.
 
-    Those that are cut over ranks hold one part of the chunk, others not much more than ``bucket_bytes``.
+    Those that are cut over ranks hold one bucket of the chunk, others not much more than ``bucket_bytes``.
     ``copies``: of the model in a pipeline. What a rank updates depends on neither.
     """
     sharded = place.mesh.sharded
 
     def kind(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
         axes = _axes(p, place.mesh, copies)
-        return p.chunk, len(axes), axes, p.part if sharded else 0
+        return p.chunk, len(axes), axes, p.bucket if sharded else 0
 
     plans = []
-    for (chunk, _, axes, part), group in groupby(sorted(parameters, key=kind), key=kind):
+    for (chunk, _, axes, bucket), group in groupby(sorted(parameters, key=kind), key=kind):
         if not sharded:
             plans += [
-                BucketPlan(chunk=chunk, part=None, axes=axes, members=tuple(members))
+                BucketPlan(chunk=chunk, bucket=None, axes=axes, members=tuple(members))
                 for members in _bounded(group, bucket_bytes)
             ]
             continue
         factors = [name for name in sharded if name in axes]
         ways, index = place.mesh.size(factors), place.index(factors)
         plans.append(
-            BucketPlan(chunk=chunk, part=part, axes=axes, members=tuple(group), ways=ways, index=index)
+            BucketPlan(chunk=chunk, bucket=bucket, axes=axes, members=tuple(group), ways=ways, index=index)
         )
     return plans
 
@@ -179,7 +198,7 @@ def bucket_plans(
 def updated_by(plans: Sequence[BucketPlan], parameters: Sequence[StageParameter]) -> list[Share]:
     """What a rank updates of its parameters, in their order."""
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    return sorted((one for plan in plans for one in plan.shares()), key=lambda one: places[id(one.parameter)])
+    return sorted((one for plan in plans for one in plan.shares), key=lambda one: places[id(one.parameter)])
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape, copies: int) -> tuple[str, ...]:
@@ -192,7 +211,7 @@ def _bounded(parameters: Iterator[StageParameter], limit: int) -> Iterator[list[
     bucket: list[StageParameter] = []
     size = 0
     for parameter in parameters:
-        nbytes = parameter.tensor.numel() * main_gradient_dtype(parameter.tensor.dtype).itemsize
+        nbytes = parameter.shape.numel() * main_gradient_dtype(parameter.tensor.dtype).itemsize
         if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0

@@ -1,5 +1,6 @@
-"""Parameters of which every rank updates a share, and how the others' shares come back (ZeRO)."""
+"""Parameters of which every rank updates a share, and how the others' shares come to it (ZeRO)."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -9,40 +10,72 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.shares import BucketPlan
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.buckets import BucketKey
 from braid.scheduling.code import name_of
-from braid.scheduling.schedule import Gather, Reduce
+from braid.scheduling.schedule import Gather
 from braid.scheduling.trace import Label
 
 
-class ShardedWeights:
-    """The flat memory of buckets that are cut over ranks: their parameters are views of it from here on."""
+class _Bucket:
+    """A bucket's flat memory: this rank's share, and while it is there all of it, which parameters are views
+    of."""
 
     @torch.no_grad()
+    def __init__(self, plan: BucketPlan, *, lasting: bool) -> None:
+        """``lasting``: all of it stays, and the share is a part of it."""
+        like = plan.members[0].tensor
+        self.plan, self.passes = plan, not lasting
+        self._like = torch.empty(0, dtype=like.dtype, device=like.device)
+        self.whole: Tensor | None = None
+        whole = torch.zeros(plan.elements, dtype=like.dtype, device=like.device)
+        for member, view in plan.lay(whole):
+            view.copy_(member.tensor)
+            member.tensor.data = view
+        self.own = plan.own(whole) if lasting else plan.own(whole).clone()
+        for share, view in plan.lay_shares(self.own):
+            share.tensor = view
+        if lasting:
+            self.whole = whole
+        else:
+            self.release()
+
+    def make(self) -> Tensor:
+        """All of it, to be filled."""
+        if self.whole is None:
+            self.whole = self._like.new_empty(self.plan.elements)
+            for member, view in self.plan.lay(self.whole):
+                member.tensor.data = view
+        return self.whole
+
+    def release(self) -> None:
+        """Let go of all but the share."""
+        self.whole = None
+        for member in self.plan.members:
+            member.tensor.data = self._like
+
+
+class ShardedWeights:
+    """The buckets that are cut over ranks: their parameters are views of flat memory from here on."""
+
     def __init__(self, plans: Sequence[BucketPlan], mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._pending: dict[Gather, list[Transfer]] = {}
-        self._buckets: list[tuple[BucketPlan, Tensor, Tensor]] = []
-        """With their memory, and this rank's share of it."""
+        self._buckets: dict[BucketKey, list[_Bucket]] = defaultdict(list)
+        lasting = mesh.layout.zero < 3
         for plan in plans:
             if plan.ways > 1:
-                like = plan.members[0].tensor
-                flat = torch.zeros(plan.elements, dtype=like.dtype, device=like.device)
-                for member, view in plan.lay(flat):
-                    view.copy_(member.tensor)
-                    member.tensor.data = view
-                self._buckets.append((plan, flat, plan.own(flat)))
+                assert plan.bucket is not None
+                self._buckets[plan.chunk, plan.bucket].append(_Bucket(plan, lasting=lasting))
 
     def start(self, gather: Gather) -> None:
-        """Begin to gather a part's parameters over an axis, in place."""
+        """Begin to gather a bucket's parameters over an axis."""
         pending = self._pending[gather] = []
-        for plan, flat, own in self._buckets:
-            if (plan.chunk, plan.part) != (gather.chunk, gather.part) or gather.axis not in plan.axes:
-                continue
-            stream = self._mesh.stream(gather.axis)
+        for bucket in self._of(gather):
+            stream, whole = self._mesh.stream(gather.axis), bucket.make()
             label = Label(
-                operator=name_of(gather), stream=stream, bytes=flat.nbytes, shapes=str(flat.numel())
+                operator=name_of(gather), stream=stream, bytes=whole.nbytes, shapes=str(whole.numel())
             )
-            launch = self._mesh.shared(gather.axis).all_gather(own, into=flat)
+            launch = self._mesh.shared(gather.axis).all_gather(bucket.own, into=whole)
             transfer = self._streams.start(stream, launch, awaited_next=False, lane="data")
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
@@ -53,25 +86,17 @@ class ShardedWeights:
             self._streams.wait(transfer)
             transfer.take()
 
+    def release(self, gather: Gather) -> None:
+        """Let go of all but this rank's share."""
+        for bucket in self._of(gather):
+            bucket.release()
 
-class Gathering:
-    """What passes without an update need of one (`braid.actors.stage.executor.Update`): parameters."""
+    def _of(self, gather: Gather) -> list[_Bucket]:
+        assert gather.bucket is not None
+        found = self._buckets.get((gather.chunk, gather.bucket), ())
+        return [one for one in found if gather.axis in one.plan.axes]
 
-    def __init__(self, weights: ShardedWeights) -> None:
-        self._weights = weights
-
-    def start(self, transfer: Reduce | Gather) -> None:
-        """Begin to gather."""
-        assert isinstance(transfer, Gather)
-        self._weights.start(transfer)
-
-    def wait(self, transfer: Reduce | Gather) -> None:
-        """Finish that."""
-        assert isinstance(transfer, Gather)
-        self._weights.wait(transfer)
-
-    def norm(self) -> None:
-        """There are no gradients."""
-
-    def step(self) -> None:
-        """There is no update."""
+    @property
+    def buckets(self) -> list[_Bucket]:
+        """All of them."""
+        return [one for own in self._buckets.values() for one in own]

@@ -28,7 +28,7 @@ from braid.actors.stage.kernel_choice import KernelChoice
 from braid.actors.stage.layers import load_layers
 from braid.actors.stage.log import Logged
 from braid.actors.stage.membership import Membership
-from braid.actors.stage.memory_meter import MemoryMeter, NoUpdate
+from braid.actors.stage.memory_meter import MemoryMeter
 from braid.actors.stage.mesh import TorchGroups, build_mesh
 from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel
@@ -38,12 +38,13 @@ from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
+from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
-from braid.actors.stage.weights import Gathering, ShardedWeights
+from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -247,7 +248,7 @@ class Worker(Logged, Rank):
         """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
         assert self._samples is not None
         batches = self._samples.of_validation()
-        loss_sum = self._evaluator.run(batches, 0.0, Gathering(self._weights))
+        loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._weights))
         if self._mesh.position["tp"]:
             return 0.0, 0  # the first rank of the line says the same
         return loss_sum, self._evaluator.losses * self._model.context.sizes.tokens
@@ -261,7 +262,7 @@ class Worker(Logged, Rank):
         """Time operators alone and together; the parameters are of no use afterwards."""
         assert self._streams is not None
         profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed)
-        count = sum(parameter.tensor.numel() for parameter in self._model.parameters)
+        count = sum(parameter.shape.numel() for parameter in self._model.parameters)
         samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0), count)
         self._gradients.zero()
         return samples
@@ -272,13 +273,13 @@ class Worker(Logged, Rank):
         The step runs once more without an update, slowly, as every operator is followed by a count.
         """
         assert self._streams is not None
-        meter = MemoryMeter()
+        meter = MemoryMeter(lambda: passing(self._weights, self._gradients))
         executor = self._bind(code=self._code, recorder=Recorder(self._streams), watch=meter)
         meter.executor = executor
         assert self._samples is not None
         batches = self._samples.of_step(step)
         tokens = self._config.train.global_batch * self._shape.sequence
-        executor.run(batches, 1.0 / tokens, NoUpdate())
+        executor.run(batches, 1.0 / tokens, Sharing(self._weights, self._gradients))
         self._gradients.zero()
         return meter.peak_bytes
 

@@ -1,7 +1,7 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from braid.scheduling.lowering.named import PairMethod
@@ -11,6 +11,7 @@ from braid.scheduling.lowering.programs import Order, graph_of, own_program, pro
 from braid.scheduling.operators import Part
 from braid.scheduling.rounds import rounds, rounds_of_all
 from braid.scheduling.schedule import (
+    ENDING,
     Await,
     Block,
     Gather,
@@ -18,6 +19,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Program,
     Receive,
     Reduce,
@@ -129,35 +131,21 @@ def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
 def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
-    ``early``: begin in the last block of a chunk, part by part, where there are replicas, and behind it where
-    not; sums over replicas stay under way beside what still runs on others. Not where there are copies, whose
-    two stages sum in one order, and not of a chunk with a table that another stage has, too, and comes to
-    later.
+    Where gradients are in shares (ZeRO 2) every backward pass begins its sums. Else those of the last one do,
+    or what stands behind it: ``early``: begin in the last block of a chunk, bucket by bucket, where there are
+    replicas, and behind it where not; sums over replicas stay under way beside what still runs on others. Not
+    where there are copies, whose two stages sum in one order, and not of a chunk with a table that another
+    stage has, too, and comes to later.
     """
-    early = early and layout.copies == 1
     updated = []
     for number, stage in enumerate(stages):
         axes = {chunk: gradient_axes(model, layout, chunk) for chunk in layout.chunks_of(number)}
-        last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
-        instructions: list[Instruction] = []
-        under_way: list[Instruction] = []
-        for position, instruction in enumerate(stage):
-            ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
-            within = [c for c in ended if _of_replicas(axes[c])]
-            if within:
-                assert isinstance(instruction, Block)
-                sums = [Reduce(chunk, axis) for chunk in within for axis in axes.pop(chunk)]
-                instruction = replace(instruction, sums=tuple(sums))
-                under_way += [Await(one) for one in sums if one.axis != "tp"]
-            instructions.append(instruction)
-            for chunk in [c for c in ended if c not in within]:
-                for axis in axes.pop(chunk):
-                    instructions.append(Reduce(chunk, axis))
-                    waits = under_way if _of_replicas((axis,)) else instructions
-                    waits.append(Await(Reduce(chunk, axis)))
-        instructions += under_way
-        for place in range(max(map(len, axes.values()), default=0)):  # one axis of all chunks after the other
-            sums = [Reduce(chunk, own[place]) for chunk, own in axes.items() if place < len(own)]
+        if layout.zero > 1:
+            instructions, left = _sums_of_all(stage, axes)
+        else:
+            instructions, left = _sums_of_last(stage, axes, early=early and layout.copies == 1)
+        for place in range(max(map(len, left.values()), default=0)):  # one axis of all chunks after the other
+            sums = [Reduce(chunk, own[place]) for chunk, own in left.items() if place < len(own)]
             instructions += [*sums, *map(Await, sums)]
         instructions.append(Norm())
         for axis in norm_axes(layout):
@@ -166,12 +154,60 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
     return tuple(updated)
 
 
+_Axes = Mapping[int, tuple[str, ...]]
+"""Of chunks, axes over which their gradients are summed."""
+
+
+def _sums_of_all(stage: Iterable[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
+    """Instructions with sums in every block that ends a bucket's gradients, and what is left to be summed."""
+    instructions: list[Instruction] = []
+    within = {chunk: tuple(axis for axis in own if axis in ("tp", *_REPLICAS)) for chunk, own in axes.items()}
+    for instruction in stage:
+        backward = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind in ENDING)
+        if backward:
+            assert isinstance(instruction, Block)
+            sums = [Reduce(chunk, axis) for chunk in backward for axis in within[chunk]]
+            instruction = replace(instruction, sums=tuple(sums))
+        instructions.append(instruction)
+    instructions += [Await(Reduce(c, axis)) for c, own in within.items() for axis in own if axis != "tp"]
+    left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
+    return instructions, left
+
+
+def _sums_of_last(
+    stage: Sequence[Instruction], axes: _Axes, *, early: bool
+) -> tuple[list[Instruction], _Axes]:
+    """Instructions with the sums that begin ``early``, and what is left to be summed."""
+    left = dict(axes)
+    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    instructions: list[Instruction] = []
+    under_way: list[Instruction] = []
+    for position, instruction in enumerate(stage):
+        ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
+        within = [c for c in ended if _of_replicas(axes[c])]
+        if within:
+            assert isinstance(instruction, Block)
+            sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
+            instruction = replace(instruction, sums=tuple(sums))
+            under_way += [Await(one) for one in sums if one.axis != "tp"]
+        instructions.append(instruction)
+        for chunk in [c for c in ended if c not in within]:
+            for axis in left.pop(chunk):
+                instructions.append(Reduce(chunk, axis))
+                waits = under_way if _of_replicas((axis,)) else instructions
+                waits.append(Await(Reduce(chunk, axis)))
+    return [*instructions, *under_way], left
+
+
+_REPLICAS = ("dp", "edp")
+
+
 def _of_replicas(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis in ("dp", "edp"))
+    return tuple(axis for axis in axes if axis in _REPLICAS)
 
 
 def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
-    """Gather every chunk's parameters from the first moment on; wait for each part in its first block (ZeRO).
+    """Gather every chunk's parameters before they are used: in the first block, with ZeRO 3 in every one.
 
     Nothing where ranks hold all of them.
     """
@@ -179,16 +215,20 @@ def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) ->
         return stages
     gathered = []
     for stage in stages:
-        gathers = {
-            chunk: tuple(Gather(chunk, axis) for axis in _of_replicas(gradient_axes(model, layout, chunk)))
-            for chunk in dict.fromkeys(one.chunk for i in stage for one in passes_in(i))
-        }
-        instructions: list[Instruction] = [one for own in gathers.values() for one in own]
+        instructions: list[Instruction] = [Prefetch()]
+        there: set[int] = set()
         for instruction in stage:
             if isinstance(instruction, Block):
-                chunks = dict.fromkeys(one.chunk for one in instruction.passes)
-                awaited = tuple(one for chunk in chunks for one in gathers.pop(chunk, ()))
-                instruction = replace(instruction, gathers=awaited)
+                reading = (one for one in instruction.passes if one.kind is not PassKind.WEIGHT)
+                chunks = dict.fromkeys(one.chunk for one in reading)
+                gathers = tuple(
+                    Gather(chunk, axis)
+                    for chunk in chunks
+                    if chunk not in there
+                    for axis in _of_replicas(gradient_axes(model, layout, chunk))
+                )
+                instruction = replace(instruction, gathers=gathers)
+                there.update(chunks if layout.zero < 3 else ())
             instructions.append(instruction)
         gathered.append(tuple(instructions))
     return tuple(gathered)
@@ -229,8 +269,6 @@ def training_schedule(
     order = setting.order.order(layout, setting.micro_batches, setting.hop)
     hop = setting.hop or setting.order.hops[0]
     stages = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
-    stages = with_update(stages, model, layout, early=kind.early_sums)
-    stages = with_gathering(stages, model, layout)
     schedule = Schedule(
         name=setting.schedule,
         chunks=layout.chunks,
@@ -239,8 +277,12 @@ def training_schedule(
         programs=_programs(setting, stages, parts, choices or Choices()),
         unit_layers=setting.unit_layers,
         pieces=setting.pieces,
+        prefetch=setting.distances[0],
+        keep=setting.distances[1],
     )
-    return with_ends(schedule, layout, model.kinds)
+    schedule = with_ends(schedule, layout, model.kinds)
+    stages = with_update(schedule.stages, model, layout, early=kind.early_sums)
+    return replace(schedule, stages=with_gathering(stages, model, layout))
 
 
 def _programs(

@@ -113,6 +113,17 @@ class ScheduleKind:
             fitting = [name for name in fitting if not name.startswith("together")] or fitting
         return tuple(fitting)
 
+    def distances(self, zero: int) -> tuple[tuple[int, int], ...]:
+        """How far ahead buckets travel under a ZeRO stage (`Schedule.prefetch`), for how long they are kept.
+
+        The usual ones first; those that are searched for, of a layer's four buckets: from half a layer ahead
+        to four. Nothing travels ahead where nothing overlaps.
+        """
+        if zero < 2 or not self.early_sums:
+            return ((0, 0),)
+        far = ((4, 4), (2, 2), (8, 8), (8, 24), (16, 48)) if self.searched else ((4, 4),)
+        return far if zero > 2 else tuple(dict.fromkeys((ahead, 0) for ahead, _ in far))
+
     def placement_on(self, stages: int) -> Placement:
         """The placement on a number of stages; all pipelines of a schedule that is searched share it."""
         return PIPELINES[self.pipelines[0]].placement_on(stages)

@@ -59,19 +59,21 @@ def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> 
 
 
 def layer_by_layer(layout: ParallelLayout, micro_batches: int, together: int) -> BlockOrder:
-    """1F1B whose last backward passes go through the model together, layer by layer.
+    """The first forward passes go through the model together, layer by layer; so do the last backward passes.
 
-    A layer's gradients are then final while those passes have most of the model before them, which their sums
-    over replicas hide behind (Centauri's model tier); the activations of ``together`` micro-batches are held.
-    With several stages it is 1F1B.
+    A layer's parameters are then needed late, and its gradients are final early, while those passes have most
+    of the model before them: gathers and sums over replicas hide behind it (Centauri's model tier). The
+    activations of ``together`` micro-batches are held. With several stages it is 1F1B.
     """
     if layout.pp > 1:
         return one_forward_one_backward(layout, micro_batches)
-    first = max(0, micro_batches - together)
-    order = [one(m, 0) for m in range(first) for one in (forward_pass, backward_pass)]
-    order += [forward_pass(m, 0) for m in range(first, micro_batches)]
-    last = Block(tuple(backward_pass(m, 0) for m in range(first, micro_batches)))
-    return ((*alone(*order), last),)
+    count = min(together, micro_batches)
+    first = Block(tuple(forward_pass(m, 0) for m in range(count)))
+    between = [
+        one for m in range(micro_batches - count) for one in (backward_pass(m, 0), forward_pass(m + count, 0))
+    ]
+    last = Block(tuple(backward_pass(m, 0) for m in range(micro_batches - count, micro_batches)))
+    return ((first, *alone(*between), last),)
 
 
 def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:

@@ -155,11 +155,21 @@ def with_schedule(setting: Setting, schedule: str) -> Setting:
     placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
     late = setting.layout.late_layers if placement is Placement.FOLDED else 0
     layout = replace(setting.layout, placement=placement, late_layers=late)
-    return replace(setting, schedule=schedule, layout=layout, pipeline="", pieces=1, unit_layers=0, hop=0)
+    return replace(
+        setting,
+        schedule=schedule,
+        layout=layout,
+        pipeline="",
+        pieces=1,
+        unit_layers=0,
+        hop=0,
+        distances=(0, 0),
+    )
 
 
 def variants(setting: Setting, space: Space) -> Iterator[Setting]:
-    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit."""
+    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
+    far ahead buckets travel."""
     kind, layout = setting.kind, setting.layout
     numbers = [setting.pieces]
     if kind.cuts_collectives and setting.pieces == 1 and layout.tp > 1:
@@ -171,7 +181,15 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     for ways, length, pipeline in product(numbers, lengths, pipelines):
         searched = layout.pp > 1 and not setting.hop and space.every_pipeline
         for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
-            yield replace(setting, pieces=ways, unit_layers=length, pipeline=pipeline, hop=hop)
+            for distances in kind.distances(layout.zero) if space.every_pipeline else (setting.distances,):
+                yield replace(
+                    setting,
+                    pieces=ways,
+                    unit_layers=length,
+                    pipeline=pipeline,
+                    hop=hop,
+                    distances=distances,
+                )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from braid.scheduling.code import Barrier, Compute, Message, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.code import Barrier, Body, Compute, Message, Node, Operation, Start, Stretch, Wait
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
 from braid.scheduling.schedule import Await, Block, Gather, Pass, Receive, Reduce, Send
 from braid.scheduling.simulator.prices import LANES, Price, Prices
@@ -55,9 +55,9 @@ def _token(operation: Start | Wait, stretch: Stretch) -> object:
     return stretch.transfer if isinstance(what, Message) else what
 
 
-def _shared(token: object) -> Gather | None:
-    """What a body waits for that another instruction has begun: parameters."""
-    return token if isinstance(token, Gather) else None
+def _shared(token: object) -> Gather | Reduce | None:
+    """What a body may wait for that another one has begun: parameters and sums of gradients."""
+    return token if isinstance(token, Gather | Reduce) else None
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class RankRun:
         self._lanes: list[Lane] = [[] for _ in LANES]
         self._flights: list[list[_Flight]] = [[] for _ in LANES]
         self._finished: set[object] = set()
+        self._waits: dict[int, frozenset[object]] = {}
         self._completion: float | None = None
         """What `next_completion` found, while stalled."""
 
@@ -171,9 +172,7 @@ class RankRun:
             for number, (flights, lane) in enumerate(zip(self._flights, self._lanes, strict=True))
             for flight, (_, left) in zip(flights, lane, strict=True)
         ]
-        instruction = stretch.instruction
-        landed = self._finished if isinstance(instruction, Block) and instruction.gathers else frozenset()
-        landed = frozenset(token for token in landed if isinstance(token, Gather))
+        landed = frozenset(self._finished & self._awaited(stretch.body))
         key = (
             id(stretch.body),
             landed,
@@ -204,9 +203,16 @@ class RankRun:
             start = None if flight.start is None else begin + flight.start
             self._lanes[number].append((flight.price.task, left))
             self._flights[number].append(replace(flight, start=start))
-        self._finished.update(course.finished)
         self._finished.difference_update(course.taken)
+        self._finished.update(course.finished)
         self.clock = self._links = begin + course.duration
+
+    def _awaited(self, body: Body) -> frozenset[object]:
+        """What a body waits for of what it need not have begun itself."""
+        if id(body) not in self._waits:
+            found = (one.what for one in body.operations if isinstance(one, Wait))
+            self._waits[id(body)] = frozenset(what for what in found if _shared(what) is not None)
+        return self._waits[id(body)]
 
     def _first_course(
         self,
@@ -231,7 +237,6 @@ class RankRun:
             for f, (_, rest) in zip(fs, lane, strict=True)
         }
         known = {id(copy) for copy in copies}
-        left_over = {flight.token for flights in rank._flights for flight in flights}
         return Course(
             duration=rank.clock,
             executed=tuple(rank.executed),
@@ -245,12 +250,8 @@ class RankRun:
                 for flight in flights
                 if id(flight) not in known
             ),
-            finished=tuple(token for token in rank._finished if isinstance(token, Reduce)),
-            taken=tuple(
-                token
-                for token in (*landed, *(_shared(flight.token) for _, flight, _ in under_way))
-                if token is not None and token not in rank._finished and token not in left_over
-            ),
+            finished=tuple(token for token in rank._finished if _shared(token) is not None),
+            taken=(*landed, *(f.token for _, f, _ in under_way if f.token in self._awaited(stretch.body))),
         )
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -258,6 +259,7 @@ class RankRun:
     def _drain(self, unfinished: Callable[[], bool]) -> None:
         """Let the lanes run until what is waited for has finished."""
         while unfinished():
+            assert any(self._lanes), "what is waited for was never started"
             self._advance(float("inf"))
         self._links = self.clock
 

@@ -7,7 +7,6 @@ from braid.scheduling.memory import DTYPE_BYTES, message_bytes
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
-from braid.scheduling.spec import ModelShape
 
 LANES = ("intra", "inter", "tp sums", "data", "send")
 """Queues of transfers, as ranks have them: of layers, one per stream; of gradients over tp; of gradients and
@@ -39,11 +38,10 @@ class Prices:
     def __init__(
         self,
         code: Code,
-        shape: ModelShape,
         profile: Profile,
         dtype: str,
     ) -> None:
-        self._code, self._shape = code, shape
+        self._code = code
         self._profile, self._dtype = profile, dtype
         self._known: dict[Operation, Price] = {}
         self._tasks: dict[tuple[str, Stream], int] = {}
@@ -75,14 +73,14 @@ class Prices:
             case Start(what=Message(sent=True)):
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
-            case Start(what=Reduce(int(chunk), axis, part)):
+            case Start(what=Reduce(int(chunk), axis, bucket)):
                 cut = self._code.layout.zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
-                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), part)
+                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket)
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
-            case Start(what=Gather(chunk, axis, part)):
-                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], part)
+            case Start(what=Gather(chunk, axis, bucket)):
+                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket)
         return Price(-1, 0.0, Stream.COMPUTE)
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
@@ -98,15 +96,15 @@ class Prices:
             op.flops,
         )
 
-    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int, part: int | None = None) -> Price:
-        """A transfer over the ranks that share parameters of a chunk or a part of it (`gradient_axes`)."""
-        layout, shape = self._code.layout, self._shape
-        held = self._code.parameters(chunk, part)
+    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None = None) -> Price:
+        """A transfer over the ranks that share parameters of a chunk or a bucket of it (`gradient_axes`)."""
+        layout = self._code.layout
+        held = self._code.parameters(chunk, bucket)
         match axis:
             case "tp":
                 count, ranks = held.whole, layout.tp
             case "ends":
-                count, ranks = -(-shape.vocabulary // layout.tp) * shape.hidden, 2
+                count, ranks = held.tied // (layout.dp * layout.cp if layout.zero > 1 else 1), 2
             case "copies":
                 count, ranks = held.total, layout.copies
             case "edp":

@@ -93,7 +93,7 @@ def test_recomputed_layers_in_pieces_and_units() -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(valid_schedules(gathers=False))
+@given(valid_schedules(zero=0))
 def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) -> None:
     """Schedules with receives that are started far earlier, other strands, early sums, ends."""
     schedule, layout = drawn

@@ -175,16 +175,16 @@ def named_schedule(
     micro_batches: int,
     tp: int = 1,
     recompute: str = "none",
-    gathers: bool = False,
+    zero: int = 0,
     hop: int = 0,
     dp: int = 1,
     ends: bool = False,
 ) -> Schedule:
     """A generated schedule with the programs of the Llama model; GPT's are the same.
 
-    ``gathers``: parameters are gathered, over two replicas at least. ``ends``: see `in_turn`.
+    ``zero``: over two replicas at least. ``ends``: see `in_turn`.
     """
-    layout = layout_for(name, stages, tp, max(dp, 1 + gathers), int(gathers))
+    layout = layout_for(name, stages, tp, max(dp, 1 + bool(zero)), zero)
     setting = setting_for(name, layout, micro_batches, recompute=recompute, hop=hop)
     return training_schedule(setting, parts_for(setting), choices_for(setting, ends=ends))
 
@@ -194,8 +194,8 @@ def linked_schedule(
 ) -> Code:
     """The validated code of a `named_schedule`."""
     schedule = named_schedule(name, stages, micro_batches, tp, recompute, **more)
-    zero = int(bool(more.get("gathers")))
-    dp = max(int(str(more.get("dp", 1))), 1 + zero)
+    zero = int(str(more.get("zero", 0)))
+    dp = max(int(str(more.get("dp", 1))), 1 + bool(zero))
     return code_of(schedule, layout_for(name, stages, tp, dp, zero), recompute=recompute)
 
 
@@ -278,7 +278,7 @@ def valid_schedules(
     min_stages: int = 1,
     max_stages: int = 4,
     names: tuple[str, ...] = tuple(SCHEDULES),
-    gathers: bool | None = None,
+    zero: int | None = None,
     ends: bool | None = None,
 ) -> tuple[Schedule, ParallelLayout]:
     """Generated schedules of all kinds, varied in what does not make them invalid.
@@ -289,11 +289,11 @@ def valid_schedules(
     name = draw(st.sampled_from(names))
     stages = draw(st.integers(min_stages, max_stages))
     micro_batches = draw(st.sampled_from([m for m in range(1, 2 * stages + 3) if exists(name, stages, m)]))
-    gathers = draw(st.booleans()) if gathers is None else gathers
+    zero = draw(st.integers(0, 3)) if zero is None else zero
     ends = (draw(st.booleans()) if ends is None else ends) and SCHEDULES[name].pairs is PairMethod.ORDER
-    dp = 1 + (gathers or draw(st.booleans()))
-    schedule = named_schedule(name, stages, micro_batches, 2, gathers=gathers, dp=dp, ends=ends)
-    layout = layout_for(name, stages, 2, dp, int(gathers))
+    dp = 1 + (bool(zero) or draw(st.booleans()))
+    schedule = named_schedule(name, stages, micro_batches, 2, zero=zero, dp=dp, ends=ends)
+    layout = layout_for(name, stages, 2, dp, zero)
     if draw(st.booleans()):
         schedule = reduced_early(schedule, layout)
     if not several(schedule):

@@ -141,9 +141,9 @@ class Damage:
     cause: str
     names: tuple[str, ...]
     """Schedules that offer a place for it."""
-    gathers: bool | None
+    zero: int | None
     ends: bool | None
-    """Whether parameters are gathered and ends are left; None: both."""
+    """Under which ZeRO stage, and whether ends are left; None: any."""
 
 
 DAMAGES: dict[str, Damage] = {}
@@ -152,14 +152,14 @@ DAMAGES: dict[str, Damage] = {}
 def damage(
     cause: str,
     names: tuple[str, ...] = tuple(SCHEDULES),
-    gathers: bool | None = None,
+    zero: int | None = None,
     ends: bool | None = None,
 ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
     """Register a damage."""
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
         DAMAGES[function.__name__] = Damage(
-            breaks=function, cause=cause, names=names, gathers=gathers, ends=ends
+            breaks=function, cause=cause, names=names, zero=zero, ends=ends
         )
         return function
 
@@ -548,7 +548,7 @@ def drop_a_sum_of_the_norm(at: Place) -> None:
     at.without(reduce, Await(reduce))
 
 
-@damage("over (dp|cp|ends) there is nothing to do here", gathers=False)
+@damage("over (dp|cp|ends) there is nothing to do here", zero=0)
 def sum_the_norm_over_another_axis(at: Place) -> None:
     n = at.sum(norm=True)
     at.list[n] = replace(at.list[n], axis=["dp", "cp", "ends"][at.number(0, 2)])

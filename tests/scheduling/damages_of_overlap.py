@@ -292,42 +292,42 @@ def a_gather(at: Place) -> Gather:
     return found
 
 
-@damage("no GATHER.* is under way", gathers=True)
+@damage("no GATHER.* is under way", zero=1)
 def drop_a_gather(at: Place) -> None:
     at.without(a_gather(at))
 
 
-@damage(r"the parameters of chunk . have not been gathered \(ZeRO 1\)", gathers=True)
+@damage(r"the parameters of chunk . have not been gathered \(ZeRO 1\)", zero=1)
 def drop_a_gather_and_its_wait(at: Place) -> None:
     gather = a_gather(at)
     at.without(gather, Await(gather))
 
 
-@damage("GATHER.* stands twice", gathers=True)
+@damage("GATHER.* stands twice", zero=1)
 def gather_twice(at: Place) -> None:
     gather = a_gather(at)
     at.list.insert(at.number(at.position(gather), len(at.list)), gather)
 
 
-@damage("chunk .* is not on this stage", gathers=True)
+@damage("chunk .* is not on this stage", zero=1)
 def gather_a_foreign_chunk(at: Place) -> None:
     at.list[at.position(a_gather(at))] = Gather(at.foreign_chunk(), "dp")
 
 
-@damage("over (tp|pp|cp) there is nothing to do here", gathers=True)
+@damage("over (tp|pp|cp) there is nothing to do here", zero=1)
 def gather_over_another_axis(at: Place) -> None:
     gather = a_gather(at)
     at.list[at.position(gather)] = replace(gather, axis=["tp", "pp", "cp"][at.number(0, 2)])
 
 
-@damage("over dp there is nothing to do here", gathers=False)
+@damage("over dp there is nothing to do here", zero=0)
 def gather_what_one_rank_holds(at: Place) -> None:
     assume(at.layout.dp == 1)
     gather = Gather(at.layout.chunks_of(at.stage)[0], "dp")
     at.list[0:0] = [gather, Await(gather)]
 
 
-@damage("the parameters of chunk . have not been gathered", gathers=True)
+@damage("the parameters of chunk . have not been gathered", zero=1)
 def gather_after_a_block(at: Place) -> None:
     gather = a_gather(at)
     at.without(gather, Await(gather))
@@ -336,12 +336,12 @@ def gather_after_a_block(at: Place) -> None:
     at.list[place:place] = [gather, Await(gather)]
 
 
-@damage("the parameters of chunk . have not been waited for", gathers=True)
+@damage("the parameters of chunk . have not been waited for", zero=1)
 def do_not_wait_for_a_gather(at: Place) -> None:
     at.without(Await(a_gather(at)))
 
 
-@damage("the parameters of chunk . have not been waited for", gathers=True)
+@damage("the parameters of chunk . have not been waited for", zero=1)
 def wait_for_a_gather_after_a_block(at: Place) -> None:
     gather = a_gather(at)
     at.without(Await(gather))
@@ -349,20 +349,20 @@ def wait_for_a_gather_after_a_block(at: Place) -> None:
     at.list.insert(at.number(first + 1, len(at.list)), Await(gather))
 
 
-@damage("no GATHER.* is under way", gathers=True)
+@damage("no GATHER.* is under way", zero=1)
 def wait_for_a_gather_twice(at: Place) -> None:
     wait = Await(a_gather(at))
     at.list.insert(at.number(at.position(wait), len(at.list)), wait)
 
 
-@damage("no GATHER.* is under way", gathers=True)
+@damage("no GATHER.* is under way", zero=1)
 def wait_before_the_gather(at: Place) -> None:
     gather = a_gather(at)
     at.without(Await(gather))
     at.list.insert(at.number(0, at.position(gather)), Await(gather))
 
 
-@damage("GATHER.* is never waited for|GATHER.* is not waited for", ("bidirectional",), gathers=True)
+@damage("GATHER.* is never waited for|GATHER.* is not waited for", ("bidirectional",), zero=1)
 def gather_what_no_block_needs(at: Place) -> None:
     """Where so few micro-batches run that the second copy of the model has none."""
     used = {one.chunk for i in at.list for one in passes_in(i)}

@@ -15,7 +15,7 @@ DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"
 GOLDEN: dict[str, Schedule] = {
     "megatron-p1-m2": named_schedule("megatron", 1, 2),
     "megatron-p4-m8": named_schedule("megatron", 4, 8),
-    "megatron-p2-m2-dp2-gathered": named_schedule("megatron", 2, 2, 2, gathers=True),
+    "megatron-p2-m2-dp2-gathered": named_schedule("megatron", 2, 2, 2, zero=1),
     "folded-p2-m4": named_schedule("folded", 2, 4),
     "folded-p4-m8-tp2": named_schedule("folded", 4, 8, 2),
     "braid-p2-m6-tp2-ends": named_schedule("braid", 2, 6, 2, dp=2, ends=True),

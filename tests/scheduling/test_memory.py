@@ -357,7 +357,7 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
 @pytest.mark.parametrize("zero", [0, 1])
 def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
     """A byte less than the fullest rank needs; the message names stage, instruction and what is missing."""
-    code = linked_schedule(name, 2, 6, 2, gathers=bool(zero))
+    code = linked_schedule(name, 2, 6, 2, zero=zero)
     needed = [rank_memory(code, LLAMA, "bf16", stage).total_bytes for stage in range(2)]
     most = max(needed)
     check_memory(code, LLAMA, "bf16", most)

@@ -96,7 +96,7 @@ def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
 def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int) -> None:
     for m in sizes_of(name, p, 2 * p):
         layout = layout_for(name, p, 2, 2, 1)
-        schedule = reduced_early(named_schedule(name, p, m, 2, gathers=True), layout)
+        schedule = reduced_early(named_schedule(name, p, m, 2, zero=1), layout)
         code_of(schedule, layout)
         plain = named_schedule(name, p, m)
         assert [schedule.passes[stage] for stage in range(p)] == [plain.passes[stage] for stage in range(p)]

@@ -194,7 +194,7 @@ def test_every_named_schedule_runs(name: str, gathers: bool, ends: bool) -> None
     for p in range(1, 5):
         for m in range(1, 2 * p + 3):
             if exists(name, p, m):
-                schedule = named_schedule(name, p, m, 2, gathers=gathers, ends=ends and name in SEARCHED)
+                schedule = named_schedule(name, p, m, 2, zero=zero, ends=ends and name in SEARCHED)
                 layout = layout_for(name, p, 2, 1 + gathers, int(gathers))
                 assert runs(schedule, layout) is None
                 assert runs(reduced_early(schedule, layout), layout) is None

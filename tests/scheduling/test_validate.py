@@ -42,7 +42,7 @@ def test_a_damaged_list_is_refused(name: str) -> None:
         least = data.draw(st.sampled_from([1, 2]))
         schedule, layout = data.draw(
             valid_schedules(
-                min_stages=least, max_stages=3, names=kind.names, gathers=kind.gathers, ends=kind.ends
+                min_stages=least, max_stages=3, names=kind.names, zero=kind.zero, ends=kind.ends
             )
         )
         at = Place(data.draw, schedule, layout)

@@ -1,0 +1,126 @@
+"""Buckets: the parameters of a chunk that are summed, gathered and let go of together.
+
+A layer's parameters are cut at its modules, so that the gradients of a projection travel while the layer's
+other half still computes, and the parameters of a layer's first half are there before those of its second
+are needed. Modules with few parameters share the bucket of the next one with many.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from braid.scheduling.operators import Parameters, Part
+from braid.scheduling.spec import ParallelLayout
+
+LEAST_ELEMENTS: Final = 1 << 17
+"""A bucket with fewer parameters takes the next modules of its part too: half a MiB of fp32 gradients take
+longer on most links than a collective's latency."""
+
+ALIGNED: Final = 32
+"""Elements that a share's length is a multiple of: transfers from odd addresses are slower."""
+
+BucketKey = tuple[int, int]
+"""Chunk, and number of the bucket in it."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive modules with parameters, of one part of a chunk."""
+
+    part: int
+    """Of the chunk, in the order of the forward pass."""
+    modules: tuple[str, ...]
+    parameters: Parameters
+    """Of them, on the fullest rank of a tensor-parallel group."""
+
+
+class Buckets:
+    """Those of all chunks of a model, in the order of the forward pass, and in which one a module's are.
+
+    ``members``: the parts of every chunk. A table that embedding and head of one stage share is in the
+    bucket of the embedding.
+    """
+
+    def __init__(self, members: Mapping[int, Sequence[Part]], layout: ParallelLayout) -> None:
+        self._of: dict[int, tuple[Bucket, ...]] = {}
+        self._homes: dict[tuple[int, int, str], BucketKey] = {}
+        known: dict[tuple[object, ...], tuple[Bucket, ...]] = {}
+        for chunk, parts in members.items():
+            first = chunk // layout.chunks_per_copy * layout.chunks_per_copy
+            table = first if first in members and not layout.ends_apart else None
+            key = *map(id, parts), table is None
+            if key not in known:
+                known[key] = tuple(_cut(parts, shares_table=table is not None))
+            self._of[chunk] = known[key]
+            for number, bucket in enumerate(known[key]):
+                for module in bucket.modules:
+                    self._homes[chunk, bucket.part, module] = chunk, number
+            if table is not None and layout.is_last(chunk):
+                self._homes.update(
+                    ((chunk, len(parts) - 1, module), (table, 0))
+                    for module, held in parts[-1].modules.items()
+                    if held.tied
+                )
+
+    def of(self, chunk: int) -> tuple[Bucket, ...]:
+        """The buckets of a chunk."""
+        return self._of[chunk]
+
+    def home(self, chunk: int, part: int, module: str) -> BucketKey | None:
+        """The bucket that has a module's parameters; None for one that has none."""
+        return self._homes.get((chunk, part, module))
+
+    @property
+    def keys(self) -> tuple[BucketKey, ...]:
+        """All of them."""
+        return tuple((chunk, number) for chunk, own in self._of.items() for number in range(len(own)))
+
+
+def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[Bucket]:
+    """``shares_table``: a tied head has the embedding's."""
+    for place, part in enumerate(parts):
+        made: list[Bucket] = []
+        modules: tuple[str, ...] = ()
+        held = Parameters()
+        for name, more in part.modules.items():
+            if not more.total or (shares_table and more.tied and place):
+                continue
+            modules, held = (*modules, name), held + more
+            if held.total >= LEAST_ELEMENTS:
+                made.append(Bucket(place, modules, held))
+                modules, held = (), Parameters()
+        if modules and made:  # what is left at the part's end
+            last = made.pop()
+            modules, held = (*last.modules, *modules), last.parameters + held
+        if modules:
+            made.append(Bucket(place, modules, held))
+        yield from made
+
+
+def flat_elements(layout: ParallelLayout, held: Parameters) -> dict[tuple[str, ...], int]:
+    """Elements of a bucket that lie one behind the other, by the axes over which their gradients are summed.
+
+    What ranks that differ along one of the axes do not share lies apart.
+    """
+    whole = held.whole if layout.tp > 1 else 0
+    tied = held.tied if layout.ends_apart else 0
+    found = {
+        ("dp",): held.dense - whole - tied,
+        ("tp", "dp"): whole,
+        ("dp", "ends"): tied,
+        ("edp",): held.experts,
+    }
+    return {axes: count for axes, count in found.items() if count}
+
+
+def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
+    """Ranks over which a flat memory is cut (ZeRO); copies in a bidirectional pipeline are replicas too."""
+    if not layout.zero:
+        return 1
+    replicas = layout.dp * layout.cp * layout.copies
+    return replicas // layout.ep if "edp" in axes else replicas
+
+
+def share_elements(elements: int, ways: int) -> int:
+    """Length of each of the equal shares of so many elements (ZeRO); what is not cut stays as it is."""
+    return elements if ways == 1 else -(-elements // (ways * ALIGNED)) * ALIGNED

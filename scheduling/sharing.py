@@ -1,0 +1,262 @@
+"""What replicas share, between the operators of a stage: the second half of the linker.
+
+Between the operators of its blocks stand sums of gradients, gathers of parameters, and what makes and lets go
+of their memory, bucket by bucket. A *use* of a bucket is a run of operators that read its parameters; gathers
+and releases are placed by counting uses over the whole stage, so that they reach from one block into others.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from braid.scheduling.buckets import BucketKey, Buckets
+from braid.scheduling.code import Allocate, Body, Compute, Node, Operation, Release, Start, Stretch, Wait
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Await, Block, Gather, Prefetch, Reduce, Schedule
+from braid.scheduling.spec import ParallelLayout
+
+
+class _Touch(NamedTuple):
+    """Consecutive operators of a body that read a bucket's parameters, or all that add to its gradients."""
+
+    key: BucketKey
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Touches:
+    reads: tuple[_Touch, ...]
+    adds: Mapping[BucketKey, _Touch]
+
+
+class _Use(NamedTuple):
+    """A touch at its place in the stage."""
+
+    position: int
+    touch: _Touch
+
+
+_Insertion = tuple[type[Operation], Gather | Reduce]
+_Insertions = dict[int, list[_Insertion]]
+"""What stands before the operations of a body, by position."""
+
+
+@dataclass
+class Sharing:
+    """Adds sums, gathers and releases to the stretches of stages. Equal results share their bodies."""
+
+    schedule: Schedule
+    layout: ParallelLayout
+    buckets: Buckets
+    _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
+    _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
+    _operations: dict[tuple[type[Operation], Gather | Reduce], Operation] = field(default_factory=dict)
+    _bases: list[Body] = field(default_factory=list)
+    """Keeps alive what bodies are looked up by."""
+
+    def stage(self, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+        """The stretches of a stage; `SharingError` for a block without the parameters that it uses."""
+        inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
+        if self.layout.zero:
+            self._gathers(stretches, inserted)
+        self._sums(stretches, inserted)
+        for stretch, insertions in zip(stretches, inserted, strict=True):
+            yield self._with(stretch, insertions) if any(insertions.values()) else stretch
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def _gathers(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+        """Start, wait, and with ZeRO 3 release, of every use of a bucket that is not there."""
+        begin = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Prefetch)), None)
+        uses = [
+            _Use(position, touch)
+            for position, stretch in enumerate(stretches)
+            if isinstance(stretch.instruction, Block)
+            for touch in self._of(stretch).reads
+        ]
+        following: dict[int, int] = {}
+        seen: dict[BucketKey, int] = {}
+        for number in reversed(range(len(uses))):
+            key = uses[number].touch.key
+            if key in seen:
+                following[number] = seen[key]
+            seen[key] = number
+        ahead = self.schedule.prefetch if self.layout.zero > 2 else len(uses)
+        keep = max(self.schedule.keep, ahead, 1)
+        there: set[BucketKey] = set()
+        for number, (position, touch) in enumerate(uses):
+            block = stretches[position].instruction
+            assert isinstance(block, Block)
+            of = [Gather(one.chunk or 0, one.axis, one.bucket) for one in self._replicas(touch.key)]
+            if touch.key not in there:
+                # A tied head reads the table of the first chunk, which need not be in the block.
+                if begin is None or not block.gathers:
+                    raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
+                early = number - ahead
+                at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
+                inserted[at][place] += [(Start, one) for one in of]
+                inserted[position][touch.first] += [(Wait, one) for one in of]
+                there.add(touch.key)
+            again = following.get(number)
+            if self.layout.zero > 2 and (again is None or again - number > keep):
+                inserted[position][touch.last + 1] += [(Release, one) for one in of]
+                there.remove(touch.key)
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+        """Start a bucket's sums behind the last operator that adds to it; wait for what begins elsewhere."""
+        sums = _Sums(self.layout.zero > 1, self.schedule.prefetch)
+        for stretch, into in zip(stretches, inserted, strict=True):
+            block = stretch.instruction
+            if isinstance(block, Await) and isinstance(block.transfer, Reduce):
+                sums.wait(into[0], block.transfer)
+            if not isinstance(block, Block) or not (block.sums or sums.shared):
+                continue
+            adds = self._of(stretch).adds
+            events: list[tuple[int, BucketKey | Reduce]] = [
+                (adds[key].last + 1 if (key := _key(reduce)) in adds else 0, reduce)
+                for reduce in self._by_bucket(block)
+            ]
+            events += [(touch.first, key) for key, touch in adds.items()]
+            for place, event in sorted(events, key=lambda one: one[0]):  # sums before what is next added up
+                if isinstance(event, Reduce):
+                    sums.start(into[place], event)
+                elif sums.shared:
+                    sums.allocate(into[place], event, self._replicas(event))
+            sums.end(map(_key, self._by_bucket(block)))
+
+    def _replicas(self, key: BucketKey) -> list[Reduce]:
+        chunk, number = key
+        held = self.buckets.of(chunk)[number].parameters
+        axes = [axis for axis, count in (("dp", held.dense), ("edp", held.experts)) if count]
+        return [Reduce(chunk, axis, number) for axis in axes]
+
+    def _by_bucket(self, block: Block) -> Iterator[Reduce]:
+        """A block's sums, bucket by bucket in the order of a backward pass."""
+        for chunk in dict.fromkeys(one.chunk for one in block.sums):
+            own = [one for one in block.sums if one.chunk == chunk]
+            for number in reversed(self._numbers(chunk)):
+                yield from (Reduce(chunk, one.axis, number) for one in own)
+
+    def _numbers(self, chunk: int | None) -> range:
+        assert chunk is not None
+        return range(len(self.buckets.of(chunk)))
+
+    # -- bodies --------------------------------------------------------------------------------------------
+
+    def _of(self, stretch: Stretch) -> _Touches:
+        chunks = [one.chunk for one in stretch.block_passes]
+        key = (id(stretch.body), *chunks)
+        if key not in self._touches:
+            self._bases.append(stretch.body)
+            self._touches[key] = self._find(stretch.body, chunks)
+        return self._touches[key]
+
+    def _find(self, body: Body, chunks: Sequence[int]) -> _Touches:
+        reads: list[_Touch] = []
+        adds: dict[BucketKey, _Touch] = {}
+        for place, operation in enumerate(body.operations):
+            if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
+                continue
+            node = operation.what
+            key = self.buckets.home(chunks[operation.turn], node.part, node.operator.module)
+            if key is None:
+                continue
+            if node.operator.phase is not Phase.WEIGHT_GRADIENT:
+                first = reads.pop().first if reads and reads[-1].key == key else place
+                reads.append(_Touch(key, first, place))
+            if node.operator.adds_gradients:
+                adds[key] = _Touch(key, adds[key].first if key in adds else place, place)
+        return _Touches(tuple(reads), adds)
+
+    def _with(self, stretch: Stretch, inserted: _Insertions) -> Stretch:
+        key = (id(stretch.body), *((at, *inserted[at]) for at in sorted(inserted)))
+        if key not in self._bodies:
+            self._bases.append(stretch.body)
+            operations: list[Operation] = []
+            for place, operation in enumerate((*stretch.body.operations, None)):
+                ordered = sorted(inserted.get(place, ()), key=_turn)
+                operations += [self._operation(kind, what) for kind, what in ordered]
+                operations += [] if operation is None else [operation]
+            self._bodies[key] = Body(tuple(operations))
+        return Stretch(stretch.instruction, stretch.passes, stretch.frames, self._bodies[key])
+
+    def _operation(self, kind: type[Operation], what: Gather | Reduce) -> Operation:
+        if (kind, what) not in self._operations:
+            self._operations[kind, what] = kind(what=what)  # type: ignore[call-arg]
+        return self._operations[kind, what]
+
+
+def _key(reduce: Reduce) -> BucketKey:
+    assert reduce.chunk is not None
+    assert reduce.bucket is not None
+    return reduce.chunk, reduce.bucket
+
+
+@dataclass
+class _Sums:
+    """Sums of buckets on their way through a stage.
+
+    Where gradients are in shares (``shared``), they have memory from the first operator that adds to them
+    until their sum is waited for, and ``most`` sums are under way.
+    """
+
+    shared: bool
+    most: int
+    _there: set[BucketKey] = field(default_factory=set)
+    """Buckets whose gradients have been added to, and not been summed since."""
+    _under_way: list[Reduce] = field(default_factory=list)
+
+    def start(self, into: list[_Insertion], reduce: Reduce) -> None:
+        """A block's sum, behind the last operator that adds."""
+        if self.shared and _key(reduce) not in self._there:
+            return
+        if reduce.axis == "tp":
+            into += [(Start, reduce), (Wait, reduce)]
+            return
+        if self.shared:
+            while self._under_way and len(self._under_way) >= max(1, self.most):
+                into.append((Wait, self._under_way.pop(0)))
+        into.append((Start, reduce))
+        self._under_way.append(reduce)
+        if self.shared and not self.most:
+            into.append((Wait, self._under_way.pop()))
+
+    def end(self, summed: Iterable[BucketKey]) -> None:
+        """The end of a block that starts the sums of these."""
+        self._there.difference_update(summed)
+
+    def wait(self, into: list[_Insertion], whole: Reduce) -> None:
+        """Of a chunk over an axis, those that are under way."""
+        for one in [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]:
+            self._under_way.remove(one)
+            into.append((Wait, one))
+
+    def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
+        """An operator adds to a bucket next; ``sums``: over the axes along which it is in shares."""
+        if key in self._there:
+            return
+        self._there.add(key)
+        for one in [one for one in self._under_way if _key(one) == key]:
+            self._under_way.remove(one)
+            into.append((Wait, one))
+        into += [(Allocate, one) for one in sums]
+
+
+def _turn(insertion: _Insertion) -> int:
+    """What comes first at one place: releases, starts of gathers, sums, waits for gathers."""
+    kind, what = insertion
+    if isinstance(what, Reduce):
+        return 2
+    return (Release, Start, Wait).index(kind) + (kind is Wait)
+
+
+class SharingError(ValueError):
+    """An instruction that lacks what it needs; ``position``: of it."""
+
+    def __init__(self, position: int, cause: str) -> None:
+        super().__init__(cause)
+        self.position = position
