@@ -127,6 +127,7 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
         micro_batch=train.micro_batch,
         recompute=train.recompute,
         fixed={"cp": 1, "ep": 1},
+        zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
     )
     steps: dict[tuple[int, int, int], float] = {}
     for candidate in candidates(search, spec):

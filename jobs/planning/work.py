@@ -100,7 +100,7 @@ def make_plan(job: Request) -> Plan:
             raise ConfigError(
                 f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
                 f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
-                f"parallel.tp or parallel.pp, set parallel.zero to 1 or train.recompute to fine or full, or "
+                f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
                 f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
             )
         return plan_of(outcome, job.cluster)
@@ -115,6 +115,7 @@ def make_plan(job: Request) -> Plan:
         recompute=config.train.recompute if "recompute" in given else None,
         schedule=_searched_schedule(config),
         fixed=config.parallel.fixed,
+        zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
         late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )

@@ -36,6 +36,7 @@ class Search:
     schedule: str | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Degrees of axes that are given."""
+    zero: int | None = None
     context: str = "all_gather"
     late_layers: int = 0
     """Layers of the first chunk that the last one takes (see `ParallelLayout`)."""
@@ -62,8 +63,19 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
                 priced[key] = _price(search, cluster, layout, micro_batch, recompute)
             layer = priced[key]
             layout = _balanced(search.model, layout, layer)
-            layout = replace(layout, zero=int(layout.dp * layout.cp > 1))
-            yield _estimate(search, cluster, layout, micro_batch, recompute, layer)
+            for zero in _zero_stages(search, layout):
+                sharded = replace(layout, zero=zero)
+                candidate = _estimate(search, cluster, sharded, micro_batch, recompute, layer)
+                yield candidate
+                if candidate.bytes <= cluster.usable_bytes:
+                    break  # what cuts more travels more
+
+
+def _zero_stages(search: Search, layout: ParallelLayout) -> tuple[int, ...]:
+    """The ZeRO stages to try, what travels least first: sharing optimizer states costs nothing."""
+    if layout.dp * layout.cp == 1:
+        return (0,)
+    return (1, 2, 3) if search.zero is None else (search.zero,)
 
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
@@ -204,14 +216,34 @@ def _estimate(
     kinds, chunks = search.model.kinds, layout.chunks_of(0)
     parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
     width = DTYPE_BYTES[search.dtype]
-    step += _gradients_ns(cluster, layout, parameters)
+    step += _sharing_ns(cluster, layout, parameters, width, m, step)
     states = sum(state_bytes(parameters, width, layout.dp * layout.cp, layout.zero))
+    if layout.zero > 1:  # buckets that are whole for a while, of two layers
+        states += parameters // layers * 2 * (4 + width * (layout.zero > 2))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
     if pairs:
         alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
     return Candidate(setting, step, states + alive + layer.working_bytes)
 
 
-def _gradients_ns(cluster: ClusterSpec, layout: ParallelLayout, parameters: int) -> float:
+def _sharing_ns(
+    cluster: ClusterSpec,
+    layout: ParallelLayout,
+    parameters: int,
+    width: int,
+    micro_batches: int,
+    compute_ns: float,
+) -> float:
+    """What sums of gradients and gathers of parameters add to a step that computes for so long.
+
+    Where they repeat (ZeRO 2 and 3) four micro-batches share them on one stage, which go together; a quarter
+    of what compute can hide stays exposed.
+    """
     group = axis_groups(layout, cluster.gpus_per_node)["dp"]
-    return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
+    if layout.zero < 2:
+        return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
+    times = micro_batches if layout.pp > 1 else -(-micro_batches // 4)
+    gathers = 2 * times if layout.zero > 2 else 1
+    travel = times * collective_ns(cluster, Kind.REDUCE_SCATTER, parameters * 4, group)
+    travel += gathers * collective_ns(cluster, Kind.ALL_GATHER, parameters * width, group)
+    return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

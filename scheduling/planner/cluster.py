@@ -1,8 +1,8 @@
 """The cluster tier: which layout, recomputation, micro-batch and schedule (``parallel: auto``).
 
 Every combination of degrees is priced by a formula of its layer's serial and overlapped times, pruned by
-memory; the most promising are decided in full and simulated, and the simulated step ranks them. ZeRO is not
-searched: it is 1 wherever several ranks share parameters.
+memory; the most promising are decided in full and simulated, and the simulated step ranks them. Of ZeRO's
+stages each combination takes the first that fits, from 1 on.
 """
 
 from collections.abc import Iterable, Sequence

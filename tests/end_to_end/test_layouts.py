@@ -33,14 +33,28 @@ LAYOUTS: Mapping[str, Overrides] = {
     "dp 2 x tp 2": {"parallel": {"dp": 2, "tp": 2}},
     "dp 2, zero 1": {"parallel": {"dp": 2, "zero": 1}},
     "pp 2 x dp 2, zero 1": {"parallel": {"pp": 2, "dp": 2, "zero": 1}},
+    "dp 2, zero 3": {"parallel": {"dp": 2, "zero": 3}, "overlap": {"schedule": "ddp"}},
+    "pp 2 x dp 2, zero 2": {"parallel": {"pp": 2, "dp": 2, "zero": 2}},
+    "pp 2 x dp 2, zero 3": {"parallel": {"pp": 2, "dp": 2, "zero": 3}},
+    "pp 2 folded x dp 2, zero 3": {
+        "parallel": {"pp": 2, "dp": 2, "zero": 3},
+        "overlap": {"schedule": "folded"},
+    },
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama"},
     "tied llama": {"family": "llama", "tied_head": True},
     "gpt": {"family": "gpt", "kv_heads": 4},
 }
-TIED_LAYOUTS = ("pp 2 folded", "tp 2 x pp 2", "pp 2 x dp 2, zero 1")
-FP32_LAYOUTS = ("one rank", "tp 2", "pp 2 folded", "dp 2, zero 1")
+TIED_LAYOUTS = (
+    "pp 2 folded",
+    "tp 2 x pp 2",
+    "pp 2 x dp 2, zero 1",
+    "dp 2, zero 3",
+    "pp 2 x dp 2, zero 3",
+    "pp 2 folded x dp 2, zero 3",
+)
+FP32_LAYOUTS = ("one rank", "tp 2", "pp 2 folded", "dp 2, zero 1", "dp 2, zero 3")
 CASES = [
     *((model, layout, "fp64") for model in ("llama", "gpt") for layout in LAYOUTS),
     *(("tied llama", layout, "fp64") for layout in TIED_LAYOUTS),

@@ -28,7 +28,7 @@ from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
 
 STEPS = 12
-LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, "zero": 1})
+LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, "zero": 3})
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp 2": ("parallel.tp=2",),
     "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
     "dp 2": ("parallel.dp=2",),
-    "shares": ("parallel.dp=2", "parallel.zero=1"),
+    "shares": ("parallel.dp=2", "parallel.zero=3"),
     "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 
