@@ -31,11 +31,13 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
     includes ``cp``: both hold the same parameters.
     """
     tp, cp, dp = layout.tp, layout.cp, layout.dp
+    inner = dp // layout.replicas
     strides = {
         "tp": (1, tp),
         "cp": (tp, cp),
         "ep": (tp * cp, layout.ep),
-        "dp": (tp, cp * dp),
+        "dp": (tp, cp * inner),
+        "replica": (tp * cp * inner, layout.replicas),
         "edp": (tp * cp * layout.ep, dp // layout.ep),
         "pp": (tp * cp * dp, layout.pp),
     }
@@ -129,7 +131,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, TransferFit]:
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
-    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp"))]
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica"))]
     for axis in ("dp", "edp"):
         wanted += [(axis, kind) for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
     for axis, kind in wanted:

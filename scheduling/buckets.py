@@ -117,8 +117,8 @@ def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
     """Ranks over which a flat memory is cut (ZeRO); copies in a bidirectional pipeline are replicas too."""
     if not layout.zero:
         return 1
-    replicas = layout.dp * layout.cp * layout.copies
-    return replicas // layout.ep if "edp" in axes else replicas
+    ranks = layout.share_ranks * layout.copies
+    return ranks // layout.ep if "edp" in axes else ranks
 
 
 def share_elements(elements: int, ways: int) -> int:

@@ -23,7 +23,7 @@ class MeshShape:
     sharded: tuple[str, ...] = ()
     """Factors that optimizer states are cut over beside, in equal shares of a rank's parameters (ZeRO).
 
-    Ranks that differ along none of both hold the same state.
+    Ranks that differ along none of both hold the same state (hybrid sharding: along ``replica``, too).
     """
 
     @cached_property

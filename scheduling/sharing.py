@@ -209,21 +209,40 @@ class _Sums:
     _there: set[BucketKey] = field(default_factory=set)
     """Buckets whose gradients have been added to, and not been summed since."""
     _under_way: list[Reduce] = field(default_factory=list)
+    _second: dict[BucketKey, Reduce] = field(default_factory=dict)
+    """Sums of shares over replicas, which begin when the shares are there (hybrid sharding)."""
 
     def start(self, into: list[_Insertion], reduce: Reduce) -> None:
         """A block's sum, behind the last operator that adds."""
+        if reduce.axis == "replica":
+            if any(_key(one) == _key(reduce) for one in self._under_way):
+                self._second[_key(reduce)] = reduce
+            else:
+                into.append((Start, reduce))
+                self._under_way.append(reduce)
+            return
         if self.shared and _key(reduce) not in self._there:
             return
         if reduce.axis == "tp":
             into += [(Start, reduce), (Wait, reduce)]
             return
-        if self.shared:
-            while self._under_way and len(self._under_way) >= max(1, self.most):
-                into.append((Wait, self._under_way.pop(0)))
+        while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):
+            self._wait(into, self._under_way[0])
+        first = [one for one in self._under_way if _key(one) in self._second and one.axis != "replica"]
+        for one in first[:-1]:  # the last one has hardly begun
+            self._wait(into, one)
         into.append((Start, reduce))
         self._under_way.append(reduce)
         if self.shared and not self.most:
-            into.append((Wait, self._under_way.pop()))
+            self._wait(into, reduce)
+
+    def _wait(self, into: list[_Insertion], reduce: Reduce) -> None:
+        """Wait, and start what sums the same shares over replicas."""
+        self._under_way.remove(reduce)
+        into.append((Wait, reduce))
+        if reduce.axis != "replica" and (second := self._second.pop(_key(reduce), None)):
+            into.append((Start, second))
+            self._under_way.append(second)
 
     def end(self, summed: Iterable[BucketKey]) -> None:
         """The end of a block that starts the sums of these."""
@@ -232,8 +251,7 @@ class _Sums:
     def wait(self, into: list[_Insertion], whole: Reduce) -> None:
         """Of a chunk over an axis, those that are under way."""
         for one in [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]:
-            self._under_way.remove(one)
-            into.append((Wait, one))
+            self._wait(into, one)
 
     def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
         """An operator adds to a bucket next; ``sums``: over the axes along which it is in shares."""
@@ -241,8 +259,7 @@ class _Sums:
             return
         self._there.add(key)
         for one in [one for one in self._under_way if _key(one) == key]:
-            self._under_way.remove(one)
-            into.append((Wait, one))
+            self._wait(into, one)
         into += [(Allocate, one) for one in sums]
 
 

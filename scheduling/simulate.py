@@ -76,8 +76,9 @@ class Simulation:
 
     def spans(self) -> Iterator[Span]:
         """Everything that takes time on every simulated rank; ``rank`` is the first rank of its stage."""
+        first = dict.fromkeys(self.code.layout.mesh.sizes, 0)
         for rank in self.ranks:
-            number = self.code.layout.rank_at({"pp": rank.number, "dp": 0, "cp": 0, "tp": 0})
+            number = self.code.layout.rank_at({**first, "pp": rank.number})
             for executed in rank.executed:
                 yield self._span(number, executed, 0.0, None)
             for run in rank.blocks:

@@ -165,6 +165,9 @@ class ParallelLayout:
     zero: int = 0
     """What is cut over the ranks that share parameters: optimizer states (1), gradients too (2), parameters
     too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are."""
+    shards: int = 0
+    """Ranks of ``dp`` over which that is cut; as many others hold the same, and sum up with them (hybrid
+    sharding: inside a node, say). 0: all."""
     late_layers: int = 0
     """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
 
@@ -177,6 +180,12 @@ class ParallelLayout:
         if self.zero not in ZERO_STAGES:
             known = ", ".join(map(str, ZERO_STAGES))
             raise ValueError(f"parallel.zero={self.zero} must be one of {known}")
+        if self.shards and (self.shards < 2 or self.dp % self.shards or not self.zero):
+            known = ", ".join(str(n) for n in range(2, self.dp + 1) if self.dp % n == 0) or "0"
+            raise ValueError(
+                f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
+                f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
+            )
         if self.late_layers < 0:
             raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
         if self.late_layers and not self.folded:
@@ -185,6 +194,16 @@ class ParallelLayout:
                 f"as schedules over the folded model have them (such as braid); set it to 0 for "
                 f"a {self.placement} pipeline"
             )
+
+    @cached_property
+    def replicas(self) -> int:
+        """Groups of ranks of ``dp`` each of which has all states, cut over its ranks; 1: all together."""
+        return self.dp // self.shards if self.shards else 1
+
+    @property
+    def share_ranks(self) -> int:
+        """Ranks over which states are cut (ZeRO)."""
+        return self.dp // self.replicas * self.cp if self.zero else 1
 
     @property
     def ranks(self) -> int:
@@ -263,9 +282,12 @@ class ParallelLayout:
 
     @cached_property
     def mesh(self) -> MeshShape:
-        """The mesh: a factor for each axis."""
-        factors = tuple((axis, self.degree(axis)) for axis in AXES)
-        return MeshShape(factors, cut=("pp", "tp"), sharded=("dp", "cp") if self.zero else ())
+        """The mesh: a factor for each axis, two for ``dp`` where states are cut over some of its ranks."""
+        sizes = {axis: self.degree(axis) for axis in AXES} | {"dp": self.dp // self.replicas}
+        factors = list(sizes.items())
+        if self.replicas > 1:
+            factors.insert(AXES.index("dp"), ("replica", self.replicas))
+        return MeshShape(tuple(factors), cut=("pp", "tp"), sharded=("dp", "cp") if self.zero else ())
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank along every mesh axis."""
@@ -280,12 +302,13 @@ class ParallelLayout:
         axes = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in ("placement", "head_layers", "zero", "late_layers")
+            if f.name not in ("placement", "head_layers", "zero", "shards", "late_layers")
         ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
         linear = self.placement is Placement.LINEAR
         late = f", {self.late_layers} late" if self.late_layers else ""
-        zero = f", ZeRO {self.zero}" if self.zero else ""
+        over = f" over {self.shards}" if self.replicas > 1 else ""
+        zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         return " x ".join(busy) + ("" if linear else f" ({self.placement}{late})") + zero
 
 

@@ -22,7 +22,8 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 
-_REPLICAS = ("dp", "edp")
+_SUMMED, _SHARED = ("dp", "replica", "edp"), ("dp", "edp")
+"""Axes over which replicas sum gradients, and those of them whose ranks hold shares."""
 
 
 def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
@@ -73,7 +74,7 @@ class _Walk:
         self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
         summed = {one.axis for one in everywhere}
         self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
-        differs = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp * layout.cp if layout.zero else 1}
+        differs = {"tp": layout.tp, "pp": layout.pp, "dp": layout.share_ranks}
         self._norm_axes = tuple(axis for axis, ranks in differs.items() if ranks > 1)
         self._under_way: list[Reduce] = []
         self._done: set[Reduce] = set()
@@ -107,7 +108,7 @@ class _Walk:
         if self._layout.zero > 1:
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
-                    if axis in ("tp", *_REPLICAS) and Reduce(chunk, axis) not in block.sums:
+                    if axis in ("tp", *_SHARED) and Reduce(chunk, axis) not in block.sums:
                         return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
         return next(filter(None, (self._start(position, one) for one in block.sums)), None)
 
@@ -156,12 +157,13 @@ class _Walk:
             return "the squares are not there yet: NORM comes first"
         if chunk is not None and self._normed:
             return "too late: NORM has squared the gradients"
-        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *_REPLICAS):
+        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *_SUMMED):
             return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
         if chunk is not None and self._last.get(chunk, -1) > position and not again:
             return f"chunk {chunk} still has passes to run"
         for other in self._under_way:
-            replicas = {axis, other.axis} == {"dp", "edp"}  # dense parameters and experts: not the same
+            # Dense parameters and experts are not the same; shares follow their own sums.
+            replicas = {axis, other.axis} <= set(_SUMMED)
             if other.chunk == chunk and not replicas and not again:
                 return f"{other} is not waited for, and sums of the same come one after the other"
         if isinstance(block, Block) and axis == "tp":
@@ -197,7 +199,7 @@ class _Walk:
 
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Of the axes that gradients are summed over, those that states are cut over."""
-        return tuple(axis for axis in axes if axis in _REPLICAS) if self._layout.zero else ()
+        return tuple(axis for axis in axes if axis in _SHARED) if self._layout.zero else ()
 
 
 def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:
@@ -211,6 +213,7 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
         "ends": "ends" in summed and at_end and layout.ends_apart,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
+        "replica": layout.replicas > 1,
         "edp": "edp" in summed and layout.dp > 1,
     }
     return tuple(axis for axis, needed in wanted.items() if needed)

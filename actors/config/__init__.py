@@ -107,6 +107,7 @@ class ParallelConfig(Section):
     ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
+    shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
     context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
     late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
 
@@ -184,6 +185,11 @@ class Config(Section):
                 f"parallel.zero={parallel.zero} cuts states over the ranks that share parameters, and with "
                 f"parallel.dp=1 there is one; set parallel.zero to 0, or parallel.dp to 2 or more"
             )
+        if parallel.shards and self.elastic.max_ranks:
+            raise ValueError(
+                f"parallel.shards={parallel.shards} does not go with elastic.max_ranks, which changes the "
+                f"number of replicas; set parallel.shards to 0"
+            )
         return self
 
     @property
@@ -203,6 +209,7 @@ class Config(Section):
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
         degrees["zero"] = self.parallel.zero if self.parallel.replicas > 1 else 0
+        degrees["shards"] = self.parallel.shards
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:

@@ -109,7 +109,7 @@ class GradientBuckets:
                 bucket.allocate()
 
     def start(self, reduce: Reduce) -> None:
-        """Begin to sum, over an axis, gradients of a chunk or of a bucket that are shared along it, or squares.
+        """Begin to sum over an axis: gradients of a chunk or a bucket that are shared along it, or squares.
 
         Where every rank along the axis updates a share of a bucket, it gets the sums of that share.
         """
@@ -135,7 +135,9 @@ class GradientBuckets:
         if reduce.chunk is None:
             yield self._norm.squares, self._norm.squares
         for bucket in self._of(reduce):
-            if bucket.lasting:
+            if reduce.axis == "replica":
+                yield bucket.share, bucket.share
+            elif bucket.lasting:
                 yield bucket.whole() if reduce.bucket is None else bucket.parts[reduce.bucket], bucket.share
             elif reduce.bucket is None:  # over stages, behind the sums over replicas
                 yield bucket.share, bucket.share

@@ -328,12 +328,12 @@ class Profiler:
                 x = torch.zeros(count, device=context.device, dtype=context.dtype)
                 if layout.pp > 1:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
-                for axis in ("tp", "pp", "dp"):
-                    if layout.degree(axis) > 1:
+                for axis in ("tp", "pp", "dp", "replica"):
+                    if axis in self.mesh.lines:
                         launch = self.mesh.lines[axis].all_reduce(x)
                         measured[f"{axis}/all_reduce"].append((x.nbytes, self._alone(axis, launch)))
                 sharded = self.mesh.place.mesh.sharded
-                for axis in (name for name in ("tp", *sharded) if layout.degree(name) > 1):
+                for axis in (name for name in ("tp", *sharded) if name in self.mesh.lines):
                     line = self.mesh.lines[axis]
                     ns = self._alone(axis, line.all_gather(x))
                     measured[f"{axis}/all_gather"].append((x.nbytes * line.size, ns))

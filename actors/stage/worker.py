@@ -132,7 +132,7 @@ class Worker(Logged, Rank):
                 config,
                 plan.shape.sequence,
                 layout,
-                self._mesh.position["dp"],
+                self._mesh.place.index(("replica", "dp")),
                 self._model.chunks,
                 self._device,
             )

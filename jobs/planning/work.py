@@ -156,6 +156,10 @@ def fixed_setting(job: Request) -> Setting:
         raise ConfigError(str(error)) from None
 
 
+_OF_LAYOUTS = ("late_layers", "zero", "shards")
+"""What plans decide beside degrees."""
+
+
 def with_plan(config: Config, file: Path) -> Config:
     """The configuration with a plan's decisions: what it leaves open is as the plan says.
 
@@ -169,7 +173,7 @@ def with_plan(config: Config, file: Path) -> Config:
     if parallel.auto:
         degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
         fixed = {axis: degree for axis, degree in parallel.fixed.items() if degree != degrees[axis]}
-        others = {"late_layers": layout.late_layers, "zero": parallel.zero or layout.zero}
+        others = {key: getattr(parallel, key) or getattr(layout, key) for key in _OF_LAYOUTS}
         parallel = ParallelConfig.model_validate({**degrees, **fixed, **others})
         found = {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}
         train = train.model_copy(

@@ -1,7 +1,7 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from braid.scheduling.lowering.named import PairMethod
@@ -108,8 +108,8 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 
     ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens; ``ends``: a
     table that is held by the first and the last stage; ``copies``: the other copy of the model in a
-    bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``edp``: those of the
-    same experts.
+    bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``replica``: those that
+    hold the same shares, behind the others; ``edp``: those of the same experts.
     """
     at_end = layout.is_first(chunk) or layout.is_last(chunk)
     found = {
@@ -117,6 +117,7 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
         "ends": model.tied_head and layout.ends_apart and at_end,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
+        "replica": layout.replicas > 1,
         "edp": model.experts > 0 and layout.dp > layout.ep,
     }
     return tuple(axis for axis, needed in found.items() if needed)
@@ -124,7 +125,7 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 
 def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
     """Axes along which gradients differ, over which the squares of the norm are summed, one by one."""
-    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": layout.zero and layout.dp * layout.cp > 1}
+    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": layout.share_ranks > 1}
     return tuple(axis for axis, needed in found.items() if needed)
 
 
@@ -158,15 +159,21 @@ _Axes = Mapping[int, tuple[str, ...]]
 """Of chunks, axes over which their gradients are summed."""
 
 
-def _sums_of_all(stage: Iterable[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
+def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
     """Instructions with sums in every block that ends a bucket's gradients, and what is left to be summed."""
     instructions: list[Instruction] = []
-    within = {chunk: tuple(axis for axis in own if axis in ("tp", *_REPLICAS)) for chunk, own in axes.items()}
-    for instruction in stage:
+    within = {c: tuple(axis for axis in own if axis in ("tp", *SUMMED)) for c, own in axes.items()}
+    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    for position, instruction in enumerate(stage):
         backward = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind in ENDING)
         if backward:
             assert isinstance(instruction, Block)
-            sums = [Reduce(chunk, axis) for chunk in backward for axis in within[chunk]]
+            sums = [
+                Reduce(chunk, axis)
+                for chunk in backward
+                for axis in within[chunk]
+                if axis != "replica" or last[chunk] == position  # shares are summed once a step
+            ]
             instruction = replace(instruction, sums=tuple(sums))
         instructions.append(instruction)
     instructions += [Await(Reduce(c, axis)) for c, own in within.items() for axis in own if axis != "tp"]
@@ -184,7 +191,7 @@ def _sums_of_last(
     under_way: list[Instruction] = []
     for position, instruction in enumerate(stage):
         ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
-        within = [c for c in ended if _of_replicas(axes[c])]
+        within = [c for c in ended if any(axis in SUMMED for axis in axes[c])]
         if within:
             assert isinstance(instruction, Block)
             sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
@@ -194,16 +201,14 @@ def _sums_of_last(
         for chunk in [c for c in ended if c not in within]:
             for axis in left.pop(chunk):
                 instructions.append(Reduce(chunk, axis))
-                waits = under_way if _of_replicas((axis,)) else instructions
+                waits = under_way if axis in SUMMED else instructions
                 waits.append(Await(Reduce(chunk, axis)))
     return [*instructions, *under_way], left
 
 
-_REPLICAS = ("dp", "edp")
-
-
-def _of_replicas(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis in _REPLICAS)
+SUMMED = ("dp", "replica", "edp")
+"""Axes over which replicas sum gradients, and of those the ones whose ranks hold shares."""
+SHARED = ("dp", "edp")
 
 
 def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
@@ -225,7 +230,8 @@ def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) ->
                     Gather(chunk, axis)
                     for chunk in chunks
                     if chunk not in there
-                    for axis in _of_replicas(gradient_axes(model, layout, chunk))
+                    for axis in gradient_axes(model, layout, chunk)
+                    if axis in SHARED
                 )
                 instruction = replace(instruction, gathers=gathers)
                 there.update(chunks if layout.zero < 3 else ())

@@ -63,19 +63,29 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
                 priced[key] = _price(search, cluster, layout, micro_batch, recompute)
             layer = priced[key]
             layout = _balanced(search.model, layout, layer)
-            for zero in _zero_stages(search, layout):
-                sharded = replace(layout, zero=zero)
+            for zero, shards in _shardings(search, cluster, layout):
+                sharded = replace(layout, zero=zero, shards=shards)
                 candidate = _estimate(search, cluster, sharded, micro_batch, recompute, layer)
                 yield candidate
                 if candidate.bytes <= cluster.usable_bytes:
                     break  # what cuts more travels more
 
 
-def _zero_stages(search: Search, layout: ParallelLayout) -> tuple[int, ...]:
-    """The ZeRO stages to try, what travels least first: sharing optimizer states costs nothing."""
+def _shardings(search: Search, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
+    """ZeRO stages, and over how many ranks, to try, what travels least first.
+
+    Cutting optimizer states costs nothing. What is gathered and summed again and again stays inside a node
+    where its ranks have room for it (hybrid sharding).
+    """
     if layout.dp * layout.cp == 1:
-        return (0,)
-    return (1, 2, 3) if search.zero is None else (search.zero,)
+        return [(0, 0)]
+    stages = (1, 2, 3) if search.zero is None else (search.zero,)
+    inside = cluster.gpus_per_node // (layout.tp * layout.cp)
+    hybrid = [inside] if 1 < inside < layout.dp and layout.dp % inside == 0 and layout.ep == 1 else []
+    return [
+        *((zero, 0) for zero in stages if zero < 2),
+        *((zero, shards) for shards in (*hybrid, 0) for zero in stages if zero > 1),
+    ]
 
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
@@ -217,7 +227,7 @@ def _estimate(
     parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
     width = DTYPE_BYTES[search.dtype]
     step += _sharing_ns(cluster, layout, parameters, width, m, step)
-    states = sum(state_bytes(parameters, width, layout.dp * layout.cp, layout.zero))
+    states = sum(state_bytes(parameters, width, layout.share_ranks, layout.zero))
     if layout.zero > 1:  # buckets that are whole for a while, of two layers
         states += parameters // layers * 2 * (4 + width * (layout.zero > 2))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
@@ -239,11 +249,14 @@ def _sharing_ns(
     Where they repeat (ZeRO 2 and 3) four micro-batches share them on one stage, which go together; a quarter
     of what compute can hide stays exposed.
     """
-    group = axis_groups(layout, cluster.gpus_per_node)["dp"]
+    groups = axis_groups(layout, cluster.gpus_per_node)
+    group = groups["dp"]
     if layout.zero < 2:
         return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
     times = micro_batches if layout.pp > 1 else -(-micro_batches // 4)
     gathers = 2 * times if layout.zero > 2 else 1
     travel = times * collective_ns(cluster, Kind.REDUCE_SCATTER, parameters * 4, group)
     travel += gathers * collective_ns(cluster, Kind.ALL_GATHER, parameters * width, group)
+    share = parameters * 4 // layout.share_ranks
+    travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
     return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -104,13 +104,15 @@ class Prices:
             case "tp":
                 count, ranks = held.whole, layout.tp
             case "ends":
-                count, ranks = held.tied // (layout.dp * layout.cp if layout.zero > 1 else 1), 2
+                count, ranks = held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
             case "copies":
                 count, ranks = held.total, layout.copies
             case "edp":
                 count, ranks = held.experts, layout.dp // layout.ep
+            case "replica":
+                count, ranks = held.total // layout.share_ranks, layout.replicas
             case _:
-                count, ranks = held.dense, layout.dp * layout.cp
+                count, ranks = held.dense, layout.dp // layout.replicas * layout.cp
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
@@ -126,7 +128,7 @@ class Prices:
     def _update(self, key: str, ns_each: float) -> Price:
         """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""
         layout = self._code.layout
-        shares = layout.dp * layout.cp if layout.zero else 1
+        shares = layout.share_ranks
         count = max(
             sum(self._code.parameters(chunk).total for chunk in layout.chunks_of(stage))
             for stage in range(layout.pp)

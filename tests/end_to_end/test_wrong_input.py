@@ -118,6 +118,26 @@ CASES = [
         ("parallel.zero=1", "parallel.dp=1 ", "2 or more"),
         {"parallel": {"zero": 1, "tp": 2}},
     ),
+    Case(
+        "shares among one",
+        ("parallel.zero=3", "parallel.dp=1 ", "2 or more"),
+        {"parallel": {"zero": 3, "pp": 2}},
+    ),
+    Case(
+        "shards that do not divide",
+        ("parallel.shards=3", "parallel.dp=4", "2, 4"),
+        {"parallel": {"zero": 3, "dp": 4, "shards": 3}},
+    ),
+    Case(
+        "shards of nothing",
+        ("parallel.shards=2", "parallel.zero of 1 or more"),
+        {"parallel": {"dp": 4, "shards": 2}},
+    ),
+    Case(
+        "shards of a changing number",
+        ("parallel.shards=2", "elastic.max_ranks", "to 0"),
+        {"parallel": {"zero": 3, "dp": 4, "shards": 2}, "elastic": {"max_ranks": 4}},
+    ),
     Case("no such ZeRO", ("parallel.zero=4", "less than or equal to"), {"parallel": {"zero": 4, "dp": 2}}),
     Case(
         "shares of copies",
