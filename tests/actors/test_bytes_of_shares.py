@@ -1,0 +1,93 @@
+"""Bytes that ranks hold under every ZeRO stage, against the model of memory: equal to the byte."""
+
+from pathlib import Path
+
+import pytest
+
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.stage.memory_meter import held_bytes
+from braid.actors.stage.rank import Rank
+from braid.scheduling.code import Code
+from braid.scheduling.layers import built_in_parts
+from braid.scheduling.memory import rank_memory
+from braid.scheduling.schedule_text import parse
+from braid.scheduling.sizes import part_sizes
+from braid.scheduling.validate import linked
+from tests.actors.ranks import Probed, Ranks
+from tests.end_to_end.runs import prepare_text, small_config
+
+LAYOUTS = {
+    "dp 2": {"dp": 2},
+    "tp 2 x dp 2": {"tp": 2, "dp": 2},
+    "pp 2 x dp 2": {"pp": 2, "dp": 2},
+    "dp 4, shards 2": {"dp": 4, "shards": 2},
+}
+
+
+class Weighed(Probed):
+    """A rank that tells what it holds."""
+
+    def state_bytes(self) -> tuple[int, int, int]:
+        """Of parameters, gradients and optimizer states, between steps."""
+        masters = self._optimizer.masters
+        weights = [p.tensor for p in self._model.parameters] + [s.tensor for s in self._optimizer.shares]
+        buffers = [b.buffer if b.buffer is not None else b.share for b in self._gradients.buckets]
+        state = [self._optimizer.adamw.state[master] for master in masters]
+        moments = [entry[kind] for entry in state for kind in ("exp_avg", "exp_avg_sq")]
+        held = held_bytes(weights)
+        return held, held_bytes(buffers), held_bytes(weights, masters, moments) - held
+
+
+def weighed(rank: int, address: str) -> Weighed:
+    """What the ranks' processes serve."""
+    return Weighed(rank, address)
+
+
+CASES = [
+    (0, "ddp", False),
+    (1, "megatron", True),
+    (2, "ddp", True),
+    (2, "megatron", False),
+    (3, "ddp", False),
+    (3, "megatron", True),
+]
+"""ZeRO stage, schedule, whether embedding and head are one table."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "schedule", "tied_head"), CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_hold_what_the_model_of_memory_says(
+    tmp_path: Path, layout: str, zero: int, schedule: str, tied_head: bool
+) -> None:
+    parallel = {**LAYOUTS[layout], "zero": zero}
+    if not zero:
+        parallel.pop("shards", None)
+    config = small_config(
+        tmp_path,
+        model={"layers": 4, "kv_heads": 4, "tied_head": tied_head},
+        train={"global_batch": 16, "dtype": "fp32"},
+        parallel=parallel,
+        overlap={"schedule": schedule},
+    )
+    group = ProcessLauncher(config, serve=weighed).start(config.layout().ranks)
+    try:
+        ranks = Ranks(config, prepare_text(tmp_path, 3), group)
+        ranks.meet(0)
+        ranks.train([0])
+        held = ranks.all(Weighed.state_bytes)
+        peaks = ranks.all(Rank.activation_bytes, 1)
+    finally:
+        group.shutdown()
+    code = code_of(ranks)
+    for rank, (state, peak) in enumerate(zip(held, peaks, strict=True)):
+        memory = rank_memory(code, ranks.plan.shape, "fp32", ranks.layout.mesh.position(rank)["pp"])
+        assert state == (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes)
+        assert peak == memory.activation_bytes
+
+
+def code_of(ranks: Ranks) -> Code:
+    """What the ranks run, linked here."""
+    shape, layout = ranks.plan.shape, ranks.layout
+    sizes = part_sizes(shape, layout, ranks.plan.config.train.micro_batch)
+    return linked(parse(ranks.plan.schedule), layout, shape.kinds, built_in_parts(sizes))
