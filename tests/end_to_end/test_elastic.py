@@ -25,7 +25,7 @@ STEPS = 100_000
 """So many that every change is worth its cost; the test ends the run when it has seen all of them."""
 SECTIONS: dict[str, Any] = {
     "train": {"steps": STEPS, "global_batch": 12, "micro_batch": 1, "deterministic_reduction": True},
-    "parallel": {"dp": 2},
+    "parallel": {"dp": 2, "zero": 3},
     "checkpoint": {"every": 5},
     "telemetry": {"page": False, "progress": False},
 }
