@@ -67,7 +67,7 @@ def test_hosts_links_and_disks(tmp_path: Path) -> None:
 
 NODES: dict[str, Any] = {
     "train": {"global_batch": 12, "micro_batch": 1, "deterministic_reduction": True},
-    "parallel": {"dp": 2},
+    "parallel": {"dp": 2, "zero": 3},
     "checkpoint": {"every": 20},
     "cluster": {"launcher": "ray"},
     "elastic": {"max_ranks": 4, "settle_s": 1.0},
