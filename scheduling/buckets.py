@@ -63,8 +63,8 @@ class Buckets:
                 )
 
     def of(self, chunk: int) -> tuple[Bucket, ...]:
-        """The buckets of a chunk."""
-        return self._of[chunk]
+        """The buckets of a chunk; none of one that there is not."""
+        return self._of.get(chunk, ())
 
     def home(self, chunk: int, part: int, module: str) -> BucketKey | None:
         """The bucket that has a module's parameters; None for one that has none."""

@@ -164,7 +164,8 @@ class ParallelLayout:
     """Layers that the head counts for when layers are shared out between chunks."""
     zero: int = 0
     """What is cut over the ranks that share parameters: optimizer states (1), gradients too (2), parameters
-    too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are."""
+    too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are. With one
+    rank it is 0."""
     shards: int = 0
     """Ranks of ``dp`` over which that is cut; as many others hold the same, and sum up with them (hybrid
     sharding: inside a node, say). 0: all."""
@@ -186,6 +187,8 @@ class ParallelLayout:
                 f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
                 f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
             )
+        if self.dp * self.cp * (2 if self.placement is Placement.BIDIRECTIONAL else 1) == 1:
+            object.__setattr__(self, "zero", 0)
         if self.late_layers < 0:
             raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
         if self.late_layers and not self.folded:

@@ -106,6 +106,10 @@ class _Walk:
         if cause := self._gathers(block):
             return cause
         if self._layout.zero > 1:
+            for number, one in enumerate(block.sums):
+                before = (other for other in block.sums[:number] if other.chunk == one.chunk)
+                if one.axis == "tp" and (other := next(before, None)):
+                    return f"{other} is not waited for, and sums of the same come one after the other"
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
                     if axis in ("tp", *_SHARED) and Reduce(chunk, axis) not in block.sums:
@@ -180,7 +184,12 @@ class _Walk:
         for chunk, axes in self._axes.items():
             if self._last.get(chunk, -1) > position:
                 return f"chunk {chunk} still has passes to run"
+            idle = (
+                self._layout.zero > 1 and chunk not in self._last
+            )  # a copy that no micro-batch goes through
             for axis in axes:
+                if idle and axis in ("tp", *_SUMMED):
+                    continue
                 if Reduce(chunk, axis) not in self._done:
                     return f"the gradients of chunk {chunk} are not summed over {axis}"
         self._normed = True

@@ -208,8 +208,7 @@ class Config(Section):
                 "parallel: auto is decided when a run starts, or by `braid plan`; set the degrees here"
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
-        degrees["zero"] = self.parallel.zero if self.parallel.replicas > 1 else 0
-        degrees["shards"] = self.parallel.shards
+        degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:

@@ -106,7 +106,7 @@ class Prices:
             case "ends":
                 count, ranks = held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
             case "copies":
-                count, ranks = held.total, layout.copies
+                count, ranks = held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
             case "edp":
                 count, ranks = held.experts, layout.dp // layout.ep
             case "replica":

@@ -19,11 +19,11 @@ import braid.actors.stage.bindings as bindings
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.memory_meter import NoUpdate
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.operators import Stream
+from tests.no_update import NoUpdate
 from tests.scheduling.cases import LLAMA, TOKENS, code_of, layout_for, named_schedule
 from tests.scheduling.test_memory import mesh_of, stage_model
 
@@ -72,7 +72,7 @@ def step_ms(name: str, tp: int) -> float:
     shape = replace(LLAMA, layers=8, vocabulary=96)
     code = code_of(named_schedule(name, 1, MICRO_BATCHES, tp), layout)
     with mesh_of(layout, 0) as mesh:
-        model = stage_model(replace(shape, layers=code.layers), layout, 0)
+        model = stage_model(replace(shape, layers=len(code.kinds)), layout, 0)
         model.initialise(0)
         streams = NoStreams()
         recorder = Recorder(streams)

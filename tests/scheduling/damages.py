@@ -2,7 +2,7 @@
 
 A damage is a function that breaks a valid schedule at a place that hypothesis chooses. It is written so that
 the result is never valid; where a schedule offers no place for it, hypothesis tries another schedule. Those
-of blocks of several passes, ends, split backward passes and gathered parameters stand in
+of blocks of several passes, ends, split backward passes and what is gathered and summed in blocks stand in
 `damages_of_overlap`.
 """
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from braid.scheduling.lowering.lower import with_gathering
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Await,
@@ -23,6 +24,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Receive,
     Reduce,
     Schedule,
@@ -34,7 +36,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError
-from tests.scheduling.cases import code_of, model_parts
+from tests.scheduling.cases import code_of, model_for, model_parts
 
 PARTS = model_parts(tp=2)
 
@@ -141,9 +143,23 @@ class Damage:
     cause: str
     names: tuple[str, ...]
     """Schedules that offer a place for it."""
-    zero: int | None
+    zero: tuple[int, ...]
+    """ZeRO stages that it is tried under."""
     ends: bool | None
-    """Under which ZeRO stage, and whether ends are left; None: any."""
+    """Whether ends are left; None: either."""
+    of_gathers: bool
+    """Whether it breaks gathers. Where it breaks something else, all blocks have the parameters they use."""
+
+    def list_of(self, at: Place) -> tuple[Instruction, ...]:
+        """A stage's list, broken."""
+        self.breaks(at)
+        if self.of_gathers or not at.layout.zero:
+            return tuple(at.list)
+        plain = [replace(i, gathers=()) if isinstance(i, Block) else i for i in at.list]
+        (stage,) = with_gathering(
+            (tuple(i for i in plain if not isinstance(i, Prefetch)),), model_for(at.layout), at.layout
+        )
+        return stage
 
 
 DAMAGES: dict[str, Damage] = {}
@@ -152,14 +168,15 @@ DAMAGES: dict[str, Damage] = {}
 def damage(
     cause: str,
     names: tuple[str, ...] = tuple(SCHEDULES),
-    zero: int | None = None,
+    zero: tuple[int, ...] = (0, 1, 2, 3),
     ends: bool | None = None,
+    of_gathers: bool = False,
 ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
     """Register a damage."""
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
         DAMAGES[function.__name__] = Damage(
-            breaks=function, cause=cause, names=names, zero=zero, ends=ends
+            breaks=function, cause=cause, names=names, zero=zero, ends=ends, of_gathers=of_gathers
         )
         return function
 
@@ -181,7 +198,9 @@ def block_of(*passes: Pass) -> Block:
     return Block(passes)
 
 
-NOT_HERE = "has not run|has not arrived|never run"
+NOT_GATHERED = "the parameters of chunk . are not gathered"
+"""A backward pass does not read all that its forward pass does: the first block may gather too little."""
+NOT_HERE = f"has not run|has not arrived|never run|{NOT_GATHERED}"
 
 
 # -- blocks ------------------------------------------------------------------------------------------------
@@ -198,10 +217,11 @@ def run_a_block_twice(at: Place) -> None:
     at.list.insert(n + 1, at.list[n])
 
 
-@damage("of its forward pass has not run|its input .* has not|has not run yet, its output")
+@damage(f"{NOT_HERE}|of its forward pass has not run|its input .* has not|has not run yet, its output")
 def swap_a_forward_with_its_backward(at: Place) -> None:
-    n = at.single(lambda one: one.forward and block_of(turned(one)) in at.list)
-    m = at.position(block_of(turned(only(at.list[n]))))
+    alone_too = {only(i) for i in at.list if isinstance(i, Block) and alone(i)}
+    n = at.single(lambda one: one.forward and turned(one) in alone_too)
+    m = at.running(turned(only(at.list[n])))
     at.list[n], at.list[m] = at.list[m], at.list[n]
 
 
@@ -224,7 +244,7 @@ def run_a_block_of_another_chunk(at: Place) -> None:
     at.list[n] = block_of(only(at.list[n])._replace(chunk=at.foreign_chunk()))
 
 
-@damage("goes through the model's other copy elsewhere", ("bidirectional",))
+@damage("goes through the model's other copy elsewhere", ("bidirectional",), zero=(0, 1))
 def run_a_block_of_the_other_copy(at: Place) -> None:
     n = at.single()
     chunks = [c for c in at.layout.chunks_of(at.stage) if c != only(at.list[n]).chunk]
@@ -548,7 +568,7 @@ def drop_a_sum_of_the_norm(at: Place) -> None:
     at.without(reduce, Await(reduce))
 
 
-@damage("over (dp|cp|ends) there is nothing to do here", zero=0)
+@damage("over (dp|cp|ends) there is nothing to do here", zero=(0,))
 def sum_the_norm_over_another_axis(at: Place) -> None:
     n = at.sum(norm=True)
     at.list[n] = replace(at.list[n], axis=["dp", "cp", "ends"][at.number(0, 2)])

@@ -1,4 +1,4 @@
-"""Ways to break blocks of several passes, ends, split backward passes and gathered parameters."""
+"""Ways to break blocks of several passes, ends, split backward passes, and what blocks gather and sum."""
 
 from dataclasses import replace
 
@@ -12,12 +12,15 @@ from braid.scheduling.schedule import (
     Instruction,
     Pass,
     PassKind,
+    Prefetch,
     Receive,
+    Reduce,
     passes_in,
     sums_in,
 )
 from tests.scheduling.cases import PAIRED, SPLIT
 from tests.scheduling.damages import (
+    NOT_GATHERED,
     NOT_HERE,
     Place,
     alone,
@@ -110,7 +113,7 @@ def pair_without_waiting_for_an_input(at: Place) -> None:
     ]
 
 
-@damage("B.*of its forward pass has not run|has left an end|its input", PAIRED)
+@damage(f"B.*of its forward pass has not run|has left an end|its input|{NOT_GATHERED}", PAIRED)
 def pair_a_backward_before_its_forward(at: Place) -> None:
     n, _, backward, _ = a_pair(at)
     block = at.list.pop(n)
@@ -211,7 +214,7 @@ def take_up_an_end_of_another_stage(at: Place) -> None:
     at.list[n] = Block((*at.list[n].passes[:-1], end._replace(chunk=at.foreign_chunk())))
 
 
-@damage("still has passes to run", ORDERED, ends=True)
+@damage("still has passes to run", ORDERED, zero=(0, 1), ends=True)
 def take_up_an_end_after_the_sum(at: Place) -> None:
     n, end = an_end(at)
     first = first_sum(at, end.chunk)
@@ -271,7 +274,7 @@ def run_both_gradients_instead_of_those_of_the_input(at: Place) -> None:
     at.list[n] = block_of(only(at.list[n])._replace(kind=PassKind.BACKWARD))
 
 
-@damage("still has passes to run", SPLIT)
+@damage("still has passes to run", SPLIT, zero=(0, 1))
 def reduce_before_the_last_weight_gradients(at: Place) -> None:
     n = weight_gradients(at)
     first = first_sum(at, only(at.list[n]).chunk)
@@ -282,90 +285,190 @@ def reduce_before_the_last_weight_gradients(at: Place) -> None:
 
 # -- gathered parameters -------------------------------------------------------------------------------------
 
-
-def a_gather(at: Place) -> Gather:
-    """Some start to gather parameters; its wait now stands before the block that had it."""
-    found: Gather = at.list[at.find(Gather)]
-    place = next(n for n, i in enumerate(at.list) if isinstance(i, Block) and found in i.gathers)
-    others = tuple(one for one in at.list[place].gathers if one != found)
-    at.list[place : place + 1] = [Await(found), replace(at.list[place], gathers=others)]
-    return found
+SHARED = (1, 2, 3)
 
 
-@damage("no GATHER.* is under way", zero=1)
+def gathering(at: Place) -> int:
+    """The position of some block that gathers parameters."""
+    return at.find(Block, where=lambda i: bool(i.gathers))
+
+
+def with_gathers(block: Block, *gathers: Gather) -> Block:
+    """The block with other gathers."""
+    return replace(block, gathers=gathers)
+
+
+@damage(NOT_GATHERED, zero=SHARED, of_gathers=True)
 def drop_a_gather(at: Place) -> None:
-    at.without(a_gather(at))
+    n = gathering(at)
+    gathers = [*at.list[n].gathers]
+    del gathers[at.number(0, len(gathers) - 1)]
+    at.list[n] = with_gathers(at.list[n], *gathers)
 
 
-@damage(r"the parameters of chunk . have not been gathered \(ZeRO 1\)", zero=1)
-def drop_a_gather_and_its_wait(at: Place) -> None:
-    gather = a_gather(at)
-    at.without(gather, Await(gather))
-
-
-@damage("GATHER.* stands twice", zero=1)
+@damage("GATHER.* stands twice", zero=SHARED, of_gathers=True)
 def gather_twice(at: Place) -> None:
-    gather = a_gather(at)
-    at.list.insert(at.number(at.position(gather), len(at.list)), gather)
+    n = gathering(at)
+    gathers = at.list[n].gathers
+    at.list[n] = with_gathers(at.list[n], *gathers, gathers[at.number(0, len(gathers) - 1)])
 
 
-@damage("chunk .* is not on this stage", zero=1)
+@damage("GATHER.* stands twice", zero=(1, 2), of_gathers=True)
+def gather_again(at: Place) -> None:
+    """What is there since an earlier block."""
+    n = gathering(at)
+    gather = at.list[n].gathers[0]
+    readers = [m for m in range(n + 1, len(at.list)) if gather.chunk in read_by(at.list[m])]
+    assume(readers)
+    m = readers[at.number(0, len(readers) - 1)]
+    at.list[m] = with_gathers(at.list[m], *at.list[m].gathers, gather)
+
+
+def read_by(instruction: Instruction) -> set[int]:
+    """The chunks whose parameters a block reads."""
+    return {one.chunk for one in passes_in(instruction) if one.kind is not PassKind.WEIGHT}
+
+
+@damage("no pass of the block reads the parameters of chunk", zero=SHARED, of_gathers=True)
 def gather_a_foreign_chunk(at: Place) -> None:
-    at.list[at.position(a_gather(at))] = Gather(at.foreign_chunk(), "dp")
+    n = gathering(at)
+    at.list[n] = with_gathers(at.list[n], *at.list[n].gathers, Gather(at.foreign_chunk(), "dp"))
 
 
-@damage("over (tp|pp|cp) there is nothing to do here", zero=1)
+@damage("no pass of the block reads the parameters of chunk", zero=SHARED, of_gathers=True)
+def gather_what_another_block_reads(at: Place) -> None:
+    n = at.find(Block, where=lambda i: read_by(i) != set(at.layout.chunks_of(at.stage)))
+    others = [c for c in at.layout.chunks_of(at.stage) if c not in read_by(at.list[n])]
+    gather = Gather(others[at.number(0, len(others) - 1)], "dp")
+    at.list[n] = with_gathers(at.list[n], *at.list[n].gathers, gather)
+
+
+@damage("no pass of the block reads the parameters of chunk", SPLIT, zero=SHARED, of_gathers=True)
+def gather_for_weight_gradients(at: Place) -> None:
+    n = weight_gradients(at)
+    at.list[n] = with_gathers(at.list[n], Gather(only(at.list[n]).chunk, "dp"))
+
+
+@damage(r"over (tp|pp|cp) there is nothing to gather \(but over dp\)", zero=SHARED, of_gathers=True)
 def gather_over_another_axis(at: Place) -> None:
-    gather = a_gather(at)
-    at.list[at.position(gather)] = replace(gather, axis=["tp", "pp", "cp"][at.number(0, 2)])
+    n = gathering(at)
+    first, *others = at.list[n].gathers
+    moved = replace(first, axis=["tp", "pp", "cp"][at.number(0, 2)])
+    at.list[n] = with_gathers(at.list[n], moved, *others)
 
 
-@damage("over dp there is nothing to do here", zero=0)
-def gather_what_one_rank_holds(at: Place) -> None:
-    assume(at.layout.dp == 1)
-    gather = Gather(at.layout.chunks_of(at.stage)[0], "dp")
-    at.list[0:0] = [gather, Await(gather)]
+@damage(r"over dp there is nothing to gather \(but over no axis\)", zero=(0,), of_gathers=True)
+def gather_what_ranks_hold(at: Place) -> None:
+    """One replica has nothing to gather, several have it all without ZeRO."""
+    n = at.find(Block, where=lambda i: bool(read_by(i)))
+    at.list[n] = with_gathers(at.list[n], Gather(min(read_by(at.list[n])), "dp"))
 
 
-@damage("the parameters of chunk . have not been gathered", zero=1)
+@damage(NOT_GATHERED, zero=SHARED, of_gathers=True)
 def gather_after_a_block(at: Place) -> None:
-    gather = a_gather(at)
-    at.without(gather, Await(gather))
-    first = min(n for n, i in enumerate(at.list) for one in passes_in(i) if one.chunk == gather.chunk)
-    place = at.number(first + 1, len(at.list))
-    at.list[place:place] = [gather, Await(gather)]
+    n = gathering(at)
+    gather = at.list[n].gathers[0]
+    readers = [m for m in range(n + 1, len(at.list)) if gather.chunk in read_by(at.list[m])]
+    assume(readers)
+    m = readers[at.number(0, len(readers) - 1)]
+    at.list[n] = with_gathers(at.list[n], *at.list[n].gathers[1:])
+    at.list[m] = with_gathers(at.list[m], *{*at.list[m].gathers, gather})
 
 
-@damage("the parameters of chunk . have not been waited for", zero=1)
-def do_not_wait_for_a_gather(at: Place) -> None:
-    at.without(Await(a_gather(at)))
+@damage(NOT_GATHERED, zero=(3,), of_gathers=True)
+def gather_once_for_all_blocks(at: Place) -> None:
+    """What is enough where parameters stay (ZeRO 1)."""
+    n = gathering(at)
+    gather = at.list[n].gathers[0]
+    later = [m for m in range(n + 1, len(at.list)) if gather in getattr(at.list[m], "gathers", ())]
+    assume(later)
+    for m in later:
+        at.list[m] = with_gathers(at.list[m], *(one for one in at.list[m].gathers if one != gather))
 
 
-@damage("the parameters of chunk . have not been waited for", zero=1)
-def wait_for_a_gather_after_a_block(at: Place) -> None:
-    gather = a_gather(at)
-    at.without(Await(gather))
-    first = min(n for n, i in enumerate(at.list) for one in passes_in(i) if one.chunk == gather.chunk)
-    at.list.insert(at.number(first + 1, len(at.list)), Await(gather))
+@damage(NOT_GATHERED, zero=SHARED, of_gathers=True)
+def drop_the_prefetch(at: Place) -> None:
+    at.list.remove(Prefetch())
 
 
-@damage("no GATHER.* is under way", zero=1)
-def wait_for_a_gather_twice(at: Place) -> None:
-    wait = Await(a_gather(at))
-    at.list.insert(at.number(at.position(wait), len(at.list)), wait)
+@damage("it stands at the begin, where ranks hold shares", zero=SHARED, of_gathers=True)
+def prefetch_twice(at: Place) -> None:
+    at.list.insert(at.number(1, len(at.list)), Prefetch())
 
 
-@damage("no GATHER.* is under way", zero=1)
-def wait_before_the_gather(at: Place) -> None:
-    gather = a_gather(at)
-    at.without(Await(gather))
-    at.list.insert(at.number(0, at.position(gather)), Await(gather))
+@damage("it stands at the begin|PREFETCH is missing at the begin", zero=SHARED, of_gathers=True)
+def prefetch_late(at: Place) -> None:
+    at.list.remove(Prefetch())
+    at.list.insert(at.number(1, len(at.list)), Prefetch())
 
 
-@damage("GATHER.* is never waited for|GATHER.* is not waited for", ("bidirectional",), zero=1)
-def gather_what_no_block_needs(at: Place) -> None:
-    """Where so few micro-batches run that the second copy of the model has none."""
-    used = {one.chunk for i in at.list for one in passes_in(i)}
-    idle = [c for c in at.layout.chunks_of(at.stage) if c not in used]
-    assume(idle)
-    at.list.insert(at.number(0, len(at.list)), Gather(idle[0], "dp"))
+@damage("it stands at the begin, where ranks hold shares", zero=(0,), of_gathers=True)
+def prefetch_what_ranks_hold(at: Place) -> None:
+    at.list.insert(at.number(0, len(at.list)), Prefetch())
+
+
+# -- sums in blocks ------------------------------------------------------------------------------------------
+
+IN_BLOCKS = (2, 3)
+
+
+def summing(at: Place) -> tuple[int, list[Reduce]]:
+    """The position of some block that starts sums, and these."""
+    n = at.find(Block, where=lambda i: bool(i.sums))
+    return n, [*at.list[n].sums]
+
+
+def with_sums(at: Place, n: int, sums: list[Reduce]) -> None:
+    """Give a block other sums."""
+    at.list[n] = replace(at.list[n], sums=tuple(sums))
+
+
+@damage(r"the gradients of chunk . are not summed over (tp|dp) \(ZeRO 2\)", zero=IN_BLOCKS)
+def drop_a_sum_of_a_block(at: Place) -> None:
+    n, sums = summing(at)
+    del sums[at.number(0, len(sums) - 1)]
+    with_sums(at, n, sums)
+
+
+@damage("REDUCE.* stands twice", zero=IN_BLOCKS)
+def sum_twice_in_a_block(at: Place) -> None:
+    n, sums = summing(at)
+    sums.insert(at.number(0, len(sums)), sums[at.number(0, len(sums) - 1)])
+    with_sums(at, n, sums)
+
+
+@damage("chunk . is not on this stage", zero=IN_BLOCKS)
+def sum_a_foreign_chunk_in_a_block(at: Place) -> None:
+    n, sums = summing(at)
+    with_sums(at, n, [*sums, Reduce(at.foreign_chunk(), "dp")])
+
+
+@damage("over (cp|pp|dq) there is nothing to do here", zero=IN_BLOCKS)
+def sum_over_another_axis_in_a_block(at: Place) -> None:
+    n, sums = summing(at)
+    with_sums(at, n, [*sums, replace(sums[0], axis=["cp", "pp", "dq"][at.number(0, 2)])])
+
+
+@damage("sums over (tp|dp) stand in blocks, behind what adds to the gradients", zero=IN_BLOCKS)
+def sum_between_blocks(at: Place) -> None:
+    sums = summing(at)[1]
+    one = sums[at.number(0, len(sums) - 1)]
+    at.list.insert(at.number(0, at.summed(one)), one)
+
+
+@damage("sums of the same come one after the other", zero=IN_BLOCKS)
+def sum_over_replicas_first(at: Place) -> None:
+    """Of what only some of the replicas' ranks have then added up."""
+    n, sums = summing(at)
+    with_sums(at, n, sums[::-1])
+
+
+@damage("REDUCE.* is not waited for", zero=IN_BLOCKS)
+def wait_before_the_last_sum(at: Place) -> None:
+    """Of those of several blocks."""
+    n = at.wait(Reduce)
+    wait = at.list[n]
+    places = [m for m, i in enumerate(at.list) if isinstance(i, Block) and wait.transfer in i.sums]
+    assume(len(places) > 1)
+    del at.list[n]
+    at.list.insert(at.number(places[0] + 1, places[-1]), wait)

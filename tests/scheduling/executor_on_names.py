@@ -3,7 +3,8 @@
 By the rules of `braid.scheduling.schedule`: inputs are handed from pass to pass, slots are opened and closed,
 the n-th message sent on a channel meets the n-th that is asked for. All passes of a block are there at once,
 a split backward pass hands its output on and closes its slot later, an end is there once its block has run,
-gathered parameters are absent before. Gradients are summed over one axis after the other, then their squares.
+parameters are absent until a block gathers them: for good, or (ZeRO 3) for that block alone. Gradients are
+summed over one axis after the other, once, or (ZeRO 2) in every block that ends a pass's; then their squares.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Receive,
     Reduce,
     Schedule,
@@ -56,8 +58,10 @@ class Rank:
         self.named = {one.whole for one in schedule.passes[stage] if one.kind is PassKind.END}
         self.ends: set[Pass] = set()
         chunks = layout.chunks_of(stage)
-        self.ungathered = {Gather(chunk, "dp") for chunk in chunks} if layout.zero else set()
-        self.absent = set(self.ungathered)
+        shared = layout.zero and layout.dp > 1
+        self.absent = {Gather(chunk, "dp") for chunk in chunks} if shared else set()
+        self.everywhere = set(self.absent)
+        self.prefetched = False
         self.ran: list[Pass] = []
         self.messages: dict[Transfer, tuple[Channel, int]] = {}
         axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
@@ -65,7 +69,7 @@ class Rank:
         self.left_to_sum = set(self.unsummed)
         differing = ("tp", "pp", "dp") if layout.zero else ("tp", "pp")
         self.norm = {Reduce(None, axis) for axis in differing if layout.degree(axis) > 1}
-        self.under_way: set[Transfer] = set()
+        self.under_way: set[Reduce] = set()
         self.norms = self.steps = 0
 
     def advance(self) -> bool:
@@ -96,21 +100,20 @@ class Rank:
                 del self.messages[transfer]
                 if isinstance(transfer, Receive):
                     self.inputs.add(transfer.moved)
-            case Gather():
-                demand(instruction in self.ungathered, "nothing to gather")
-                self.ungathered.remove(instruction)
-                self.under_way.add(instruction)
+            case Prefetch():
+                demand(self.layout.zero > 0 and self.cursor == 0, "nothing to prefetch")
+                self.prefetched = True
             case Reduce(chunk):
-                alike = {one for one in self.under_way if isinstance(one, Reduce) and one.chunk == chunk}
+                demand(chunk is None or not self.in_blocks(instruction), "to be summed in blocks")
+                alike = {one for one in self.under_way if one.chunk == chunk}
                 demand(not alike, "sums of the same at once")
                 waiting = self.unsummed if chunk is not None else self.norm if self.norms else set()
                 demand(instruction in waiting, "nothing to reduce")
                 waiting.remove(instruction)
                 self.under_way.add(instruction)
-            case Await(Gather() | Reduce() as transfer):
+            case Await(Reduce() as transfer):
                 demand(transfer in self.under_way, "not under way")
                 self.under_way.remove(transfer)
-                self.absent.discard(transfer)
             case Norm():
                 demand(not (self.unsummed or self.under_way or self.norms), "norm too early")
                 self.norms = 1
@@ -121,9 +124,12 @@ class Rank:
 
     def block(self, block: Block) -> None:
         """Run the passes of a block and hand on what they make."""
-        for gather in block.gathers:
-            self.run(Await(gather))
         passes = block.passes
+        reading = {one.chunk for one in passes if one.kind is not PassKind.WEIGHT}
+        for gather in block.gathers:
+            demand(self.prefetched, "never prefetched")
+            demand(gather in self.absent and gather.chunk in reading, "nothing to gather")
+            self.absent.remove(gather)
         movers = [one for one in passes if one.kind is not PassKind.END]
         kinds = [one.kind for one in movers]
         demand(bool(movers), "an end alone")
@@ -147,18 +153,35 @@ class Rank:
         for one in passes:
             demand(not self.norms, "behind the norm")
             demand(self.layout.stage_of(one.chunk) == self.stage, "not here")
-            summing = any(isinstance(r, Reduce) and r.chunk == one.chunk for r in self.left_to_sum)
+            summing = any(r.chunk == one.chunk for r in self.left_to_sum)
             demand(summing, "no gradients")
-            started = {r for r in self.left_to_sum if r.chunk == one.chunk} - self.unsummed
-            demand(not started, "its gradients are on their way")
-            demand(Gather(one.chunk, "dp") not in self.absent, "no parameters")
+            once = {r for r in self.left_to_sum if r.chunk == one.chunk and not self.in_blocks(r)}
+            demand(once <= self.unsummed, "its gradients are on their way")
+            present = one.kind is PassKind.WEIGHT or Gather(one.chunk, "dp") not in self.absent
+            demand(present, "no parameters")
         made = [one for mover in movers for one in self.one_pass(mover)]
         self.inputs |= set(made)
         self.ends |= {one for one in leaving if not one.forward and one in self.named}
-        for one in block.sums:
-            self.run(one)
+        if self.layout.zero > 2:
+            self.absent = set(self.everywhere)
+        ended = {one.chunk for one in passes if one.kind.value in "BWL"}
+        every = {one for one in self.left_to_sum if one.chunk in ended and self.in_blocks(one)}
+        demand(every <= set(block.sums), "gradients stay behind")
+        for place, one in enumerate(block.sums):
+            if self.in_blocks(one):
+                before = block.sums[:place]
+                demand(one in self.left_to_sum and one not in before, "nothing to reduce")
+                demand(one.axis == "dp" or Reduce(one.chunk, "dp") not in before, "replicas come first")
+                self.unsummed.discard(one)
+                self.under_way.add(one)
+            else:
+                self.run(one)
             if one.axis == "tp":
                 self.under_way.remove(one)
+
+    def in_blocks(self, one: Reduce) -> bool:
+        """Whether a sum belongs into every block that ends a pass's gradients."""
+        return self.layout.zero > 1 and one.axis in ("tp", "dp")
 
     def leaves(self, forward: Pass, backward: Pass) -> bool:
         """Whether a paired block ends with a layer beside a layer, so that an end may be left."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import cycle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,14 +21,17 @@ from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.layers import LayerDefinition, ModuleContext, load_layers
-from braid.actors.stage.memory_meter import NoUpdate, held_bytes
+from braid.actors.stage.memory_meter import held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import OperatorModule, Place
+from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Code, Operation
+from braid.scheduling.code import Allocate, Code, Operation, Release, Start
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
@@ -35,7 +39,7 @@ from braid.scheduling.lowering.lower import training_schedule, validation_schedu
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.pieces import with_pieces
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory, stage_parameters
+from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory
 from braid.scheduling.operators import Part
 from braid.scheduling.planner.decide import measured
 from braid.scheduling.planner.orders import decisions
@@ -46,16 +50,19 @@ from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workloa
 from braid.scheduling.sweep import Sweep
 from braid.scheduling.validate import ScheduleError, check_memory, linked
 from tests.end_to_end.command import ROOT
+from tests.no_update import NoUpdate
 from tests.scheduling.cases import (
     GPT,
     LLAMA,
     MICRO_BATCH,
     TOKENS,
+    choices_for,
     code_of,
     layout_for,
     linked_schedule,
     model_parts,
     named_schedule,
+    parts_for,
     setting_for,
 )
 from tests.scheduling.plans import cluster
@@ -131,7 +138,8 @@ def test_parameters_are_those_of_the_model(
     for stage in range(pp):
         ranks = [m for rank, m in enumerate(models) if layout.coordinate(rank)["pp"] == stage]
         held = [sum(parameter.tensor.numel() for parameter in model.parameters) for model in ranks]
-        assert stage_parameters(code, shape, stage) == held[0] == max(held)
+        count = sum(code.parameters(chunk).total for chunk in layout.chunks_of(stage))
+        assert count == held[0] == max(held)
     slices = {
         (piece.source.name, piece.offsets): piece.of_local(parameter.tensor).numel()
         for model in models
@@ -162,7 +170,8 @@ def held_for_real(
 ) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
-    Tokens and parameters do not count.
+    Tokens and what a rank keeps of parameters and gradients do not count; whole buckets of what it has shares
+    of do.
     """
     layout = code.layout
     rank = layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
@@ -172,17 +181,21 @@ def held_for_real(
         model.initialise(0)
         streams = HostStreams()
         recorder = Recorder(streams)
-        GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+        gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+        weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
         executor = Executor(
             code=code,
             model=model,
             mesh=mesh,
             streams=streams,
             recorder=recorder,
-            watch=lambda operation: held.append((operation, held_bytes(executor.held()))),
+            watch=lambda operation: held.append(
+                (operation, held_bytes(executor.held(), passing(weights, gradients)))
+            ),
         )
         tokens = torch.zeros(TOKENS, dtype=torch.int64)
-        executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, NoUpdate())
+        update = Sharing(weights, gradients) if layout.zero else NoUpdate()
+        executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, update)
         streams.close()
     return held
 
@@ -191,15 +204,18 @@ def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
     for stage, stretches in enumerate(code.stages):
         found = iter(held_for_real(shape, code, stage, dtype))
-        sweep, during = Sweep(DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
+        sweep, during = Sweep(code, DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
         most = 0
         for stretch, said in zip(stretches, during, strict=True):
             counts = []
             for operation, count in sweep.step_by_step(stretch):
                 ran, held = next(found)
                 assert ran is operation
-                assert held == count, f"stage {stage}, {stretch.instruction}: {operation}"
-                counts.append(held)
+                gone = 0  # the update lets go at once of what the sweep still counts
+                if isinstance(operation, Release) or isinstance(getattr(operation, "what", None), Reduce):
+                    gone = 0 if isinstance(operation, Allocate | Start) else sweep.whole_bytes(operation.what)
+                assert held == count - gone, f"stage {stage}, {stretch.instruction}: {operation}"
+                counts.append(count)
             assert said == max(counts, default=said)
             most = max([most, *counts])
         assert next(found, None) is None
@@ -274,6 +290,22 @@ def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, poli
     assert found
     for code in found:
         assert_exact(shape, code)
+
+
+@pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid_w", 2, 2)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_whole_buckets_of_what_ranks_hold_in_shares_are_counted_to_the_byte(
+    name: str, pp: int, tp: int, zero: int, tied_head: bool
+) -> None:
+    """Gathered parameters, and gradients until their sum is waited for; a rank keeps shares alone."""
+    shape = replace(LLAMA, layers=4, tied_head=tied_head)
+    setting = setting_for(name, layout_for(name, pp, tp, 2, zero), 4, model=shape)
+    with patch.object(buckets, "LEAST_ELEMENTS", 5000):
+        schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
+        for ahead, keep in ((0, 0), (3, 7)):
+            schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+            assert_exact(shape, linked(schedule, setting.layout, shape.kinds, parts_for(setting)))
 
 
 MIXED = [
@@ -354,7 +386,7 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", range(4))
 def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
     """A byte less than the fullest rank needs; the message names stage, instruction and what is missing."""
     code = linked_schedule(name, 2, 6, 2, zero=zero)

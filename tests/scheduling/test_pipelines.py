@@ -16,9 +16,11 @@ from braid.scheduling.schedule import (
     Await,
     Block,
     Direction,
+    Gather,
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Reduce,
     Schedule,
     Step,
@@ -92,11 +94,12 @@ def test_training_schedules_are_complete_and_valid(name: str, p: int) -> None:
 
 @NAMES
 @pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.slow
-def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int) -> None:
+def test_early_reduction_and_gathering_keep_schedules_valid(name: str, p: int, zero: int) -> None:
     for m in sizes_of(name, p, 2 * p):
-        layout = layout_for(name, p, 2, 2, 1)
-        schedule = reduced_early(named_schedule(name, p, m, 2, zero=1), layout)
+        layout = layout_for(name, p, 2, 2, zero)
+        schedule = reduced_early(named_schedule(name, p, m, 2, zero=zero), layout)
         code_of(schedule, layout)
         plain = named_schedule(name, p, m)
         assert [schedule.passes[stage] for stage in range(p)] == [plain.passes[stage] for stage in range(p)]
@@ -141,6 +144,39 @@ def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
 
 
 @NAMES
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_in_shares_are_summed_in_every_block_that_ends_a_pass(name: str, zero: int) -> None:
+    """Over tp, then over replicas; the waits for what is under way come behind all blocks."""
+    schedule = named_schedule(name, 2, 4, 2, zero=zero)
+    for number, stage in enumerate(schedule.stages):
+        for instruction in stage:
+            ended = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind.value in "BWL")
+            sums = instruction.sums if isinstance(instruction, Block) else ()
+            assert sums == tuple(Reduce(chunk, axis) for chunk in ended for axis in ("tp", "dp"))
+        last = max(n for n, i in enumerate(stage) if isinstance(i, Block))
+        chunks = layout_for(name, 2, 2, 2, zero).chunks_of(number)
+        waits = [n for n, i in enumerate(stage) for c in chunks if i == Await(Reduce(c, "dp"))]
+        assert len(waits) == len(chunks)
+        assert min(waits) > last
+        assert not any(isinstance(i, Reduce) and i.axis == "dp" and i.chunk is not None for i in stage)
+
+
+@NAMES
+@pytest.mark.parametrize("zero", range(4))
+def test_parameters_are_gathered_where_they_are_read(name: str, zero: int) -> None:
+    """In the first block that reads a chunk's, with ZeRO 3 in every one; never for weight gradients."""
+    schedule = named_schedule(name, 2, 4, 2, zero=zero, dp=2)
+    for stage in schedule.stages:
+        assert [n for n, i in enumerate(stage) if isinstance(i, Prefetch)] == [0] * bool(zero)
+        there: set[int] = set()
+        for block in (i for i in stage if isinstance(i, Block)):
+            read = dict.fromkeys(one.chunk for one in block.passes if one.kind is not PassKind.WEIGHT)
+            wanted = [chunk for chunk in read if chunk not in there] if zero else []
+            assert block.gathers == tuple(Gather(chunk, "dp") for chunk in wanted)
+            there |= set(wanted) if zero < 3 else set()
+
+
+@NAMES
 def test_the_end_of_a_step(name: str) -> None:
     """Every chunk's gradients over every axis, one after the other; then the norm's squares; the step."""
     schedule = named_schedule(name, 2, 4, 2, dp=2)
@@ -166,6 +202,23 @@ def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
     text = write(schedule)
     assert parse(text) == schedule
     assert max(map(len, text.splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("m", range(1, 13))
+def test_first_and_last_passes_go_together_and_1f1b_between(count: int, m: int) -> None:
+    """On one stage; on several it is 1F1B."""
+    (order,) = named_schedule(f"braid_together_{count}", 1, m).passes
+    together = min(count, m)
+    expected = [Pass(FORWARD, n, 0) for n in range(together)]
+    for n in range(m - together):
+        expected += [Pass(BACKWARD, n, 0), Pass(FORWARD, n + together, 0)]
+    expected += [Pass(BACKWARD, n, 0) for n in range(m - together, m)]
+    assert [*order] == expected
+    sizes = [len(passes_in(i)) for i in named_schedule(f"braid_together_{count}", 1, m).stages[0]]
+    assert [n for n in sizes if n] == [together, *[1] * (2 * (m - together)), together]
+    several_stages = named_schedule(f"braid_together_{count}", 2, m), named_schedule("ddp", 2, m)
+    assert several_stages[0].stages == several_stages[1].stages
 
 
 @NAMES

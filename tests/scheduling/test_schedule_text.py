@@ -20,6 +20,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Program,
     Receive,
     Reduce,
@@ -55,12 +56,14 @@ TRANSFERS: st.SearchStrategy[Transfer] = st.one_of(
     st.builds(Send, PASSES, NUMBERS),
     st.builds(Receive, PASSES, NUMBERS),
     st.builds(Reduce, st.one_of(st.none(), NUMBERS), AXES),
-    st.builds(Gather, NUMBERS, AXES),
 )
+SUMS = st.lists(st.builds(Reduce, NUMBERS, AXES), max_size=3).map(tuple)
+GATHERS = st.lists(st.builds(Gather, NUMBERS, AXES), max_size=3).map(tuple)
 INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
-    st.builds(Block, st.lists(PASSES, min_size=1, max_size=4).map(tuple)),
+    st.builds(Block, st.lists(PASSES, min_size=1, max_size=4).map(tuple), SUMS, GATHERS),
     TRANSFERS,
     st.builds(Await, TRANSFERS),
+    st.just(Prefetch()),
     st.just(Norm()),
     st.just(Step()),
 )
@@ -96,6 +99,8 @@ SCHEDULES = st.builds(
     programs=programs(),
     unit_layers=st.integers(0, 8),
     pieces=st.integers(1, 64),
+    prefetch=st.integers(0, 64),
+    keep=st.integers(0, 64),
 )
 
 SMALL = """\
@@ -270,5 +275,6 @@ def test_lines_never_hold_two_blocks_and_stay_short(instructions: list[Instructi
     """But for a block that is itself too long for a line."""
     schedule = replace(parse(SMALL), stages=(tuple(instructions),), programs={})
     for line in write(schedule).splitlines():
-        assert len(line) <= COLUMNS or len(line.split()) == 1
-        assert sum(bool(re.fullmatch(r"[FBIWL]\d+\.\d+b?|\[.*\]", token)) for token in line.split()) <= 1
+        tokens = re.findall(r"\[[^]]*\]|\S+", line)
+        assert len(line) <= COLUMNS or len(tokens) == 1
+        assert sum(bool(re.fullmatch(r"[FBIWL]\d+\.\d+b?|\[.*\]", token)) for token in tokens) <= 1

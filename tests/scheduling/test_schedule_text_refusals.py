@@ -20,7 +20,7 @@ def refused(text: str) -> str:
 NO_PASS = "is not a pass (F3.1, B3.1, I3.1, W3.1, L3.1, with b for strand beta)"
 NO_INSTRUCTION = "is not an instruction (F3.1, [F5.0b|B1.1], SEND(F3.2>1), REDUCE(1 dp), ...)"
 NO_STAGE = "names no stage (SEND(F3.2>1), RECV(F3.2<0))"
-NO_AXIS = "names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp), GATHER(1 dp))"
+NO_AXIS = "names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp))"
 NO_TRANSFER = "waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)"
 
 
@@ -74,8 +74,12 @@ NO_TRANSFER = "waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)
         ("REDUCE(01 dp)", f"'REDUCE(01 dp)' {NO_AXIS}"),
         ("REDUCE(1 DP)", f"'REDUCE(1 DP)' {NO_AXIS}"),
         ("REDUCE(dp 1)", f"'REDUCE(dp 1)' {NO_AXIS}"),
-        ("GATHER(F1.0)", f"'GATHER(F1.0)' {NO_AXIS}"),
-        ("GATHER(norm dp)", f"'GATHER(norm dp)' {NO_AXIS}"),
+        ("GATHER(1 dp)", f"'GATHER(1 dp)' {NO_INSTRUCTION}"),
+        ("GATHER(norm dp)", f"'GATHER(norm dp)' {NO_INSTRUCTION}"),
+        ("WAIT(GATHER 1 dp)", f"'WAIT(GATHER 1 dp)' {NO_TRANSFER}"),
+        ("PREFETCH(1 dp)", f"'PREFETCH(1 dp)' {NO_INSTRUCTION}"),
+        ("WAIT(PREFETCH)", f"'WAIT(PREFETCH)' {NO_TRANSFER}"),
+        ("prefetch", f"'prefetch' {NO_INSTRUCTION}"),
         ("WAIT(F0.1)", f"'WAIT(F0.1)' {NO_TRANSFER}"),
         ("WAIT(STEP)", f"'WAIT(STEP)' {NO_TRANSFER}"),
         ("WAIT(SEND F0.1)", f"'WAIT(SEND F0.1)' {NO_STAGE}"),

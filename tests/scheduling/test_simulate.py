@@ -1,6 +1,7 @@
 """Laws of the simulator: sums and maxima, bubbles, bandwidth, spans, exactness of remembered blocks."""
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Compute, Message, Start, name_of
+from braid.scheduling.code import Compute, Message, Node, Start, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import Bench, layer_pair
-from braid.scheduling.schedule import Gather, PassKind
-from braid.scheduling.simulator.engine import Executed, RankRun
+from braid.scheduling.schedule import Gather, Norm, PassKind, Reduce, Step
+from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span, communication, merge
-from braid.scheduling.units import chunk_parameters, chunk_parts
+from braid.scheduling.units import chunk_parameters
 from tests.scheduling.plans import (
     SMALL,
     cluster,
@@ -46,16 +47,33 @@ def with_free_ends(bench: Bench) -> Bench:
 
 
 def outside_blocks(rank: RankRun) -> Mapping[str, Executed]:
-    """Sums and gathers over ranks and the update, by name, and gathers by part; each once."""
-    found: dict[str, Executed] = {}
-    for executed in rank.executed:
+    """Sums and gathers over ranks and the update, by name, and gathers by bucket; each once."""
+    found = shared(rank)
+    assert all(len(alike) == 1 for alike in found.values())
+    return {name: alike[0] for name, alike in found.items()}
+
+
+def shared(rank: RankRun) -> Mapping[str, list[Executed]]:
+    """Sums, gathers and the update in the order of their begin, by name and, of buckets, number."""
+    found: dict[str, list[Executed]] = defaultdict(list)
+    within = [e for run in rank.blocks for e in moved_by(run)]
+    for executed in sorted([*rank.executed, *within], key=lambda one: one.start):
         assert isinstance(executed.operation, Compute | Start)
-        if not isinstance(executed.operation.what, Message):
-            what = executed.operation.what
-            name = f"{name_of(what)} {what.part}" if isinstance(what, Gather) else name_of(what)
-            assert name not in found
-            found[name] = executed
+        if not isinstance(executed.operation.what, Message | Node):
+            found[shared_name(executed.operation.what)].append(executed)
     return found
+
+
+def moved_by(run: BlockRun) -> Iterator[Executed]:
+    """What a block executed, at its times."""
+    for one in run.course.executed:
+        yield replace(one, start=run.start + one.start, end=run.start + one.end)
+
+
+def shared_name(what: Reduce | Gather | Norm | Step) -> str:
+    """The name of what is shared, with the number of its bucket."""
+    bucket = what.bucket if isinstance(what, Reduce | Gather) else None
+    return name_of(what) if bucket is None else f"{name_of(what)} {bucket}"
 
 
 @given(tp=st.sampled_from([1, 2, 4]), m=st.integers(1, 6), recompute=st.sampled_from(["none", "full"]))
@@ -94,12 +112,17 @@ EXPERTS = replace(SMALL, family="moe", ffn=1408, experts=4, top_k=2)
         ("braid_w", SMALL, {"tp": 2, "pp": 2}),
     ],
 )
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", range(4))
 def test_every_sum_and_the_update_have_their_price(
     schedule: str, model: ModelShape, degrees: Mapping[str, int], zero: int
 ) -> None:
-    """By hand: what is summed over which ranks, and how long that takes on its link by itself."""
+    """By hand: what is summed over which ranks, and how long that takes on its link by itself.
+
+    Where gradients or parameters are in shares, bucket by bucket, as often as the code has them.
+    """
     own = setting(schedule, model=model, **degrees)
+    if zero and (own.layout.dp == 1 or (zero > 1 and own.layout.copies > 1)):
+        pytest.skip("one replica has no shares, and copies are not run with them")
     own = replace(own, layout=replace(own.layout, zero=zero))
     gpus = own.layout.ranks
     bench = modelled(cluster(nodes=2, gpus=gpus // 2) if gpus > 1 else cluster(gpus=1))(own)
@@ -109,25 +132,32 @@ def test_every_sum_and_the_update_have_their_price(
         expected: dict[str, float] = {}
         for chunk in layout.chunks_of(stage):
             held = chunk_parameters(bench.members, layout, model.kinds, chunk)
-            if layout.tp > 1:
-                expected[f"gradients.{chunk} tp"] = profile.transfer_ns("tp", Kind.ALL_REDUCE, held.whole * 4)
+            buckets = [one.parameters for one in result.code.buckets.of(chunk)]
+            assert sum(one.total for one in buckets) == held.total
+            summed = {f" {number}": one for number, one in enumerate(buckets)} if zero > 1 else {"": held}
+            for suffix, one in summed.items():
+                if layout.tp > 1 and one.whole:
+                    name = f"gradients.{chunk} tp{suffix}"
+                    expected[name] = profile.transfer_ns("tp", Kind.ALL_REDUCE, one.whole * 4)
             if model.tied_head:
-                expected[f"gradients.{chunk} ends"] = profile.transfer_ns("pp", Kind.ALL_REDUCE, table * 4)
+                ways = layout.dp if zero > 1 else 1
+                name = f"gradients.{chunk} ends"
+                expected[name] = profile.transfer_ns("pp", Kind.ALL_REDUCE, table // ways * 4)
             if layout.copies > 1:
                 expected[f"gradients.{chunk} copies"] = profile.transfer_ns(
                     "pp", Kind.ALL_REDUCE, held.total * 4
                 )
-            for axis, count in (("dp", held.dense), ("edp", held.experts)):
-                if layout.dp > 1 and (axis == "dp" or count):
-                    kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
-                    expected[f"gradients.{chunk} {axis}"] = profile.transfer_ns(axis, kind, count * 4)
-            for part, (name, _) in enumerate(chunk_parts(layout, model.kinds, chunk) if zero else ()):
-                of_part = bench.members[name].parameters
-                for axis, count in (("dp", of_part.dense), ("edp", of_part.experts)):
+            for suffix, one in summed.items():
+                for axis, count in (("dp", one.dense), ("edp", one.experts)):
                     if layout.dp > 1 and count:
-                        expected[f"parameters.{chunk} {axis} {part}"] = profile.transfer_ns(
-                            axis, Kind.ALL_GATHER, count * 2
-                        )
+                        kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
+                        name = f"gradients.{chunk} {axis}{suffix}"
+                        expected[name] = profile.transfer_ns(axis, kind, count * 4)
+            for number, one in enumerate(buckets if zero else ()):
+                for axis, count in (("dp", one.dense), ("edp", one.experts)):
+                    if count:
+                        name = f"parameters.{chunk} {axis} {number}"
+                        expected[name] = profile.transfer_ns(axis, Kind.ALL_GATHER, count * 2)
         for axis in ("tp", "pp", "dp") if zero else ("tp", "pp"):
             if layout.degree(axis) > 1:
                 expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
@@ -138,13 +168,23 @@ def test_every_sum_and_the_update_have_their_price(
         share = most / (layout.dp if zero else 1)
         expected["norm"] = profile.norm_ns_per_parameter * share
         expected["optimizer"] = profile.optimizer_ns_per_parameter * share
-        found = outside_blocks(rank)
-        assert {name: one.price.ns for name, one in found.items()} == pytest.approx(expected)
-        assert all(one.price.ns > 0 for one in found.values())
-        in_turn = sorted(found, key=lambda name: found[name].start)
+        found = shared(rank)
+        assert {name: alike[0].price.ns for name, alike in found.items()} == pytest.approx(expected)
+        assert all(one.price.ns == alike[0].price.ns > 0 for alike in found.values() for one in alike)
+        starts = [o for s in result.code.stages[stage] for o in s.operations if isinstance(o, Start)]
+        begun = Counter(shared_name(o.what) for o in starts if isinstance(o.what, Reduce | Gather))
+        assert {name: len(alike) for name, alike in found.items()} == {
+            name: begun.get(name, 1) for name in expected
+        }
+        if zero < 2:
+            assert all(len(alike) == 1 for alike in found.values())
+        in_turn = sorted(found, key=lambda name: found[name][-1].start)
         gradients = [name for name in in_turn if name.startswith("gradients")]
-        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp")[: 2 + zero] if layout.degree(axis) > 1]
-        assert in_turn[-len(gradients) - len(norms) - 2 :] == [*gradients, "norm", *norms, "optimizer"]
+        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp")[: 2 + bool(zero)] if layout.degree(axis) > 1]
+        end = ["norm", *norms, "optimizer"]
+        assert in_turn[-len(end) :] == end
+        if zero < 2:
+            assert in_turn[-len(gradients) - len(end) :] == [*gradients, *end]
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -152,9 +192,12 @@ def test_shares_over_context_parallel_ranks(dp: int) -> None:
     """Replicas and ranks with other tokens of the same samples are one group, called dp."""
     own = setting("megatron", dp=dp)
     own = replace(own, layout=replace(own.layout, cp=2, zero=1))
-    found = outside_blocks(evaluate(own, cluster(nodes=2, gpus=dp)).simulation.ranks[0])
-    parts = {f"parameters.0 dp {part}" for part in range(own.model.layers + 2)}
-    assert set(found) == {"gradients.0 dp", "norm", "norm dp", "optimizer"} | parts
+    simulation = evaluate(own, cluster(nodes=2, gpus=dp)).simulation
+    found = outside_blocks(simulation.ranks[0])
+    buckets = simulation.code.buckets.of(0)
+    assert {bucket.part for bucket in buckets} == set(range(own.model.layers + 2))
+    gathers = {f"parameters.0 dp {number}" for number in range(len(buckets))}
+    assert set(found) == {"gradients.0 dp", "norm", "norm dp", "optimizer"} | gathers
 
 
 @given(compute=st.integers(1, 10**6), moved=st.integers(1, 10**6))

@@ -1,12 +1,14 @@
-"""Gradients that are summed in blocks: part by part, as soon as they are final, and no part forgotten."""
+"""Gradients that are summed in blocks: bucket by bucket, as soon as they are final, and none forgotten."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling import buckets
 from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.lowering.named import SCHEDULES
@@ -31,6 +33,7 @@ from tests.scheduling.cases import (
 )
 from tests.scheduling.plans import cluster, setting
 
+BEHIND = "behind the passes stand gathers of parameters and then sums of gradients"
 EARLY = tuple(name for name, kind in SCHEDULES.items() if kind.early_sums)
 
 
@@ -50,16 +53,19 @@ def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:
     m=st.integers(1, 8),
     tp=st.sampled_from([1, 2]),
     ends=st.booleans(),
+    zero=st.sampled_from([0, 1]),
+    least=st.sampled_from([1, 5000, 1 << 17]),
 )
-@settings(max_examples=60)
-def test_every_part_is_summed_once_right_behind_its_last_gradient(
-    name: str, p: int, m: int, tp: int, ends: bool
+@settings(max_examples=60, deadline=None)
+def test_every_bucket_is_summed_once_right_behind_its_last_gradient(
+    name: str, p: int, m: int, tp: int, ends: bool, zero: int, least: int
 ) -> None:
     if name in ("braid_v",):
         m += 2 * p
     ends = ends and SCHEDULES[name].searched
-    layout = layout_for(name, p, tp, 2)
-    code = code_of(named_schedule(name, p, m, tp, dp=2, ends=ends), layout)
+    layout = layout_for(name, p, tp, 2, zero)
+    with patch.object(buckets, "LEAST_ELEMENTS", least):
+        code = code_of(named_schedule(name, p, m, tp, dp=2, zero=zero, ends=ends), layout)
     for stage in range(p):
         added: dict[tuple[int, int], int] = {}
         started: dict[Reduce, int] = {}
@@ -69,7 +75,9 @@ def test_every_part_is_summed_once_right_behind_its_last_gradient(
             match operation:
                 case Compute(what=Node() as node) if node.operator.adds_gradients:
                     assert normed < 0
-                    added[chunk, node.part] = number
+                    key = code.buckets.home(chunk, node.part, node.operator.module)
+                    if key is not None:
+                        added[key] = number
                 case Compute(what=Norm()):
                     normed = number
                 case Start(what=Reduce(int(), _, int()) as one):
@@ -79,24 +87,21 @@ def test_every_part_is_summed_once_right_behind_its_last_gradient(
                     assert one not in waited
                     assert number > started[one]
                     waited[one] = number
-        parts = [
-            (chunk, part)
-            for chunk in layout.chunks_of(stage)
-            for part in range(len(chunk_parts(layout, code.kinds, chunk)))
-        ]
+        own = [key for key in code.buckets.keys if key[0] in layout.chunks_of(stage)]
+        assert set(added) == set(own)
         axes = ["tp", "dp"] if tp > 1 else ["dp"]
-        assert set(started) == {Reduce(chunk, axis, part) for chunk, part in parts for axis in axes}
+        assert set(started) == {Reduce(chunk, axis, bucket) for chunk, bucket in own for axis in axes}
         assert set(waited) == set(started)
         assert max(waited.values()) < normed
         kinds = {number: operation for number, operation, _ in walk(code, stage)}
-        for (chunk, part), last in added.items():
-            first = min(started[Reduce(chunk, axis, part)] for axis in axes)
+        for (chunk, bucket), last in added.items():
+            first = min(started[Reduce(chunk, axis, bucket)] for axis in axes)
             assert first > last
             computes = [n for n in range(last + 1, first) if isinstance(kinds[n], Compute)]
             # Where the last operator stands in an earlier block, the sums begin the next one.
             assert not computes or code_block(code, stage, last) != code_block(code, stage, first)
             if tp > 1:
-                assert waited[Reduce(chunk, "tp", part)] < started[Reduce(chunk, "dp", part)]
+                assert waited[Reduce(chunk, "tp", bucket)] < started[Reduce(chunk, "dp", bucket)]
 
 
 def code_block(code: Code, stage: int, number: int) -> int:
@@ -112,15 +117,17 @@ def test_passes_together_go_layer_by_layer() -> None:
     """A layer's gradients are summed while all passes still have the layers before it to go through."""
     layout = layout_for("braid_together_4", 1, 1, 2)
     code = code_of(named_schedule("braid_together_4", 1, 6, dp=2), layout)
-    block = next(s for s in code.stages[0] if len(s.block_passes) == 4)
+    first, block = (s for s in code.stages[0] if len(s.block_passes) == 4)
+    parts = [one.what.part for one in first.operations if isinstance(one, Compute)]
+    assert parts == sorted(parts), "and so do the first ones, whose parameters are needed one by one"
     seen: list[int] = []
     for operation in block.operations:
         match operation:
             case Compute(what=Node(part=part)):
                 assert not seen or part < seen[-1]
-            case Start(what=Reduce(0, "dp", part)):
-                assert part is not None
-                seen.append(part)
+            case Start(what=Reduce(0, "dp", bucket)):
+                assert bucket is not None
+                seen.append(code.buckets.of(0)[bucket].part)
     assert seen == [*reversed(range(LLAMA.layers + 2))]
 
 
@@ -135,16 +142,23 @@ def test_text_round_trips(name: str) -> None:
 @pytest.mark.parametrize(
     ("block", "cause"),
     [
-        ("[REDUCE(0 dp)|B2.0]", "sums of gradients stand behind the passes"),
-        ("[REDUCE(0 dp)|REDUCE(0 tp)]", "sums of gradients stand behind the passes"),
+        ("[REDUCE(0 dp)|B2.0]", BEHIND),
+        ("[REDUCE(0 dp)|REDUCE(0 tp)]", BEHIND),
         ("[REDUCE(0 dp)]", "without brackets"),
-        ("[B2.0|REDUCE(norm tp)]", "sums of gradients stand behind the passes"),
-        ("[B2.0|GATHER(0 dp)]", "'GATHER(0 dp)' is not a pass"),
-        ("[B2.0|WAIT(REDUCE 0 dp)]", "sums of gradients stand behind the passes"),
-        ("[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)]", "waits for parameters before them"),
-        ("[WAIT(GATHER 0 dp)|B2.0]", "sums of gradients stand behind the passes"),
-        ("[B2.0|REDUCE(0 dp)|B3.0]", "sums of gradients stand behind the passes"),
-        ("[B2.0|REDUCE(0)]", "names no chunk and axis"),
+        ("[GATHER(0 dp)]", "without brackets"),
+        ("[GATHER(0 dp)|B2.0]", BEHIND),
+        ("[B2.0|REDUCE(norm tp)]", BEHIND),
+        ("[B2.0|GATHER(norm dp)]", BEHIND),
+        ("[B2.0|REDUCE(0 dp)|GATHER(0 dp)]", BEHIND),
+        ("[B2.0|GATHER(0 dp)|B3.0|REDUCE(0 dp)]", BEHIND),
+        ("[B2.0|WAIT(REDUCE 0 dp)]", "'WAIT(REDUCE 0 dp)' is not a pass"),
+        ("[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)]", BEHIND),
+        ("[WAIT(GATHER 0 dp)|B2.0]", "'WAIT(GATHER 0 dp)' is not a pass"),
+        ("[B2.0|REDUCE(0 dp)|B3.0]", BEHIND),
+        ("[B2.0|REDUCE(0)]", BEHIND),
+        ("[B2.0|GATHER(0)]", BEHIND),
+        ("[B2.0|GATHER(00 dp)]", BEHIND),
+        ("[B2.0|GATHER(0 DP)]", BEHIND),
     ],
 )
 def test_text_that_is_refused(block: str, cause: str) -> None:
@@ -232,19 +246,25 @@ def test_what_is_summed_in_blocks_is_hidden_there() -> None:
 
 
 def test_sums_are_simulated_where_the_code_has_them() -> None:
-    """Each begins behind its layer's weight gradients, and when the one before has ended."""
+    """Each begins behind its modules' gradients, as soon as the one before has ended."""
     simulation = simulated("ddp")
     spans = [s for s in simulation.spans() if s.operator == "gradients.0 dp"]
-    assert len(spans) == len(chunk_parts(simulation.code.layout, simulation.code.kinds, 0))
+    found = simulation.code.buckets.of(0)
+    assert len(spans) == len(found)
+    assert {bucket.part for bucket in found} == set(range(len(simulation.code.kinds) + 2))
+    assert len(found) > len(simulation.code.kinds) + 2, "layers are cut"
     spans.sort(key=lambda span: span.start_ns)
-    weights = [s for s in simulation.spans() if s.operator.endswith(".wgrad") and s.micro_batch == 5]
-    for number, span in enumerate(spans):
-        layer = len(simulation.code.kinds) - number  # the head comes first
-        own = [s.end_ns for s in weights if s.layer == layer]
+    last = [s for s in simulation.spans() if s.micro_batch == 5 and s.operator.endswith(("grad", "wgrad"))]
+    behind_all = 0
+    for number, (span, bucket) in enumerate(zip(spans, reversed(found), strict=True)):
+        adding = {f"{module}.{kind}" for module in bucket.modules for kind in ("grad", "wgrad")}
+        own = [s.end_ns for s in last if s.layer == bucket.part - 1 and s.operator in adding]
         free = spans[number - 1].end_ns if number else 0
         if own:
-            assert span.start_ns >= max(own) - 1
+            behind_all += 1
+            assert span.start_ns == pytest.approx(max([free, *own]), abs=2)
         assert span.start_ns >= free - 1
+    assert behind_all >= 3 * len(simulation.code.kinds)
 
 
 def test_units_of_several_layers_are_summed_layer_by_layer() -> None:

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.schedule import Await, Norm, Pass, PassKind, Receive, Reduce, Side, Step
+from braid.scheduling.schedule import (
+    Await,
+    Block,
+    Norm,
+    Pass,
+    PassKind,
+    Prefetch,
+    Receive,
+    Reduce,
+    Side,
+    Step,
+)
 from braid.scheduling.schedule_text import parse, parse_instruction, write
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import ScheduleError
@@ -40,14 +51,12 @@ def test_a_damaged_list_is_refused(name: str) -> None:
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
     def find(data: st.DataObject) -> None:
         least = data.draw(st.sampled_from([1, 2]))
+        zero = data.draw(st.sampled_from(kind.zero))
         schedule, layout = data.draw(
-            valid_schedules(
-                min_stages=least, max_stages=3, names=kind.names, zero=kind.zero, ends=kind.ends
-            )
+            valid_schedules(min_stages=least, max_stages=3, names=kind.names, zero=zero, ends=kind.ends)
         )
         at = Place(data.draw, schedule, layout)
-        kind.breaks(at)
-        message = message_of(with_stage(schedule, at.stage, at.list), layout)
+        message = message_of(with_stage(schedule, at.stage, kind.list_of(at)), layout)
         assume("is used by no block" not in message)  # what was damaged was the only one of its kind
         found = re.match(r"schedule (\w+), stage (\d+), at (.+?): (.+)\n", message)
         assert found, message
@@ -199,16 +208,21 @@ def test_a_schedule_without_backward_passes_updates_nothing(token: str) -> None:
     assert "nothing to reduce and no step to take" in message_of(damaged, layout)
 
 
-def test_a_validation_gathers_what_ranks_hold_in_shares() -> None:
-    """And nothing else."""
-    whole, cut = layout_for("megatron", 2, 2, 2), layout_for("megatron", 2, 2, 2, 1)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
+    """And nothing else: the first block of a chunk does, or (ZeRO 3) every one."""
+    whole, cut = layout_for("megatron", 2, 2, 2), layout_for("megatron", 2, 2, 2, zero)
     schedule = validation_schedule(LLAMA, cut, 2, PARTS)
-    assert str(schedule.stages[0][0]) == "GATHER(0 dp)"
+    blocks = [str(i) for i in schedule.stages[0] if isinstance(i, Block)]
+    assert schedule.stages[0][0] == Prefetch()
+    assert blocks == ["[F0.0|GATHER(0 dp)]", "[F1.0|GATHER(0 dp)]" if zero == 3 else "F1.0"]
     code_of(schedule, cut)
-    assert "over dp there is nothing to do here" in message_of(schedule, whole)
+    assert "it stands at the begin, where ranks hold shares (ZeRO)" in message_of(schedule, whole)
+    without = with_stage(schedule, 0, schedule.stages[0][1:])
+    assert "over dp there is nothing to gather (but over no axis)" in message_of(without, whole)
     plain = validation_schedule(LLAMA, whole, 2, PARTS)
     code_of(plain, whole)
-    assert "the parameters of chunk 0 have not been gathered (ZeRO 1)" in message_of(plain, cut)
+    assert "the parameters of chunk 0 are not gathered" in message_of(plain, cut)
 
 
 def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:

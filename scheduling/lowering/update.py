@@ -1,0 +1,159 @@
+"""What the end of a step needs: sums of gradients, their norm, the update; and with ZeRO gathers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from braid.scheduling.schedule import (
+    ENDING,
+    Await,
+    Block,
+    Gather,
+    Instruction,
+    Norm,
+    PassKind,
+    Prefetch,
+    Reduce,
+    Step,
+    passes_in,
+)
+from braid.scheduling.spec import ModelShape, ParallelLayout
+
+Stages = tuple[tuple[Instruction, ...], ...]
+
+
+def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
+    """Axes over which the gradients of a chunk are summed, one after the other.
+
+    ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens; ``ends``: a
+    table that is held by the first and the last stage; ``copies``: the other copy of the model in a
+    bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``replica``: those that
+    hold the same shares, behind the others; ``edp``: those of the same experts.
+    """
+    at_end = layout.is_first(chunk) or layout.is_last(chunk)
+    found = {
+        "tp": layout.tp > 1,
+        "ends": model.tied_head and layout.ends_apart and at_end,
+        "copies": layout.copies > 1,
+        "dp": layout.dp * layout.cp > 1,
+        "replica": layout.replicas > 1,
+        "edp": model.experts > 0 and layout.dp > layout.ep,
+    }
+    return tuple(axis for axis, needed in found.items() if needed)
+
+
+def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
+    """Axes along which gradients differ, over which the squares of the norm are summed, one by one."""
+    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": layout.share_ranks > 1}
+    return tuple(axis for axis, needed in found.items() if needed)
+
+
+def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
+    """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
+
+    Where gradients are in shares (ZeRO 2) every backward pass begins its sums. Else those of the last one do,
+    or what stands behind it: ``early``: begin in the last block of a chunk, bucket by bucket, where there are
+    replicas, and behind it where not; sums over replicas stay under way beside what still runs on others. Not
+    where there are copies, whose two stages sum in one order, and not of a chunk with a table that another
+    stage has, too, and comes to later.
+    """
+    updated = []
+    for number, stage in enumerate(stages):
+        axes = {chunk: gradient_axes(model, layout, chunk) for chunk in layout.chunks_of(number)}
+        if layout.zero > 1:
+            instructions, left = _sums_of_all(stage, axes)
+        else:
+            instructions, left = _sums_of_last(stage, axes, early=early and layout.copies == 1)
+        for place in range(max(map(len, left.values()), default=0)):  # one axis of all chunks after the other
+            sums = [Reduce(chunk, own[place]) for chunk, own in left.items() if place < len(own)]
+            instructions += [*sums, *map(Await, sums)]
+        instructions.append(Norm())
+        for axis in norm_axes(layout):
+            instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
+        updated.append((*instructions, Step()))
+    return tuple(updated)
+
+
+_Axes = Mapping[int, tuple[str, ...]]
+"""Of chunks, axes over which their gradients are summed."""
+
+
+def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
+    """Instructions with sums in every block that ends a bucket's gradients, and what is left to be summed."""
+    instructions: list[Instruction] = []
+    within = {c: tuple(axis for axis in own if axis in ("tp", *SUMMED)) for c, own in axes.items()}
+    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    for position, instruction in enumerate(stage):
+        backward = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind in ENDING)
+        if backward:
+            assert isinstance(instruction, Block)
+            sums = [
+                Reduce(chunk, axis)
+                for chunk in backward
+                for axis in within[chunk]
+                if axis != "replica" or last[chunk] == position  # shares are summed once a step
+            ]
+            instruction = replace(instruction, sums=tuple(sums))
+        instructions.append(instruction)
+    # Of a copy of the model that no micro-batch goes through there is nothing to wait for.
+    instructions += [Await(Reduce(c, axis)) for c in last for axis in within[c] if axis != "tp"]
+    left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
+    return instructions, left
+
+
+def _sums_of_last(
+    stage: Sequence[Instruction], axes: _Axes, *, early: bool
+) -> tuple[list[Instruction], _Axes]:
+    """Instructions with the sums that begin ``early``, and what is left to be summed."""
+    left = dict(axes)
+    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    instructions: list[Instruction] = []
+    under_way: list[Instruction] = []
+    for position, instruction in enumerate(stage):
+        ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
+        within = [c for c in ended if any(axis in SUMMED for axis in axes[c])]
+        if within:
+            assert isinstance(instruction, Block)
+            sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
+            instruction = replace(instruction, sums=tuple(sums))
+            under_way += [Await(one) for one in sums if one.axis != "tp"]
+        instructions.append(instruction)
+        for chunk in [c for c in ended if c not in within]:
+            for axis in left.pop(chunk):
+                instructions.append(Reduce(chunk, axis))
+                waits = under_way if axis in SUMMED else instructions
+                waits.append(Await(Reduce(chunk, axis)))
+    return [*instructions, *under_way], left
+
+
+SUMMED = ("dp", "replica", "edp")
+"""Axes over which replicas sum gradients, and of those the ones whose ranks hold shares."""
+SHARED = ("dp", "edp")
+
+
+def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
+    """Gather every chunk's parameters before they are used: in the first block, with ZeRO 3 in every one.
+
+    Nothing where ranks hold all of them.
+    """
+    if not layout.zero:
+        return stages
+    gathered = []
+    for stage in stages:
+        instructions: list[Instruction] = [Prefetch()]
+        there: set[int] = set()
+        for instruction in stage:
+            if isinstance(instruction, Block):
+                reading = (one for one in instruction.passes if one.kind is not PassKind.WEIGHT)
+                chunks = dict.fromkeys(one.chunk for one in reading)
+                gathers = tuple(
+                    Gather(chunk, axis)
+                    for chunk in chunks
+                    if chunk not in there
+                    for axis in gradient_axes(model, layout, chunk)
+                    if axis in SHARED
+                )
+                instruction = replace(instruction, gathers=gathers)
+                there.update(chunks if layout.zero < 3 else ())
+            instructions.append(instruction)
+        gathered.append(tuple(instructions))
+    return tuple(gathered)

@@ -1,0 +1,548 @@
+"""What ranks share, proven operation by operation: gathers, sums, their memory, and how far ahead they are.
+
+`Walk` is an interpreter of linked code that knows of buckets no more than which modules each of them has.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+
+from braid.scheduling import buckets
+from braid.scheduling.buckets import BucketKey
+from braid.scheduling.code import (
+    Allocate,
+    Code,
+    Compute,
+    Frame,
+    Hand,
+    Node,
+    Operation,
+    Release,
+    Start,
+    Stretch,
+    Wait,
+)
+from braid.scheduling.lowering.lower import training_schedule, validation_schedule
+from braid.scheduling.memory import DTYPE_BYTES, rank_memory
+from braid.scheduling.operators import Parameters
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Block, Gather, Norm, Prefetch, Reduce, Schedule, Step
+from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.sweep import Sweep
+from braid.scheduling.units import members_of
+from braid.scheduling.validate import linked
+from tests.scheduling.cases import (
+    LLAMA,
+    SEARCHED,
+    choices_for,
+    code_of,
+    layout_for,
+    model_parts,
+    named_schedule,
+    parts_for,
+    setting_for,
+)
+
+NAMES = (
+    "megatron",
+    "ddp",
+    "eager",
+    "folded",
+    "interleaved",
+    "wavelet",
+    "dhelix",
+    "two_beside_one",
+    "dualpipev",
+    "zbv",
+    "braid_w",
+    "braid_v",
+    "braid_twins",
+    "braid_together_4",
+)
+DISTANCES = ((0, 0), (1, 0), (2, 2), (3, 7), (4, 40), (1000, 1000))
+"""How far ahead buckets travel, and for how long they are kept."""
+LEAST = 5000
+"""So few parameters that layers are cut at several modules, and that norms still have company."""
+MICRO_BATCHES = 6
+
+
+@cache
+def setting_of(name: str, pp: int, tp: int, zero: int, *, tied: bool) -> Setting:
+    """A small model over two replicas."""
+    shape = replace(LLAMA, layers=4, tied_head=tied)
+    return setting_for(name, layout_for(name, pp, tp, 2, zero), MICRO_BATCHES, model=shape)
+
+
+@cache
+def schedule_of(name: str, pp: int, tp: int, zero: int, *, tied: bool, ends: bool = False) -> Schedule:
+    """Its schedule; ``ends``: backward passes leave their weight gradients."""
+    own = setting_of(name, pp, tp, zero, tied=tied)
+    return training_schedule(own, parts_for(own), choices_for(own, ends=ends))
+
+
+def code_with(name: str, pp: int, tp: int, zero: int, distances: tuple[int, int], *, tied: bool) -> Code:
+    """Its validated code, with parts that have several buckets."""
+    ahead, keep = distances
+    own = setting_of(name, pp, tp, zero, tied=tied)
+    schedule = schedule_of(name, pp, tp, zero, tied=tied, ends=name in SEARCHED and ahead % 2 == 1)
+    schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+    with patch.object(buckets, "LEAST_ELEMENTS", LEAST):
+        return linked(schedule, own.layout, own.model.kinds, parts_for(own))
+
+
+def rounded(elements: int, ways: int) -> int:
+    """Elements in equal shares of whole multiples of 32."""
+    return -(-elements // (32 * ways)) * 32 * ways
+
+
+@dataclass
+class Use:
+    """A run of operators that read one bucket's parameters, none of another one between them."""
+
+    key: BucketKey
+    gathered: bool = False
+    released: bool = False
+
+
+@dataclass
+class Walk:
+    """Goes through a stage of linked code, fails where it breaks a rule, and counts bytes."""
+
+    code: Code
+    stage: int
+    width: int = 2
+    gradient_width: int = 4
+    uses: list[Use] = field(default_factory=list)
+    """Those that have begun."""
+    there: set[BucketKey] = field(default_factory=set)
+    """Buckets whose parameters may be read."""
+    under_way: dict[Gather | Reduce, int] = field(default_factory=dict)
+    """Transfers, and how many uses had begun when they started; -1: at PREFETCH."""
+    allocated: set[BucketKey] = field(default_factory=set)
+    owed: dict[BucketKey, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Axes over which gradients that were added have not begun to be summed."""
+    counts: Counter[str] = field(default_factory=Counter)
+    live: dict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
+    frames: dict[tuple[int, int], Frame] = field(default_factory=dict)
+    _begins: bool = False
+    """Whether the next compute operator has to begin a use."""
+    _new_block: bool = True
+    _normed: bool = False
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The code's."""
+        return self.code.layout
+
+    def run(self) -> Iterator[tuple[Operation, int]]:
+        """Every operation of the stage, with the bytes that are held before it lets go of any."""
+        for stretch in self.code.stages[self.stage]:
+            self._new_block = True
+            for operation in stretch.operations:
+                self._share(operation, stretch, before=True)
+                held = self._activations(operation, stretch)
+                yield operation, held + self._shared_bytes()
+                self._share(operation, stretch, before=False)
+                self._let_go(operation, stretch)
+        assert not self.under_way
+        assert not self._begins
+
+    # -- rules -------------------------------------------------------------------------------------------
+
+    def _share(self, operation: Operation, stretch: Stretch, *, before: bool) -> None:
+        """What makes memory does so ``before`` it is counted, what lets go of it behind."""
+        match operation:
+            case Start(what=Gather() as what) if before:
+                self._start_gather(what, stretch)
+            case Wait(what=Gather() as what) if before:
+                self._wait_gather(what)
+            case Release(what=what) if not before:
+                self._release(what)
+            case Allocate(what=what) if before:
+                self._allocate(what)
+            case Start(what=Reduce(chunk=int()) as what) if before:
+                self._start_sum(what)
+            case Wait(what=Reduce(chunk=int()) as what) if not before:
+                self._wait_sum(what)
+            case Compute(what=Node() as node) if before:
+                self._compute(node, stretch.passes[operation.turn].chunk)
+            case Compute(what=Norm()) if before:
+                assert not any(self.owed.values()), "every bucket that was added to is summed"
+                assert not self.under_way
+                assert not self.allocated
+                self._normed = True
+            case Compute(what=Step()) if before:
+                assert self._normed
+        if self.layout.zero > 1:
+            sums = [o for o in self.under_way if isinstance(o, Reduce) and o.axis in ("dp", "edp")]
+            assert len(sums) <= max(1, self.code.schedule.prefetch)
+
+    def _compute(self, node: Node, chunk: int) -> None:
+        operator = node.operator
+        key = self.code.buckets.home(chunk, node.part, operator.module)
+        reads = key is not None and operator.phase is not Phase.WEIGHT_GRADIENT
+        begun = False
+        if key is not None and reads:
+            begun = self._new_block or self.uses[-1].key != key
+            self._new_block = False
+            if begun:
+                self.uses.append(Use(key))
+            if self.layout.zero:
+                assert key in self.there, f"{operator.name} reads parameters that are not there"
+        assert begun or not self._begins, "gathers stand right before a use"
+        self._begins = False
+        if key is not None and operator.adds_gradients:
+            assert not self._normed
+            replicas = {Reduce(key[0], axis, key[1]) for axis in self._axes(key) if axis != "tp"}
+            assert not replicas & set(self.under_way), "nothing is added to what is being summed"
+            assert not [one for one in self.under_way if isinstance(one, Reduce) and one.axis == "tp"]
+            if self.layout.zero > 1:
+                assert key in self.allocated, f"{operator.name} adds to gradients without memory"
+            self.owed[key] = set(self._axes(key))
+            self.counts["adds"] += 1
+
+    def _axes(self, key: BucketKey) -> list[str]:
+        held = self._parameters(key)
+        found = {"tp": self.layout.tp > 1, "dp": held.dense, "edp": held.experts}
+        return [axis for axis, needed in found.items() if needed]
+
+    def _parameters(self, key: BucketKey) -> Parameters:
+        return self.code.buckets.of(key[0])[key[1]].parameters
+
+    def _start_gather(self, what: Gather, stretch: Stretch) -> None:
+        key = _key(what)
+        assert what not in self.under_way
+        assert key not in self.there
+        at_begin = isinstance(stretch.instruction, Prefetch)
+        assert at_begin or isinstance(stretch.instruction, Block)
+        self.under_way[what] = -1 if at_begin else len(self.uses)
+        self._begins = self._begins or not at_begin
+        self.counts["gathers"] += 1
+
+    def _wait_gather(self, what: Gather) -> None:
+        """Right before a use of the bucket, which is as many uses behind the start as the schedule says."""
+        begun, here = self.under_way.pop(what), len(self.uses)
+        ahead = self.code.schedule.prefetch
+        if self.layout.zero < 3:
+            assert begun == -1
+        elif begun == -1:
+            assert here < ahead
+        else:
+            assert here - begun == ahead
+        self.there.add(_key(what))
+        self._begins = True
+
+    def _release(self, what: Gather) -> None:
+        assert self.layout.zero > 2
+        key = _key(what)
+        assert self.uses[-1].key == key, "behind its use"
+        assert not self.uses[-1].released
+        self.uses[-1].released = True
+        self.there.remove(key)
+        self.counts["releases"] += 1
+
+    def _allocate(self, what: Reduce) -> None:
+        assert self.layout.zero > 1
+        key = _key(what)
+        assert key not in self.allocated
+        assert not self.owed[key]
+        self.allocated.add(key)
+        self.counts["allocations"] += 1
+
+    def _start_sum(self, what: Reduce) -> None:
+        assert not self._normed
+        assert what not in self.under_way
+        assert what.chunk is not None
+        own = range(len(self.code.buckets.of(what.chunk)))
+        if what.axis != "ends":
+            for number in own if what.bucket is None else (what.bucket,):
+                key = what.chunk, number
+                owed = self.owed[key]
+                assert what.axis == "tp" or "tp" not in owed, "over tp first"
+                assert self.layout.zero < 2 or key in self.allocated
+                assert self.layout.zero < 2 or what.axis in owed, "nothing was added since"
+                owed.discard(what.axis)
+        elif self.layout.zero > 1:
+            assert not any(self.owed[what.chunk, number] for number in own)
+        self.under_way[what] = len(self.uses)
+        self.counts["sums"] += what.axis == "dp"
+
+    def _wait_sum(self, what: Reduce) -> None:
+        del self.under_way[what]
+        if self.layout.zero > 1 and what.axis in ("dp", "edp"):
+            self.allocated.remove(_key(what))
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def _shared_bytes(self) -> int:
+        layout, total = self.layout, 0
+        if layout.zero > 2:
+            gathered = {*self.there, *(_key(one) for one in self.under_way if isinstance(one, Gather))}
+            total += sum(self._elements(key) for key in gathered) * self.width
+        return total + sum(self._elements(key) for key in self.allocated) * self.gradient_width
+
+    def _elements(self, key: BucketKey) -> int:
+        """Of a whole bucket; what is summed over other axes lies apart, and each in equal shares."""
+        held, layout = self._parameters(key), self.layout
+        assert not held.experts
+        whole = held.whole if layout.tp > 1 else 0
+        apart = held.tied if layout.ends_apart else 0
+        return sum(rounded(n, layout.dp) for n in (held.dense - whole - apart, whole, apart))
+
+    def _activations(self, operation: Operation, stretch: Stretch) -> int:
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        self.frames.update(zip(keys, stretch.frames, strict=True))
+        if isinstance(operation, Hand):
+            self.live[keys[operation.turn]] -= set(operation.frees)
+            self.live[keys[operation.to]].add(operation.register)
+        elif operation.writes:
+            self.live[keys[operation.turn]] |= set(operation.writes)
+        return sum(self._frame_bytes(self.frames[key], live) for key, live in self.live.items())
+
+    def _frame_bytes(self, frame: Frame, live: set[int]) -> int:
+        given = {register for registers in frame.constants.values() for register in registers}
+        memories = {memory for register in live for memory in frame.memories[register]} - given
+        return sum(frame.values[memory].bytes(self.width) for memory in memories)
+
+    def _let_go(self, operation: Operation, stretch: Stretch) -> None:
+        if operation.frees and not isinstance(operation, Hand):
+            one = stretch.passes[operation.turn]
+            self.live[one.micro_batch, one.chunk] -= set(operation.frees)
+
+
+def _key(what: Gather | Reduce) -> BucketKey:
+    assert what.chunk is not None
+    assert what.bucket is not None
+    return what.chunk, what.bucket
+
+
+def walked(code: Code, stage: int) -> Walk:
+    """A stage, gone through."""
+    walk = Walk(code, stage)
+    for _ in walk.run():
+        pass
+    return walk
+
+
+ALL = [
+    pytest.param(name, pp, 1 + (pp + zero) % 2, zero, tied, id=f"{name}-pp{pp}-zero{zero}{'-tied' * tied}")
+    for name, pp, zero, tied in product(NAMES, (1, 2), (1, 2, 3), (False, True))
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
+@pytest.mark.slow
+def test_what_is_read_is_there_and_what_is_added_is_summed(
+    name: str, pp: int, tp: int, zero: int, tied: bool
+) -> None:
+    """All that `Walk` demands; buckets are let go of once, exactly where nothing uses them soon enough."""
+    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
+        code = code_with(name, pp, tp, zero, distances, tied=tied)
+        ahead, keep = code.schedule.prefetch, code.schedule.keep
+        for stage in range(pp):
+            walk = walked(code, stage)
+            assert walk.counts["adds"]
+            read = {use.key for use in walk.uses}
+            assert read == {key for key in code.buckets.keys if key[0] in code.layout.chunks_of(stage)}
+            if zero < 3:
+                assert walk.counts["gathers"] == len(read)
+                assert not walk.counts["releases"]
+                continue
+            assert not walk.there
+            assert walk.counts["gathers"] == walk.counts["releases"]
+            last: dict[BucketKey, int] = {}
+            for number in reversed(range(len(walk.uses))):
+                use = walk.uses[number]
+                again = last.get(use.key)
+                assert use.released == (again is None or again - number > max(keep, ahead, 1))
+                last[use.key] = number
+
+
+@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
+@pytest.mark.slow
+def test_bytes_of_buckets_are_counted_at_every_operation(
+    name: str, pp: int, tp: int, zero: int, tied: bool
+) -> None:
+    """The sweep counts what an interpreter of registers and buckets counts; the most is what a rank needs."""
+    for distances in ((0, 0), (3, 7)) if zero > 1 else DISTANCES[:1]:
+        code = code_with(name, pp, tp, zero, distances, tied=tied)
+        for stage, stretches in enumerate(code.stages):
+            sweep = Sweep(code, 2, 4)
+            swept = [found for stretch in stretches for found in sweep.step_by_step(stretch)]
+            counted = list(Walk(code, stage, 2, 4).run())
+            for (ran, held), (walked_to, count) in zip(swept, counted, strict=True):
+                assert ran is walked_to
+                assert held == count, f"stage {stage}: {ran}"
+            assert sweep.held_bytes == 0
+            assert sweep.run(stretches[0]).change == 0 or zero == 3, "nothing is held at the begin"
+            most = rank_memory(code, LLAMA, "bf16", stage).activation_bytes
+            assert most == max(count for _, count in counted)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bytes_follow_the_widths_of_parameters_and_gradients(dtype: str, zero: int) -> None:
+    """Gathered parameters are as wide as activations, gradients at least four bytes."""
+    code = code_with("ddp", 1, 1, zero, (2, 2), tied=False)
+    width = DTYPE_BYTES[dtype]
+    most = max(count for _, count in Walk(code, 0, width, max(4, width)).run())
+    assert rank_memory(code, LLAMA, dtype, 0).activation_bytes == most
+    wide = max(count for _, count in Walk(code, 0, width, 8).run())
+    assert rank_memory(code, LLAMA, dtype, 0, gradient_width=8).activation_bytes == wide
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_rank_keeps_is_a_share_of_every_bucket(zero: int, tied: bool) -> None:
+    """Of optimizer states, with ZeRO 2 of gradients, with ZeRO 3 of parameters, each padded by itself."""
+    code = code_with("ddp", 1, 1, zero, (0, 0), tied=tied)
+    memory = rank_memory(code, LLAMA, "bf16", 0)
+    whole = sum(rounded(one.parameters.total, 2) for one in code.buckets.of(0))
+    share = whole // 2
+    assert memory.parameter_bytes == (share if zero > 2 else whole) * 2
+    assert memory.gradient_bytes == (share if zero > 1 else whole) * 4
+    assert memory.optimizer_bytes == share * 12
+
+
+# -- buckets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", [1, LEAST, 1 << 17])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "pp"), [("megatron", 1), ("megatron", 2), ("folded", 2)])
+def test_buckets_are_runs_of_modules_and_none_is_smaller_than_need_be(
+    least: int, tied: bool, name: str, pp: int
+) -> None:
+    """All modules with parameters in one each, in order; a table of two ends of one stage in the first."""
+    own = setting_of(name, pp, 1, 1, tied=tied)
+    parts, layout = parts_for(own), own.layout
+    members = {chunk: members_of(parts, layout, own.model.kinds, chunk) for chunk in range(layout.chunks)}
+    with patch.object(buckets, "LEAST_ELEMENTS", least):
+        found = buckets.Buckets(members, layout)
+    for chunk, own_parts in members.items():
+        homeless = tied and layout.is_last(chunk) and not layout.ends_apart
+        for place, part in enumerate(own_parts):
+            here = [one for one in found.of(chunk) if one.part == place]
+            table = homeless and place == len(own_parts) - 1
+            holding = {module: held for module, held in part.modules.items() if held.total}
+            wanted = [module for module, held in holding.items() if not (table and held.tied)]
+            assert [module for one in here for module in one.modules] == wanted
+            for bucket in here:
+                assert bucket.parameters == sum((part.modules[m] for m in bucket.modules), Parameters())
+                *rest, last = bucket.modules
+                if bucket is not here[-1]:
+                    assert bucket.parameters.total >= least
+                    assert bucket.parameters.total - part.modules[last].total < least or not rest
+                assert bucket.parameters.total >= least or len(here) == 1
+            for module, held in part.modules.items():
+                key = found.home(chunk, place, module)
+                if module not in holding:
+                    assert key is None
+                elif table and held.tied:
+                    assert key == (chunk // layout.chunks_per_copy * layout.chunks_per_copy, 0)
+                else:
+                    assert key is not None
+                    assert module in found.of(key[0])[key[1]].modules
+    total = sum(one.parameters.total for chunk in members for one in found.of(chunk))
+    twice = own.model.vocabulary * own.model.hidden * (tied and layout.ends_apart)
+    assert total == own.model.parameters() + twice
+
+
+def test_passes_that_share_a_body_share_it_with_their_gathers() -> None:
+    """In the middle of a step equal blocks are one body, so that code stays small."""
+    own = setting_for("ddp", layout_for("ddp", 1, 1, 2, 3), 40, model=replace(LLAMA, layers=4))
+    schedule = training_schedule(own, parts_for(own))
+    for ahead, keep in ((0, 0), (2, 2), (4, 4)):
+        schedule = replace(schedule, prefetch=ahead, keep=keep)
+        code = linked(schedule, own.layout, own.model.kinds, parts_for(own))
+        blocks = [s.body for s in code.stages[0] if isinstance(s.instruction, Block)]
+        assert len(blocks) == 80
+        assert len(set(map(id, blocks))) <= 8
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_validations_gather_and_sum_nothing(zero: int, pp: int) -> None:
+    """Forward passes alone read what is there, too."""
+    layout = layout_for("megatron", pp, 1, 2, zero)
+    code = code_of(validation_schedule(LLAMA, layout, 3, model_parts()), layout)
+    for stage in range(pp):
+        walk = walked(code, stage)
+        assert walk.counts["gathers"] == len(walk.uses) // (1 if zero == 3 else 3)
+        assert not walk.counts["sums"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_replica_has_no_shares(zero: int) -> None:
+    """There is nothing to gather then, and every parameter is there."""
+    layout = layout_for("megatron", 1, 1, 1, zero)
+    own = setting_for("megatron", layout, 2)
+    code = linked(training_schedule(own, parts_for(own)), layout, own.model.kinds, parts_for(own))
+    kinds = {type(operation) for stretch in code.stages[0] for operation in stretch.operations}
+    assert not kinds & {Allocate, Release}
+
+
+# -- text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("ahead", "keep"), [(0, 0), (4, 0), (0, 9), (4, 9)])
+@pytest.mark.parametrize("name", ["megatron", "zbv", "braid_w"])
+def test_text_round_trips_with_distances(name: str, zero: int, ahead: int, keep: int) -> None:
+    """Lines of the header say them where they are not 0."""
+    schedule = replace(named_schedule(name, 2, 4, 2, zero=zero), prefetch=ahead, keep=keep)
+    text = write(schedule)
+    assert parse(text) == schedule
+    assert write(parse(text)) == text
+    header = text.split("\n\n")[0].splitlines()
+    assert header[-1 - bool(ahead) - bool(keep)] == "pieces 1"
+    assert (f"prefetch {ahead}" in header) == bool(ahead)
+    assert (f"keep {keep}" in header) == bool(keep)
+    gathers = [one for stage in schedule.stages for i in stage if isinstance(i, Block) for one in i.gathers]
+    assert text.count("|GATHER(") == len(gathers)
+    assert (len(gathers) > schedule.chunks) == (zero == 3)
+    assert text.count("PREFETCH\n") == 2
+
+
+HEAD = "pieces 1\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "cause"),
+    [
+        ("prefetch 0", 8, "expected 'prefetch' and a number above 0, found 'prefetch 0'"),
+        ("keep 0", 8, "expected 'keep' and a number above 0, found 'keep 0'"),
+        ("prefetch", 8, "expected 'prefetch' and a number above 0, found 'prefetch'"),
+        ("prefetch two", 8, "expected 'prefetch' and a number above 0, found 'prefetch two'"),
+        ("prefetch 02", 8, "expected 'prefetch' and a number above 0, found 'prefetch 02'"),
+        ("prefetch -2", 8, "expected 'prefetch' and a number above 0, found 'prefetch -2'"),
+        ("prefetch 2 2", 8, "expected 'prefetch' and a number above 0, found 'prefetch 2 2'"),
+        ("prefetch 2\nkeep x", 9, "expected 'keep' and a number above 0, found 'keep x'"),
+        ("keep 2\nprefetch 2", 9, "expected 'stage 0', found 'prefetch 2'"),
+        ("keep 2\nkeep 2", 9, "expected 'stage 0', found 'keep 2'"),
+        ("prefetch 2\nprefetch 2", 9, "expected 'stage 0', found 'prefetch 2'"),
+        ("Prefetch 2", 8, "expected 'stage 0', found 'Prefetch 2'"),
+        ("ahead 2", 8, "expected 'stage 0', found 'ahead 2'"),
+    ],
+)
+def test_wrong_distances_are_refused_with_their_line(lines: str, number: int, cause: str) -> None:
+    """Both keys once, in order, above 0."""
+    text = write(replace(named_schedule("ddp", 1, 2, zero=3), prefetch=0, keep=0))
+    with pytest.raises(ValueError) as refused:
+        parse(text.replace(HEAD, f"{HEAD}{lines}\n", 1))
+    assert str(refused.value) == f"schedule, line {number}: {cause}"
+
+
+def test_a_text_may_end_with_its_distances() -> None:
+    """Then stages are missing, not lines of the header."""
+    text = write(named_schedule("ddp", 1, 2, zero=3)).split("\n\n")[0]
+    assert text.endswith("prefetch 4\nkeep 4")
+    with pytest.raises(ValueError, match="the header says 1 stages, 0 follow"):
+        parse(text)
