@@ -114,11 +114,10 @@ def flat_elements(layout: ParallelLayout, held: Parameters) -> dict[tuple[str, .
 
 
 def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
-    """Ranks over which a flat memory is cut (ZeRO); copies in a bidirectional pipeline are replicas too."""
+    """Ranks over which a flat memory is cut (ZeRO)."""
     if not layout.zero:
         return 1
-    ranks = layout.share_ranks * layout.copies
-    return ranks // layout.ep if "edp" in axes else ranks
+    return layout.share_ranks // layout.ep if "edp" in axes else layout.share_ranks
 
 
 def share_elements(elements: int, ways: int) -> int:

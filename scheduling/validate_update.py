@@ -108,6 +108,8 @@ class _Walk:
         if self._layout.zero > 1:
             for number, one in enumerate(block.sums):
                 before = (other for other in block.sums[:number] if other.chunk == one.chunk)
+                if block.sums.count(one) > 1:
+                    return f"{one} stands twice"
                 if one.axis == "tp" and (other := next(before, None)):
                     return f"{other} is not waited for, and sums of the same come one after the other"
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):

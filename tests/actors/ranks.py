@@ -29,9 +29,10 @@ class Probed(Worker):
     """A rank that tells what state it is in."""
 
     def digest(self) -> str:
-        """Of master weights and moments, and of the parameters that follow from them."""
+        """Of master weights and moments, and of the parameters that follow from them, whole and in shares."""
         state = take(self._optimizer, 0).flat
         parts = [state, *(p.tensor.detach() for p in self._model.parameters)]
+        parts += [share.tensor.detach() for share in self._optimizer.shares]
         return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 
     def spoil(self) -> None:

@@ -46,7 +46,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gradients() -> Any:
-    return SimpleNamespace(buckets=[SimpleNamespace(buffer=torch.zeros(4)) for _ in range(2)])
+    return SimpleNamespace(buckets=[SimpleNamespace(share=torch.zeros(4)) for _ in range(2)])
 
 
 def fault(**changes: Any) -> Fault:
@@ -144,10 +144,10 @@ def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], paralle
     first = next(n for n, one in enumerate(instructions) if isinstance(one, Reduce | Norm))
     for position in range(first):
         look(position)
-    assert not held.buckets[0].buffer.isnan().any()
+    assert not held.buckets[0].share.isnan().any()
     look(first)
-    assert held.buckets[0].buffer.isnan().sum() == 1
-    assert not held.buckets[1].buffer.isnan().any()
+    assert held.buckets[0].share.isnan().sum() == 1
+    assert not held.buckets[1].share.isnan().any()
     assert killed == []
 
 

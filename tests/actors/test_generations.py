@@ -4,6 +4,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.actors.controller.meeting import rendezvous
@@ -21,7 +22,8 @@ class Counted(Worker):
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
-        tensors = [p.tensor for p in self._model.parameters] + [b.buffer for b in self._gradients.buckets]
+        tensors = [p.tensor for p in self._model.parameters] + [s.tensor for s in self._gradients.shares]
+        tensors += [b.share for b in self._gradients.buckets]
         tensors += [moment for _, held in self._optimizer.named_tensors() for moment in held]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self.objects = [weakref.ref(one) for one in (self._model, self._executor, self._optimizer)]
@@ -36,9 +38,15 @@ def counted(rank: int, address: str) -> Counted:
     return Counted(rank, address)
 
 
-def test_nothing_is_left_of_a_generation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "schedule"),
+    [({"tp": 2}, "wavelet"), ({"dp": 2, "zero": 2}, "ddp"), ({"dp": 2, "zero": 3}, "ddp")],
+    ids=["tp", "zero 2", "zero 3"],
+)
+def test_nothing_is_left_of_a_generation(tmp_path: Path, parallel: dict[str, int], schedule: str) -> None:
+    """Of weights, gradients and moments, whole or in shares."""
     data = prepare_text(tmp_path, 5, files=4)
-    config = small_config(tmp_path / "runs", parallel={"tp": 2}, overlap={"schedule": "wavelet"})
+    config = small_config(tmp_path / "runs", parallel=parallel, overlap={"schedule": schedule})
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     group = ProcessLauncher(config, serve=counted).start(2)

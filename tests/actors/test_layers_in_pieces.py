@@ -19,7 +19,7 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.code import Compute, Frame, Operation, Start, Wait
-from braid.scheduling.layers import layer_part
+from braid.scheduling.layers import built_in_parts, layer_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.pieces import gathers_of, in_pieces
 from braid.scheduling.lowering.programs import program_in_pieces
@@ -108,7 +108,8 @@ class Bench:
                 for one, graph in zip(passes, graphs, strict=True)
             },
         )
-        code = link(schedule, self._layout, self.shape.kinds, {"layer": part})
+        parts = {**built_in_parts(self.sizes), "layer": part}
+        code = link(schedule, self._layout, self.shape.kinds, parts)
         for stretch in code.stages[MIDDLE]:
             (frame,) = stretch.frames
             yield frame, [self._bind(operation, frame) for operation in stretch.operations]

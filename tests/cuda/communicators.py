@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.cuda.entries import GARBAGE, Call, Kernel, View, unnoted
+from tests.cuda.entries import GARBAGE, Call, Kernel, Target, View, unnoted
 from tests.cuda.log import Event, RankLog, Stream
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ModelGroup:
         call, enter = kernel(reads, writes)
         self.calls += 1
         self.log.note(Kernel(self.stream.number, call, *views))
-        call.outputs = tuple(writes)
+        call.outputs = tuple(map(Target, writes))
         with unnoted():
             enter()
         self.stream.pending.add(call)
@@ -123,10 +123,10 @@ class Shared:
     machine: "Machine"
     name: str
     ranks: tuple[int, ...]
-    waiting: dict[int, dict[int, tuple[Call, Tensor, Tensor]]] = field(default_factory=dict)
-    """Of collectives: by number, what each member gave."""
+    waiting: dict[int, dict[int, tuple[Call, Tensor, Target]]] = field(default_factory=dict)
+    """Of collectives: by number, what each member gave, and where it wants the result."""
     sent: dict[tuple[int, int, int], tuple[Call, Tensor]] = field(default_factory=dict)
-    received: dict[tuple[int, int, int], tuple[Call, Tensor]] = field(default_factory=dict)
+    received: dict[tuple[int, int, int], tuple[Call, Target]] = field(default_factory=dict)
     """Of messages, by source, target and number."""
     open: dict[Call, int] = field(default_factory=dict)
     """Messages of a call that have not met theirs."""
@@ -139,7 +139,7 @@ class Shared:
                 y.fill_(GARBAGE)
                 return
             here = self.waiting.setdefault(call.number, {})
-            here[member.own] = call, x.clone(), y
+            here[member.own] = call, x.clone(), Target(y)
             if len(here) == len(self.ranks):
                 del self.waiting[call.number]
                 _compute(call.kind, [here[n] for n in range(len(self.ranks))])
@@ -161,40 +161,46 @@ class Shared:
                 if way == "send":
                     self._meet((member.own, peer, number), self.sent, self.received, (call, x.clone()))
                 else:
-                    self._meet((peer, member.own, number), self.received, self.sent, (call, x))
+                    self._meet((peer, member.own, number), self.received, self.sent, (call, Target(x)))
             self.machine.changed.notify_all()
 
-    def _meet(self, key: Any, own: dict[Any, Any], others: dict[Any, Any], mine: tuple[Call, Tensor]) -> None:
+    def _meet(
+        self, key: Any, own: dict[Any, Any], others: dict[Any, Any], mine: tuple[Call, Tensor | Target]
+    ) -> None:
         if key not in others:
             own[key] = mine
             return
         theirs = others.pop(key)
         (_, source), (_, target) = (mine, theirs) if own is self.sent else (theirs, mine)
-        if source.numel() == target.numel():
-            target.copy_(source.view(target.shape))
+        into = target.tensor()
+        if into is not None and source.numel() == into.numel():
+            into.copy_(source.view(into.shape))
         for call, _ in (mine, theirs):
             self.open[call] -= 1
             call.done = not self.open[call]
 
 
-def _compute(kind: str, members: list[tuple[Call, Tensor, Tensor]]) -> None:
+def _compute(kind: str, members: list[tuple[Call, Tensor, Target]]) -> None:
     """What a collective leaves in its outputs; sums in rank order. Unequal members leave what they had."""
-    inputs, outputs = [x for _, x, _ in members], [y for _, _, y in members]
+    inputs, outputs = [x for _, x, _ in members], [y.tensor() for _, _, y in members]
     if len({(call.kind, *call.shape) for call, _, _ in members}) > 1:
         return
     compute_collective(kind, inputs, outputs)
 
 
-def compute_collective(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """A collective on the tensors of all members; inputs and outputs may be the same."""
+def compute_collective(kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+    """A collective on the tensors of all members; inputs and outputs may be the same.
+
+    Where a member's output is None its memory was given back: the log says so.
+    """
     if kind == "all_gather":
         whole = torch.cat([x.reshape(-1) for x in inputs])
-        for y in outputs:
-            y.copy_(whole.view(y.shape))
-        return
-    total = inputs[0].clone()
-    for x in inputs[1:]:
-        total += x
-    for n, y in enumerate(outputs):
-        part = total if kind == "all_reduce" else total.reshape(-1).chunk(len(inputs))[n]
-        y.copy_(part.view(y.shape))
+        parts: Sequence[Tensor] = [whole] * len(outputs)
+    else:
+        total = inputs[0].clone()
+        for x in inputs[1:]:
+            total += x
+        parts = [total] * len(outputs) if kind == "all_reduce" else total.reshape(-1).chunk(len(inputs))
+    for y, part in zip(outputs, parts, strict=True):
+        if y is not None:
+            y.copy_(part.view(y.shape))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -135,11 +136,28 @@ class Call:
     peers: tuple[tuple[str, int, int], ...] = ()
     """Of messages: "send" or "receive", the other rank's number, the number among those of the pair."""
     done: bool = False
-    outputs: tuple[Tensor, ...] = ()
+    outputs: tuple["Target", ...] = ()
 
     def spoil(self) -> None:
         """It was aborted."""
         self.done = True
         with unnoted():
-            for y in self.outputs:
-                y.fill_(GARBAGE)
+            for y in (one.tensor() for one in self.outputs):
+                if y is not None:
+                    y.fill_(GARBAGE)
+
+
+class Target:
+    """What a kernel will write to: whether that is kept until then is not for the model to see to."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._storage = StorageWeakRef(x.untyped_storage())
+        self._view = x.dtype, x.storage_offset(), tuple(x.shape), tuple(x.stride())
+
+    def tensor(self) -> Tensor | None:
+        """None if its memory was given back."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, offset, shape, stride = self._view
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)

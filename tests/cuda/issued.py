@@ -1,21 +1,21 @@
 """What every rank's host issues on CUDA in a step, from linked code, without torch.
 
-It mirrors the runtime as far as streams and communicators go, and names the file at each place. Of the model
-it takes how many gradients a chunk sums over each axis, all of a kind in one bucket.
+It mirrors the runtime as far as streams and communicators go, and names the file at each place. Of the code
+it takes how many parameters each bucket has.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 
 from braid.scheduling import code as linked
+from braid.scheduling.buckets import flat_elements, share_elements
 from braid.scheduling.code import Barrier, Body, Code, Message, Node, Operation, Stretch, name_of
-from braid.scheduling.memory import share_elements
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Direction, Gather, Receive, Reduce, Send, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
-from braid.scheduling.units import chunk_parts
 from tests.cuda.actions import Action, Call, Compute, Group, Start, Synchronise, Wait
 
 
@@ -81,7 +81,7 @@ def _without_compute_in_between(body: Body) -> tuple[Operation, ...]:
     """A body's operations; of kernels that follow each other on the compute stream only the last one."""
     found: list[Operation] = []
     for operation in body.operations:
-        if isinstance(operation, linked.Hand | linked.Loss):
+        if isinstance(operation, linked.Hand | linked.Loss | linked.Release):
             continue  # nothing that a device sees
         if found and isinstance(operation, linked.Compute) and isinstance(found[-1], linked.Compute):
             found.pop()
@@ -115,6 +115,8 @@ class Issuer:
                 yield Compute("optimizer")
             case linked.Compute(what=what):
                 yield Compute(name_of(what))
+            case linked.Allocate(what=reduce):
+                yield Compute(f"zeros for {name_of(reduce)}{_bucket(reduce)}")
             case linked.Start(what=Node()):
                 yield self._collective(operation, stretch)
             case linked.Wait(what=Node()):
@@ -130,20 +132,20 @@ class Issuer:
                     what = f"{self._place(reduce)} {number}"
                     call = Call(kind, self._groups.shared(reduce.axis), elements, what=what)
                     side = f"{self._groups.stream(reduce.axis)} data"  # `GradientBuckets.start`
-                    yield Start(f"{_sum(reduce)} {number}", side, (call,))
+                    yield Start(f"{name_of(reduce)}{_bucket(reduce)} {number}", side, (call,))
             case linked.Wait(what=Reduce() as reduce):
                 for number, _ in enumerate(self._summed(reduce)):
-                    yield Wait(f"{_sum(reduce)} {number}")
+                    yield Wait(f"{name_of(reduce)}{_bucket(reduce)} {number}")
             case linked.Start(what=Gather() as gather):
                 for number, elements in enumerate(self._gathered(gather)):
-                    what = f"{name_of(gather)}, part {gather.part} {number}"
+                    what = f"{name_of(gather)}{_bucket(gather)} {number}"
                     place = f"{self._place(gather)} {number}, gathered"
                     call = Call("all_gather", self._groups.shared(gather.axis), elements, what=place)
                     side = f"{self._groups.stream(gather.axis)} data"  # `ShardedWeights.start`
                     yield Start(what, side, (call,))
             case linked.Wait(what=Gather() as gather):
                 for number, _ in enumerate(self._gathered(gather)):
-                    yield Wait(f"{name_of(gather)}, part {gather.part} {number}")
+                    yield Wait(f"{name_of(gather)}{_bucket(gather)} {number}")
             case Barrier():
                 if self._barriers:
                     yield Synchronise("a barrier")  # `CudaStreams.synchronise`
@@ -176,71 +178,51 @@ class Issuer:
         return Start(str(transfer), side, (call,))
 
     def _gathered(self, gather: Gather) -> list[int]:
-        """Elements of every rank's share of the buckets that are gathered."""
-        ways = self._code.layout.dp
-        return [elements // ways for elements in self._summed(Reduce(gather.chunk, gather.axis, gather.part))]
+        """Elements of this rank's shares of what is gathered (`ShardedWeights._of`)."""
+        cut = self._flat(gather)
+        return [share_elements(count, ways) for count, ways in cut if ways > 1]
 
-    def _place(self, reduce: Reduce | Gather) -> str:
+    def _place(self, what: Reduce | Gather) -> str:
         """What is summed, as all members name it: a chunk of the model, in each of its copies; the table."""
-        if reduce.chunk is None:
+        if what.chunk is None:
             return "norm"
-        if reduce.axis == "ends":
+        if what.axis == "ends":
             return "table"
-        part = "" if reduce.part is None else f", part {reduce.part}"
-        return f"chunk {reduce.chunk % self._code.layout.chunks_per_copy}{part}"
+        return f"chunk {what.chunk % self._code.layout.chunks_per_copy}{_bucket(what)}"
 
     def _summed(self, reduce: Reduce) -> list[int]:
-        """Elements of the buckets that a sum is of (`GradientBuckets`); of the norm, a number for each
-        parameter of the model, which stands here for their count."""
+        """Elements of what is summed (`GradientBuckets._summed`); of the norm, a number for each parameter of
+        the model, which stands here for their count."""
         if reduce.chunk is None:
             return [self._model.layers]
-        layout, chunk = self._code.layout, reduce.chunk
-        if layout.zero:
-            parts = range(len(chunk_parts(layout, self._model.kinds, chunk)))
-            of_parts = [self._of(reduce, n) for n in ([reduce.part] if reduce.part is not None else parts)]
-            kinds = max(map(len, of_parts))
-            found = [own[kind] for kind in range(kinds) for own in of_parts if kind < len(own) and own[kind]]
-            return [layout.dp * share_elements(elements, layout.dp) for elements in found]
-        return [elements for elements in self._of(reduce, reduce.part) if elements]
+        behind = self._code.layout.zero > 1 and reduce.bucket is None
+        shares = behind or reduce.axis == "replica"
+        return [(1 if shares else ways) * share_elements(count, ways) for count, ways in self._flat(reduce)]
 
-    def _of(self, reduce: Reduce, part: int | None) -> list[int]:
-        """Elements of a chunk, or a part of it, that are summed, by kind of bucket; perhaps none."""
-        layout, chunk = self._code.layout, reduce.chunk
-        assert chunk is not None
-        dense, held_whole = _parameters(self._model, layout, chunk, part)
-        cut = dense - held_whole
-        tied = (
-            self._model.tied_head and layout.ends_apart and (layout.is_first(chunk) or layout.is_last(chunk))
-        )
-        table = -(-self._model.vocabulary // layout.tp) * self._model.hidden if tied else 0
-        whole = [held_whole] if layout.tp > 1 else []
-        rest = [cut - table] if layout.tp > 1 else [dense - table]
-        match reduce.axis:
-            case "tp":
-                return whole
-            case "ends":
-                return [table]
-        return [*rest, *whole, *([table] if tied else [])]
+    def _flat(self, what: Reduce | Gather) -> list[tuple[int, int]]:
+        """Elements of flat memories that share an axis, and over how many ranks each is cut (`bucket_plans`).
+
+        Those that are cut are of one bucket each, others of all that are summed together.
+        """
+        layout = self._code.layout
+        assert what.chunk is not None
+        own = self._code.buckets.of(what.chunk)
+        chosen = own if what.bucket is None else own[what.bucket : what.bucket + 1]
+        of_axes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for one in chosen:
+            for axes, count in flat_elements(layout, one.parameters).items():
+                of_axes[axes].append(count)
+        found = []
+        for axes in sorted(of_axes, key=lambda axes: (len(axes), axes)):
+            if what.axis in (*axes, "copies", "replica"):  # over which all is summed
+                counts = of_axes[axes] if layout.zero else [sum(of_axes[axes])]
+                ways = layout.mesh.size([axis for axis in layout.mesh.sharded if axis in axes])
+                found += [(count, ways) for count in counts]
+        return found
 
 
-def _sum(reduce: Reduce) -> str:
-    return name_of(reduce) if reduce.part is None else f"{name_of(reduce)}, part {reduce.part}"
-
-
-def _parameters(shape: ModelShape, layout: ParallelLayout, chunk: int, part: int | None) -> tuple[int, int]:
-    """Of a chunk, or a part of it, on the fullest rank, and of those what all tensor-parallel ranks hold
-    whole."""
-    norm = shape.hidden * (2 if shape.biases else 1)
-    matrices = shape.hidden * (2 * shape.query_width + 2 * shape.kv_width + 3 * shape.ffn)
-    table = -(-shape.vocabulary // layout.tp) * shape.hidden
-    of_layer = 2 * norm + (2 * shape.hidden if shape.biases else 0)
-    sizes = {"embedding": (table, 0), "head": (table + norm, norm)}
-    held = [
-        sizes.get(name, (of_layer + matrices // layout.tp, of_layer))
-        for name, _ in chunk_parts(layout, shape.kinds, chunk)
-    ]
-    chosen = held if part is None else held[part : part + 1]
-    return sum(dense for dense, _ in chosen), sum(whole for _, whole in chosen)
+def _bucket(what: Reduce | Gather) -> str:
+    return "" if what.bucket is None else f", bucket {what.bucket}"
 
 
 def _named(operation: linked.Start | linked.Wait, stretch: Stretch) -> str:

@@ -16,6 +16,7 @@ from braid.actors.stage import step_graph
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.gradients import _Bucket as _Gradients
 from braid.actors.stage.host_state import HostState
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer, Update
@@ -23,9 +24,10 @@ from braid.actors.stage.streams import Transfer
 from braid.actors.stage.weights import ShardedWeights
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Launch
-from braid.scheduling import code as linked
-from braid.scheduling import link
+from braid.scheduling.code import Body, Code, Compute, Node, Operation, Release, Start, Wait
 from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import Gather, Reduce
+from tests.cuda import steps
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.steps import Case
 
@@ -377,72 +379,248 @@ def _() -> AbstractContextManager[Any]:
     return patch.object(GradientBuckets, "wait", wait)
 
 
-PARTS = Case(schedule="ddp", dp=2, micro_batches=2)
-"""Gradients are summed part by part in the last backward pass."""
+def _relinked(change: Callable[[list[Operation]], list[Operation]]) -> AbstractContextManager[Any]:
+    """Code as a linker would make it that does this to every stretch, behind all validation."""
+    whole = steps.linked
+
+    def relinked(*arguments: Any) -> Code:
+        code = whole(*arguments)
+        stages = [
+            tuple(replace(one, body=Body(tuple(change(list(one.operations))))) for one in stage)
+            for stage in code.stages
+        ]
+        return replace(code, stages=tuple(stages))
+
+    return patch.object(steps, "linked", relinked)
 
 
-@mutant("gradients of a part are summed before they are final", PARTS)
+_Which = Callable[[Operation], bool]
+
+
+def _earlier(operations: list[Operation], moved: _Which, over: _Which) -> list[Operation]:
+    """With every operation of a kind before the nearest one of another kind that it stood behind."""
+    found: list[Operation] = []
+    for one in operations:
+        at = len(found)
+        if moved(one):
+            at = max((n for n, other in enumerate(found) if over(other)), default=at)
+        found.insert(at, one)
+    return found
+
+
+def _later(operations: list[Operation], moved: _Which, over: _Which) -> list[Operation]:
+    """With every operation of a kind behind the nearest one of another kind that it stood before."""
+    return _earlier(operations[::-1], moved, over)[::-1]
+
+
+def _starts_sum(one: Operation, axis: str = "dp") -> bool:
+    return isinstance(one, Start) and isinstance(one.what, Reduce) and one.what.axis == axis
+
+
+def _waits_for_gather(one: Operation) -> bool:
+    return isinstance(one, Wait) and isinstance(one.what, Gather)
+
+
+def _computes(one: Operation) -> bool:
+    return isinstance(one, Compute)
+
+
+def _adds(one: Operation) -> bool:
+    return isinstance(one, Compute) and isinstance(one.what, Node) and one.what.operator.adds_gradients
+
+
+BUCKETS = Case(schedule="ddp", dp=2, micro_batches=2)
+"""Gradients are summed bucket by bucket in the last backward pass."""
+
+
+@mutant("gradients of a bucket are summed before they are final", BUCKETS)
 def _() -> AbstractContextManager[Any]:
-    def with_sums(operations: Any, passes: Any, sums: Any) -> Any:
-        return [*(linked.Start(what=one) for one in sums), *operations]
-
-    return patch.object(link, "with_sums", with_sums)
+    return _relinked(lambda operations: sorted(operations, key=lambda one: not _starts_sum(one)))
 
 
-@mutant("sums of two parts are swapped on one rank", PARTS)
+@mutant("sums of two buckets are swapped on one rank", BUCKETS)
 def _() -> AbstractContextManager[Any]:
     whole = GradientBuckets._summed
 
     def summed(self: GradientBuckets, reduce: Any) -> Any:
-        swapped = reduce.part in (1, 2) and self._mesh.rank == 1
-        return whole(self, replace(reduce, part=3 - reduce.part) if swapped else reduce)
+        swapped = reduce.bucket in (1, 2) and self._mesh.rank == 1
+        return whole(self, replace(reduce, bucket=3 - reduce.bucket) if swapped else reduce)
 
     return patch.object(GradientBuckets, "_summed", summed)
 
 
-@mutant("the sum of one part is not awaited", PARTS)
+@mutant("the sum of one bucket is not awaited", BUCKETS)
 def _() -> AbstractContextManager[Any]:
     whole = GradientBuckets.wait
 
     def wait(self: GradientBuckets, reduce: Any) -> None:
-        if reduce.part != 0:
+        if reduce.bucket != 0:
             whole(self, reduce)
 
     return patch.object(GradientBuckets, "wait", wait)
 
 
 SHARDED = Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2)
-"""Every rank updates a share of each part, and gathers the others' in the next step."""
+"""Every rank updates a share of each bucket, and gathers the others' in the next step."""
 
 
 @mutant("parameters are used before they are gathered", SHARDED)
 def _() -> AbstractContextManager[Any]:
-    def with_gathers(operations: Any, passes: Any, gathers: Any) -> Any:
-        return [*operations, *(linked.Wait(what=one) for one in gathers)]
-
-    return patch.object(link, "with_gathers", with_gathers)
+    return _relinked(lambda operations: sorted(operations, key=_waits_for_gather))
 
 
-@mutant("two parts are gathered in another order on one rank", SHARDED)
+@mutant("two buckets are gathered in another order on one rank", SHARDED)
 def _() -> AbstractContextManager[Any]:
     whole = ShardedWeights.start
 
     def start(self: ShardedWeights, gather: Any) -> None:
-        swapped = gather.part in (1, 2) and self._mesh.rank == 1
-        whole(self, replace(gather, part=3 - gather.part) if swapped else gather)
+        swapped = gather.bucket in (1, 2) and self._mesh.rank == 1
+        whole(self, replace(gather, bucket=3 - gather.bucket) if swapped else gather)
 
     return patch.object(ShardedWeights, "start", start)
 
 
-@mutant("the scattered sum of a part is not awaited", SHARDED)
+@mutant("the scattered sum of a bucket is not awaited", SHARDED)
 def _() -> AbstractContextManager[Any]:
     whole = GradientBuckets.wait
 
     def wait(self: GradientBuckets, reduce: Any) -> None:
-        if reduce.part != 0:
+        if reduce.bucket != 0:
             whole(self, reduce)
 
     return patch.object(GradientBuckets, "wait", wait)
+
+
+SUMS = Case(schedule="ddp", dp=2, zero=2, least=4096, micro_batches=2, steps=2)
+"""Gradients have memory for a while: every backward pass leaves a share of each bucket's."""
+
+
+@mutant("a scatter starts before the last operator adds to its bucket", SUMS)
+def _() -> AbstractContextManager[Any]:
+    return _relinked(lambda operations: _earlier(operations, _starts_sum, _adds))
+
+
+@mutant("a share is added before its scatter has ended", SUMS)
+def _() -> AbstractContextManager[Any]:
+    whole = GradientBuckets.wait
+
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        if reduce.bucket is None:
+            whole(self, reduce)
+            return
+        for bucket in self._of(reduce):
+            bucket.share.add_(bucket.plan.own(bucket.whole()))
+        for transfer in self._pending.pop(reduce):
+            self._streams.wait(transfer)
+            transfer.take()
+        for bucket in self._of(reduce):
+            bucket.release()
+
+    return patch.object(GradientBuckets, "wait", wait)
+
+
+@mutant("gradients are let go of when their scatter was issued", SUMS)
+def _() -> AbstractContextManager[Any]:
+    """It leaves the share elsewhere, so that only the memory is wrong."""
+    started, waited = GradientBuckets.start, GradientBuckets.wait
+
+    def start(self: GradientBuckets, reduce: Any) -> None:
+        if reduce.bucket is None:
+            started(self, reduce)
+            return
+        pending = self._pending[reduce] = []
+        for bucket in self._of(reduce):
+            share = torch.empty_like(bucket.share)
+            launch = self._mesh.shared(reduce.axis).reduce_scatter(bucket.whole(), into=share)
+            stream = self._mesh.stream(reduce.axis)
+            transfer = self._streams.start(stream, launch, awaited_next=False, lane="data")
+            transfer.launch, transfer.work = Launch(share, _nothing), None
+            pending.append(transfer)
+            bucket.release()
+
+    def wait(self: GradientBuckets, reduce: Any) -> None:
+        if reduce.bucket is None:
+            waited(self, reduce)
+            return
+        for bucket, transfer in zip(self._of(reduce), self._pending.pop(reduce), strict=True):
+            self._streams.wait(transfer)
+            bucket.share.add_(transfer.take())
+
+    return _both(patch.object(GradientBuckets, "start", start), patch.object(GradientBuckets, "wait", wait))
+
+
+@mutant("gradients begin with what was in their memory", SUMS)
+def _() -> AbstractContextManager[Any]:
+    def allocate(self: _Gradients) -> None:
+        self.buffer = self.share.new_empty(self.plan.elements)
+        for parameter, view in self.plan.lay(self.buffer):
+            parameter.gradient = view
+
+    return patch.object(_Gradients, "allocate", allocate)
+
+
+@mutant(
+    "shares are summed over replicas before they are there",
+    Case(schedule="ddp", dp=4, zero=2, shards=2, micro_batches=2),
+)
+def _() -> AbstractContextManager[Any]:
+    def scattered(one: Operation) -> bool:
+        return isinstance(one, Wait) and isinstance(one.what, Reduce) and one.what.axis == "dp"
+
+    def replicated(one: Operation) -> bool:
+        return _starts_sum(one, "replica")
+
+    return _relinked(lambda operations: _earlier(operations, replicated, scattered))
+
+
+PASSING = replace(SUMS, zero=3)
+"""And parameters are whole for a while."""
+
+
+@mutant("a bucket is let go of before the last operator that reads it", PASSING)
+def _() -> AbstractContextManager[Any]:
+    def releases(one: Operation) -> bool:
+        return isinstance(one, Release)
+
+    return _relinked(lambda operations: _earlier(operations, releases, _computes))
+
+
+@mutant("a gather is waited for behind the first operator that reads its bucket", PASSING)
+def _() -> AbstractContextManager[Any]:
+    return _relinked(lambda operations: _later(operations, _waits_for_gather, _computes))
+
+
+@mutant("a bucket's memory is given back while it is gathered", PASSING)
+def _() -> AbstractContextManager[Any]:
+    started, waited = ShardedWeights.start, ShardedWeights.wait
+
+    def start(self: ShardedWeights, gather: Any) -> None:
+        started(self, gather)
+        for bucket, transfer in zip(self._of(gather), self._pending[gather], strict=True):
+            transfer.launch, transfer.work = Launch(bucket.own, _nothing), None
+            bucket.release()
+
+    def wait(self: ShardedWeights, gather: Any) -> None:
+        waited(self, gather)
+        for bucket in self._of(gather):
+            bucket.make()
+
+    return _both(patch.object(ShardedWeights, "start", start), patch.object(ShardedWeights, "wait", wait))
+
+
+@mutant("what is gathered lies in memory of another stream than its readers'", PASSING)
+def _() -> AbstractContextManager[Any]:
+    whole = ShardedWeights.start
+    streams: dict[Any, Any] = {}
+
+    def start(self: ShardedWeights, gather: Any) -> None:
+        log = self._streams._accelerator
+        if log not in streams:
+            streams[log] = log.stream()
+        with log.on(streams[log]):
+            whole(self, gather)
+
+    return patch.object(ShardedWeights, "start", start)
 
 
 @mutant("the norm is read before its squares are summed", PLAIN)

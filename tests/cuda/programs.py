@@ -43,6 +43,7 @@ def programs(
     tp: int = 1,
     *,
     dp: int = 1,
+    zero: int = 0,
     model: ModelShape = SMALL,
     hosts: int = 1,
     barriers: bool = False,
@@ -50,7 +51,7 @@ def programs(
     **more: object,
 ) -> Programs:
     """What all ranks issue. ``hosts``: so many. ``barriers``: see `issued`. ``ends``: see `choices_for`."""
-    layout = layout_for(name, stages, tp, dp)
+    layout = layout_for(name, stages, tp, dp, zero)
     setting = setting_for(name, layout, micro_batches, model=model, **more)
     parts = parts_for(setting)
     schedule = training_schedule(setting, parts, choices_for(setting, ends=ends))
@@ -63,9 +64,9 @@ FORWARD = ("megatron", "interleaved", "folded", "bidirectional")
 """A schedule for each placement: forward passes alone follow from that."""
 
 
-def forward_passes(name: str, stages: int, micro_batches: int) -> Programs:
+def forward_passes(name: str, stages: int, micro_batches: int, *, dp: int = 1, zero: int = 0) -> Programs:
     """What all ranks issue in a validation."""
-    layout = layout_for(name, stages)
+    layout = layout_for(name, stages, dp=dp, zero=zero)
     setting = setting_for(name, layout, 2 * stages, model=SMALL)
     parts = parts_for(setting)
     schedule = validation_schedule(SMALL, layout, micro_batches, parts)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling import buckets
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import training_schedule
@@ -52,6 +54,12 @@ class Case:
     dp: int = 1
     micro_batches: int = 4
     zero: int = 0
+    shards: int = 0
+    """Ranks of dp that states are cut over; 0: all."""
+    least: int = buckets.LEAST_ELEMENTS
+    """Parameters of a bucket: with few, parts have several buckets."""
+    tied: bool = False
+    """Whether embedding and head share a table."""
     gpt: bool = False
     ends: bool = False
     steps: int = 1
@@ -65,19 +73,28 @@ class Case:
     @property
     def name(self) -> str:
         """For people."""
-        axes = "".join(f" {a}{n}" for a, n in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if n > 1)
-        said = "".join(f" {name}" for name in ("zero", "gpt", "ends", "graph") if getattr(self, name))
+        numbers = ("tp", self.tp > 1), ("pp", self.pp > 1), ("dp", self.dp > 1), ("zero", self.zero > 0)
+        axes = "".join(f" {name}{getattr(self, name)}" for name, told in numbers if told)
+        axes += f" over {self.shards}" if self.shards else ""
+        axes += f" buckets of {self.least}" if self.least != Case.least else ""
+        said = "".join(f" {name}" for name in ("tied", "gpt", "ends", "graph") if getattr(self, name))
         return f"{self.schedule}{axes}{said}"
 
     @property
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
-        return layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
+        layout = layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
+        return replace(layout, shards=self.shards)
 
     @property
     def shape(self) -> ModelShape:
         """The smallest that the layout takes."""
-        return model_for(self.layout, replace(GPT if self.gpt else LLAMA, layers=self.layers))
+        family = replace(GPT if self.gpt else LLAMA, layers=self.layers, tied_head=self.tied)
+        return model_for(self.layout, family)
+
+    def cut(self) -> AbstractContextManager[object]:
+        """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
+        return patch.object(buckets, "LEAST_ELEMENTS", self.least)
 
     @property
     def code(self) -> Code:
@@ -124,7 +141,8 @@ class Ranked:
     def batches(self, step: int) -> list[MicroBatch | None]:
         """Random tokens, the same for ranks that share samples."""
         position = self.case.layout.coordinate(self.log.rank)
-        generator = torch.Generator().manual_seed(1000 * step + position["dp"])
+        replica = position["dp"] + self.case.layout.dp * position.get("replica", 0)
+        generator = torch.Generator().manual_seed(1000 * step + replica)
         shape = self.case.shape
         count = shape.sequence * MICRO_BATCH
 
@@ -220,5 +238,6 @@ def recorded(
             with around(rank):
                 rank.step(step)
 
-    machine.run(run)
+    with case.cut():
+        machine.run(run)
     return machine, [ready[rank] for rank in sorted(ready)]

@@ -38,7 +38,10 @@ def cases() -> list[Case]:
     for n, name in enumerate(SCHEDULES):
         stages = name in SEVERAL_STAGES or (n % 2 == 0 and exists(name, 2, 4))
         found.append(Case(schedule=name, **layouts[not stages]))
-    return [*found, Case(schedule="braid_w", tp=2, pp=2, micro_batches=2), Case(schedule="braid_w", dp=2)]
+    found += [Case(schedule="braid_w", tp=2, pp=2, micro_batches=2), Case(schedule="braid_w", dp=2)]
+    for zero in (1, 2, 3):
+        found.append(Case(schedule="ddp", dp=2, zero=zero, least=4096, micro_batches=2))
+    return [*found, Case(schedule="braid_w", tp=2, dp=2, zero=3, micro_batches=2)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -47,10 +50,19 @@ def test_a_graph_changes_no_bit(case: Case) -> None:
     assert faults(replace(case, graph=True), expected=left(case)) == []
 
 
-@pytest.mark.parametrize("schedule", ["dhelix", "braid_w"])
-def test_every_order_of_a_graph_leaves_the_same_bits(schedule: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(schedule="dhelix", tp=2),
+        Case(schedule="braid_w", tp=2),
+        Case(schedule="ddp", dp=2, zero=2, least=4096),
+        Case(schedule="braid_w", dp=2, zero=3, least=4096),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_order_of_a_graph_leaves_the_same_bits(case: Case) -> None:
     """On memory that is given away, inside the graph as outside."""
-    machine, _ = recorded(Case(schedule=schedule, tp=2, micro_batches=2, steps=3, graph=True))
+    machine, _ = recorded(replace(case, micro_batches=2, steps=3, graph=True))
     replay = Replay(machine)
     first = replay.run(None)
     for order in range(100):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from braid.actors.stage.sharing import passing
 from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog
@@ -31,7 +32,16 @@ SHARDED: list[tuple[str, dict[str, int]]] = [
     ("folded", {"pp": 2, "dp": 2}),
     ("braid_w", {"tp": 2, "pp": 2, "dp": 2}),
 ]
-"""With optimizer states in shares."""
+"""With optimizer states in shares; and with gradients, and parameters."""
+CUT: list[tuple[str, dict[str, int]]] = [
+    ("ddp", {"dp": 2}),
+    ("braid_together_2", {"tp": 2, "dp": 2}),
+    ("braid_w", {"dp": 2}),
+    ("braid_w", {"pp": 2, "dp": 2, "tied": 1}),
+    ("ddp", {"dp": 4, "shards": 2}),
+]
+"""The same, of parts that have several buckets."""
+LEAST = 4096
 SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
 ORDERS = 300
 SEED = random.SystemRandom().randrange(2**31)
@@ -49,8 +59,11 @@ def cases() -> list[Case]:
                 found.append(Case(schedule=name, micro_batches=count, **layout))
         if kind.searched:
             found.append(Case(schedule=name, tp=2, pp=2, micro_batches=4, ends=True))
-    for name, layout in SHARDED:
-        found.append(Case(schedule=name, zero=1, micro_batches=4, steps=2, **layout))
+    for zero in (1, 2, 3):
+        for name, layout in SHARDED:
+            found.append(Case(schedule=name, zero=zero, micro_batches=4, steps=2, **layout))
+        for name, layout in CUT:
+            found.append(Case(schedule=name, zero=zero, least=LEAST, micro_batches=4, steps=2, **layout))
     return found
 
 
@@ -61,6 +74,9 @@ ORDERED = [
     Case(schedule="dhelix", pp=2, micro_batches=4, gpt=True),
     Case(schedule="wavelet", tp=2, pp=2, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2),
+    Case(schedule="braid_w", dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="ddp", dp=2, zero=3, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="braid_together_2", tp=2, dp=2, zero=3, micro_batches=2, steps=2),
 ]
 """Steps that run again in other orders."""
 
@@ -85,6 +101,33 @@ def test_every_order_leaves_the_same_bits(case: Case) -> None:
             torch.testing.assert_close(again, tensor, rtol=1e-6, atol=1e-7, msg=name)
     for order in range(ORDERS):
         assert same(first, replay.run(SEED + order)), f"seed {SEED} order {order}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"least": LEAST}], ids=["dp", "tp", "buckets"])
+@pytest.mark.parametrize("schedule", ["ddp", "braid_together_2", "braid_w"])
+def test_what_is_in_shares_changes_rounding_at_most(schedule: str, layout: dict[str, int]) -> None:
+    """Cutting parameters beside gradients changes no bit; cutting gradients, the order of their sums."""
+    losses = []
+    for zero in range(4):
+        _, ranks = recorded(Case(schedule=schedule, dp=2, zero=zero, micro_batches=2, steps=3, **layout))
+        losses.append([(rank.log.rank, *sorted(rank.found.items())) for rank in ranks])
+        values = torch.tensor([list(rank.found.values()) for rank in ranks])
+        if zero == 0:
+            wanted = values
+        torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
+    assert losses[2] == losses[3]
+
+
+@pytest.mark.parametrize("least", [Case.least, LEAST])
+@pytest.mark.parametrize("schedule", ["megatron", "ddp", "braid_w"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_step_leaves_shares_alone(zero: int, schedule: str, least: int) -> None:
+    """Whole buckets are gone by its end: of gradients, and with ZeRO 3 of parameters."""
+    _, ranks = recorded(Case(schedule=schedule, dp=2, zero=zero, least=least, micro_batches=2))
+    for rank in ranks:
+        assert passing(rank.weights, rank.gradients) == []
+        held = {one.tensor.untyped_storage().nbytes() for one in rank.model.parameters}
+        assert (held == {0}) == (zero == 3)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +158,8 @@ class Survivors:
         self.applied: dict[int, int] = {}
         self._case, self._lost, self._at, self._checks, self._flag_first = case, lost, at, checks, flag_first
         self.machine = Machine(case.layout.ranks)
-        self.machine.run(self._run)
+        with case.cut():
+            self.machine.run(self._run)
 
     def _run(self, log: RankLog) -> None:
         rank = made(self._case, self.machine, log)
@@ -159,6 +203,8 @@ LOSSES = [
     Case(schedule="braid_w", dp=2, micro_batches=2),
     Case(schedule="dhelix", pp=2, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=1, micro_batches=2),
+    Case(schedule="ddp", dp=2, zero=2, micro_batches=2),
+    Case(schedule="braid_w", dp=2, zero=3, micro_batches=2),
 ]
 
 

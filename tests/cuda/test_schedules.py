@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from braid.scheduling import buckets
 from braid.scheduling.link import link
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.planner.decide import evaluate
@@ -52,11 +53,23 @@ def test_with_replicas_on_hosts(name: str) -> None:
         assert_sound(programs(name, p, m, tp=2, dp=2, hosts=hosts))
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_with_shares(name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers and scatters of buckets among all that passes issue, for parts that have one and several."""
+    for p, tp, least in ((1, 1, 4096), (2, 2, buckets.LEAST_ELEMENTS), (4, 1, 4096)):
+        monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
+        m = p if runs(name, p, p) else 2 * p
+        for count in (m, 3 * m) if runs(name, p, m) else ():
+            assert_sound(programs(name, p, count, tp, dp=2, zero=zero))
+
+
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "bidirectional"])
 def test_with_a_tied_head(name: str, model: ModelShape) -> None:
     for p in (2, 3):
-        assert_sound(programs(name, p, 2 * p, dp=2, model=replace(model, tied_head=True)))
+        for zero in range(4):
+            assert_sound(programs(name, p, 2 * p, dp=2, zero=zero, model=replace(model, tied_head=True)))
 
 
 def test_warmed_up_pairs_end_where_communicators_of_groups_do() -> None:
@@ -93,7 +106,7 @@ def test_recomputed_layers_in_pieces_and_units() -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(valid_schedules(zero=0))
+@given(valid_schedules())
 def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) -> None:
     """Schedules with receives that are started far earlier, other strands, early sums, ends."""
     schedule, layout = drawn
@@ -109,6 +122,7 @@ def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) ->
 def test_forward_passes_alone(name: str) -> None:
     for p in (p for p in range(1, 9) if runs(name, p, 2 * p)):
         for m in (1, 2, p, p + 1, 2 * p):
-            ranks = forward_passes(name, p, m)
-            assert unequal(ranks) is None
-            assert deadlock(ranks, WARM) is None
+            for dp, zero in ((1, 0), *(((2, 1), (2, 3)) if p < 4 else ())):
+                ranks = forward_passes(name, p, m, dp=dp, zero=zero)
+                assert unequal(ranks) is None
+                assert deadlock(ranks, WARM) is None

@@ -67,6 +67,9 @@ class Rank:
         axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
         self.unsummed = {Reduce(c, axis) for c in chunks for axis, degree in axes.items() if degree > 1}
         self.left_to_sum = set(self.unsummed)
+        if layout.zero > 1:  # what no pass goes through has no sums in blocks
+            used = {one.chunk for one in schedule.passes[stage]}
+            self.unsummed -= {r for r in self.unsummed if r.chunk not in used and r.axis != "copies"}
         differing = ("tp", "pp", "dp") if layout.zero else ("tp", "pp")
         self.norm = {Reduce(None, axis) for axis in differing if layout.degree(axis) > 1}
         self.under_way: set[Reduce] = set()
@@ -147,9 +150,10 @@ class Rank:
                 whole = [other for other in movers if other not in leaving and other.chunk == one.chunk]
                 whole = [other for other in whole if other.kind in (PassKind.BACKWARD, PassKind.WEIGHT)]
                 demand(all(one.micro_batch < other.micro_batch for other in whole), "sums out of order")
-        if len(movers) == 2 and len(set(kinds)) == 1 and len({one.chunk for one in movers}) == 1:
+        if len(movers) > 1 and len(set(kinds)) == 1 and len({one.chunk for one in movers}) == 1:
             gives = not movers[0].forward or self.layout.is_last(movers[0].chunk)
-            demand(not gives or movers[0].micro_batch < movers[1].micro_batch, "sums out of order")
+            order = [one.micro_batch for one in movers]
+            demand(not gives or order == sorted(order), "sums out of order")
         for one in passes:
             demand(not self.norms, "behind the norm")
             demand(self.layout.stage_of(one.chunk) == self.stage, "not here")
