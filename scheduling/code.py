@@ -126,7 +126,20 @@ class Message:
     """Else received."""
 
 
-What = Node | Message | Reduce | Gather | Norm | Step
+@dataclass(frozen=True)
+class Clip:
+    """Decide the update: whether it is one, the learning rate, and what gradients are multiplied with."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update a bucket's parameters, and clear their gradients."""
+
+    chunk: int
+    bucket: int
+
+
+What = Node | Message | Reduce | Gather | Norm | Step | Clip | Update
 """What runs or travels."""
 
 
@@ -143,8 +156,10 @@ def name_of(what: What) -> str:
             return f"parameters.{chunk} {axis}"
         case Norm():
             return "norm"
-        case Step():
+        case Step() | Update():
             return "optimizer"
+        case Clip():
+            return "clip"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -161,7 +176,7 @@ class Operation:
 class Compute(Operation):
     """Run an operator, the norm or the update on the compute stream."""
 
-    what: Node | Norm | Step
+    what: Node | Norm | Step | Clip | Update
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

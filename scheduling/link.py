@@ -13,6 +13,7 @@ from braid.scheduling import schedule as text
 from braid.scheduling.buckets import Buckets
 from braid.scheduling.code import (
     Body,
+    Clip,
     Code,
     Compute,
     Frame,
@@ -160,7 +161,7 @@ class _Linker:
                 if isinstance(instruction, Block):
                     yield self._block(instruction, stage, named, ends)
                 else:
-                    yield self._other(instruction)
+                    yield self._other(instruction, by_bucket=isinstance(instructions[-1], Prefetch))
             except ValueError as error:
                 raise LinkError(stage, position, str(error)) from None
 
@@ -305,9 +306,11 @@ class _Linker:
 
     # -- everything else -----------------------------------------------------------------------------------
 
-    def _other(self, instruction: Instruction) -> Stretch:
-        """Transfers and the update. Equal messages share a body."""
+    def _other(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
+        """Transfers and the update, ``by_bucket`` where gathers follow it. Equal messages share a body."""
         match instruction:
+            case Step() if by_bucket:
+                return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(what=Clip())))
             case Norm() | Step():
                 return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
             case Reduce():

@@ -15,7 +15,8 @@ Two levels. Per stage a list of instructions:
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
     NORM            square this rank's gradients;  REDUCE(norm tp): start to sum the squares over an axis
     WAIT(...)       wait for the SEND, RECV or REDUCE inside, such as WAIT(RECV F3.2<0)
-    PREFETCH        start to gather the parameters that are used first
+    PREFETCH        start to gather the parameters that are used first: at the begin; or behind STEP, for the
+                    step that follows, where each bucket is gathered as soon as it is updated
     STEP            update the parameters
 
 and, for units (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
@@ -211,7 +212,7 @@ class Await:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Start to gather the parameters that are used first."""
+    """Start to gather the parameters that are used first; behind STEP: by the next step, once updated."""
 
     def __str__(self) -> str:
         return "PREFETCH"

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from braid.scheduling.buckets import BucketKey, Buckets
-from braid.scheduling.code import Allocate, Body, Compute, Node, Operation, Release, Start, Stretch, Wait
+from braid.scheduling.code import (
+    Allocate,
+    Body,
+    Compute,
+    Node,
+    Operation,
+    Release,
+    Start,
+    Stretch,
+    Update,
+    Wait,
+)
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Await, Block, Gather, Prefetch, Reduce, Schedule
 from braid.scheduling.spec import ParallelLayout
@@ -38,7 +49,7 @@ class _Use(NamedTuple):
     touch: _Touch
 
 
-_Insertion = tuple[type[Operation], Gather | Reduce]
+_Insertion = tuple[type[Operation], Gather | Reduce | Update]
 _Insertions = dict[int, list[_Insertion]]
 """What stands before the operations of a body, by position."""
 
@@ -52,7 +63,7 @@ class Sharing:
     buckets: Buckets
     _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
     _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
-    _operations: dict[tuple[type[Operation], Gather | Reduce], Operation] = field(default_factory=dict)
+    _operations: dict[_Insertion, Operation] = field(default_factory=dict)
     _bases: list[Body] = field(default_factory=list)
     """Keeps alive what bodies are looked up by."""
 
@@ -85,6 +96,8 @@ class Sharing:
             seen[key] = number
         ahead = self.schedule.prefetch if self.layout.zero > 2 else len(uses)
         keep = max(self.schedule.keep, ahead, 1)
+        behind = begin is not None and begin > 0
+        """Whether the stage's list ends with the start of what the next step uses first."""
         there: set[BucketKey] = set()
         for number, (position, touch) in enumerate(uses):
             block = stretches[position].instruction
@@ -96,6 +109,8 @@ class Sharing:
                     raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
                 early = number - ahead
                 at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
+                if at == begin and behind:
+                    inserted[at][place].append((Compute, Update(*touch.key)))
                 inserted[at][place] += [(Start, one) for one in of]
                 inserted[position][touch.first] += [(Wait, one) for one in of]
                 there.add(touch.key)
@@ -184,7 +199,7 @@ class Sharing:
             self._bodies[key] = Body(tuple(operations))
         return Stretch(stretch.instruction, stretch.passes, stretch.frames, self._bodies[key])
 
-    def _operation(self, kind: type[Operation], what: Gather | Reduce) -> Operation:
+    def _operation(self, kind: type[Operation], what: Gather | Reduce | Update) -> Operation:
         if (kind, what) not in self._operations:
             self._operations[kind, what] = kind(what=what)  # type: ignore[call-arg]
         return self._operations[kind, what]
@@ -268,7 +283,7 @@ def _turn(insertion: _Insertion) -> int:
     kind, what = insertion
     if isinstance(what, Reduce):
         return 2
-    return (Release, Start, Wait).index(kind) + (kind is Wait)
+    return {Release: 0, Compute: 1, Start: 1, Wait: 3}[kind]
 
 
 class SharingError(ValueError):

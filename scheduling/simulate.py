@@ -125,7 +125,8 @@ class Simulation:
         blocks_end = max(
             (r.start + r.course.duration for rank in self.ranks for r in rank.blocks), default=0.0
         )
-        bubble = blocks_end - sum(own.in_blocks for own in intervals) / count
+        blocks_begin = min((r.start for rank in self.ranks for r in rank.blocks), default=0.0)
+        bubble = blocks_end - blocks_begin - sum(own.in_blocks for own in intervals) / count
         in_flight = sum(own.communication_ns for own in found) / count
         exposed = sum(own.exposed_ns for own in found) / count
         mfu = None

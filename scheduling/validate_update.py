@@ -85,8 +85,9 @@ class _Walk:
         """What is wrong with an instruction behind those before it; None: nothing, and it has happened."""
         match instruction:
             case Prefetch():
-                if not self._layout.zero or position:
-                    return "it stands at the begin, where ranks hold shares (ZeRO)"
+                behind = self._stepped and self._layout.zero < 3 and position == len(self._instructions) - 1
+                if not self._layout.zero or (position and not behind):
+                    return "it stands at the begin, or at the end unless parameters are in shares (ZeRO 3)"
             case Reduce():
                 return self._start(position, instruction)
             case Await(Reduce() as transfer):
@@ -135,8 +136,8 @@ class _Walk:
                 if Gather(chunk, axis) not in there:
                     zero = self._layout.zero
                     return f"the parameters of chunk {chunk} are not gathered over {axis} (ZeRO {zero})"
-        if block.gathers and not isinstance(self._instructions[0], Prefetch):
-            return "PREFETCH is missing at the begin"
+        if block.gathers and self._instructions.count(Prefetch()) != 1:
+            return "PREFETCH is missing, or stands twice"
         if self._layout.zero < 3:
             self._gathered = there
         return None

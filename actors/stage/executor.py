@@ -21,6 +21,7 @@ from braid.kernels.collectives.primitives import Channel
 from braid.scheduling.code import (
     Allocate,
     Barrier,
+    Clip,
     Code,
     Compute,
     Frame,
@@ -32,11 +33,12 @@ from braid.scheduling.code import (
     Release,
     Start,
     Stretch,
+    Update,
     Wait,
     name_of,
 )
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send, Step
+from braid.scheduling.schedule import Gather, Norm, Pass, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
 
 
@@ -48,7 +50,7 @@ class MicroBatch:
     targets: Tensor
 
 
-class Update(Protocol):
+class Updating(Protocol):
     """What ranks share: sums of gradients, updated parameters; and what ends a training step."""
 
     def start(self, transfer: Reduce | Gather) -> None:
@@ -68,6 +70,18 @@ class Update(Protocol):
 
     def step(self) -> None:
         """Update the parameters."""
+
+    def clip(self) -> None:
+        """Decide the update."""
+
+    def update(self, chunk: int, bucket: int) -> None:
+        """Update a bucket."""
+
+    def prefetch(self, gathers: Sequence[Gather]) -> None:
+        """Begin to gather what is used first, unless the step before has."""
+
+    def settle(self) -> None:
+        """Wait for all gathers that have begun."""
 
 
 _Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
@@ -95,7 +109,7 @@ class Executor:
         self._watch, self._graph = watch, graph
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
-        self._update: Update | None = None
+        self._update: Updating | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[object, Transfer] = {}
         self._losses: list[Tensor] = []
@@ -114,6 +128,7 @@ class Executor:
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
             self._stretches.append((stretch, frames, bound[key]))
         self._update_begins = _update_begins([stretch for stretch, _, _ in self._stretches])
+        self._prefetched = _prefetched([stretch for stretch, _, _ in self._stretches])
 
     def _frame(self, one: Pass, frame: Frame) -> Registers:
         key = one.micro_batch, one.chunk
@@ -124,7 +139,7 @@ class Executor:
         return self._frames[key]
 
     @torch.no_grad()
-    def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Update | None) -> float:
+    def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Updating | None) -> float:
         """Run the code once. Returns the sum of token losses this rank saw (0.0 without the head).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
@@ -132,6 +147,10 @@ class Executor:
         """
         self._update = update
         self._recorder.clear()
+        if update is not None and self._prefetched:
+            update.prefetch(self._prefetched)
+            if self._graph is not None:
+                update.settle()  # what a graph waits for has to begin in it
         if self._graph is not None and self.before is None:
             self._losses = self._graph.run(self, batches, loss_scale)
         else:
@@ -247,9 +266,13 @@ class Executor:
                 return self._timed(norm, lambda: self._updating.norm())
             case Compute(what=Step() as step):
                 return self._timed(step, lambda: self._updating.step())
+            case Compute(what=Clip() as clip):
+                return self._timed(clip, lambda: self._updating.clip())
+            case Compute(what=Update(chunk, bucket) as update):
+                return self._timed(update, lambda: self._updating.update(chunk, bucket))
         raise AssertionError(operation)
 
-    def _timed(self, what: Norm | Step, do: Callable[[], None]) -> Bound:
+    def _timed(self, what: Norm | Step | Clip | Update, do: Callable[[], None]) -> Bound:
         label = Label(operator=name_of(what), stream=Stream.COMPUTE)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -260,7 +283,7 @@ class Executor:
         return run
 
     @property
-    def _updating(self) -> Update:
+    def _updating(self) -> Updating:
         assert self._update is not None
         return self._update
 
@@ -335,9 +358,16 @@ def _update_begins(stretches: Sequence[Stretch]) -> int:
     for at, stretch in enumerate(stretches):
         if stretch.frames:
             first = len(stretches)
-        elif any(isinstance(getattr(one, "what", None), Norm | Step) for one in stretch.operations):
+        elif isinstance(stretch.instruction, Norm | Step):
             first = min(first, at)
     return first
+
+
+def _prefetched(stretches: Sequence[Stretch]) -> tuple[Gather, ...]:
+    """What the step before begins to gather."""
+    behind = len(stretches) > 1 and isinstance(stretches[-1].instruction, Prefetch)
+    starts = (one.what for one in (stretches[-1].operations if behind else ()) if isinstance(one, Start))
+    return tuple(what for what in starts if isinstance(what, Gather))
 
 
 def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:

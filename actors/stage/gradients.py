@@ -11,6 +11,7 @@ from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.shares import BucketPlan, Share, bucket_plans, main_gradient_dtype, updated_by
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.buckets import BucketKey
 from braid.scheduling.code import name_of
 from braid.scheduling.schedule import Reduce
 from braid.scheduling.trace import Label
@@ -173,14 +174,19 @@ class GradientBuckets:
         """Global gradient norm, each parameter counted once, after all sums; 0-dim float64."""
         return self._norm.squares.sum().sqrt()
 
-    def scale(self, factor: float) -> None:
-        """Multiply the sums that this rank updates parameters with."""
-        for bucket in self.buckets:
+    def scale(self, factor: float, key: BucketKey | None = None) -> None:
+        """Multiply the sums that this rank updates parameters with. ``key``: of a bucket in shares."""
+        for bucket in self._alike(key):
             bucket.share.mul_(factor)
 
-    def zero(self) -> None:
-        """Clear all gradients."""
-        for bucket in self.buckets:
+    def _alike(self, key: BucketKey | None) -> list[_Bucket]:
+        if key is None:
+            return self.buckets
+        return [one for one in self.buckets if (one.plan.chunk, one.plan.bucket) == key]
+
+    def zero(self, key: BucketKey | None = None) -> None:
+        """Clear all gradients. ``key``: those of a bucket in shares."""
+        for bucket in self._alike(key):
             if bucket.lasting:
                 bucket.whole().zero_()
             else:

@@ -63,9 +63,14 @@ class Membership:
         if dist.is_initialized() and self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 
+    @property
+    def broken(self) -> bool:
+        """Whether communication was broken off."""
+        return self._broken_off.is_set()
+
     def intact(self) -> None:
         """`RuntimeError` once it was broken off: results of collectives may be garbage."""
-        if self._broken_off.is_set():
+        if self.broken:
             raise RuntimeError("communication was broken off")
 
     def use_device(self) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from braid.actors.stage.accelerator import Accelerator, Event, Stream
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.shares import main_gradient_dtype
+from braid.actors.stage.shares import Share, main_gradient_dtype
 from braid.actors.stage.sharing import Sharing
 from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling.buckets import BucketKey
 
 if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
     from braid.actors.config import Config
@@ -45,6 +46,16 @@ class OptimizerSettings:
         return floor + 0.5 * (self.lr - floor) * (1.0 + math.cos(math.pi * progress))
 
 
+@dataclass
+class _Group:
+    """What is updated at once: all, or a bucket that is in shares."""
+
+    adamw: torch.optim.AdamW
+    masters: list[tuple[Tensor, Share]]
+    rounded: list[tuple[Tensor, Tensor]]
+    """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
+
+
 class Optimizer:
     """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own."""
 
@@ -61,42 +72,55 @@ class Optimizer:
         """The ends of what reads the state beside what follows."""
         self.settings = settings
         self._gradients = gradients
-        self._rounded: list[tuple[Tensor, Tensor]] = []
-        """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
+        self._factor: float | None = None
+        """What the step's gradients are multiplied with; None: they are no numbers, and update nothing."""
         self.shares = shares = gradients.shares
         """What of its parameters the rank updates."""
         self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
+        self.states: dict[Tensor, dict[str, Tensor]] = {}
+        """Of every master."""
+        keys = {
+            id(share): (plan.chunk, plan.bucket or 0) if plan.ways > 1 else None
+            for plan in gradients.plans
+            for share in plan.shares
+        }
+        held: dict[BucketKey | None, list[tuple[Tensor, Share]]] = {}
         for master, share in zip(self.masters, shares, strict=True):
-            gradient = share.gradient
-            if gradient.dtype == master.dtype:
-                master.grad = gradient
+            held.setdefault(keys[id(share)], []).append((master, share))
+        self._groups = {key: self._group(own) for key, own in held.items()}
+
+    def _group(self, masters: list[tuple[Tensor, Share]]) -> _Group:
+        rounded = []
+        for master, share in masters:
+            if share.gradient.dtype == master.dtype:
+                master.grad = share.gradient
             else:
                 master.grad = torch.zeros_like(master)
-                self._rounded.append((master.grad, gradient))
-        decayed = [m for m, share in zip(self.masters, shares, strict=True) if share.parameter.decays]
-        plain = [m for m, share in zip(self.masters, shares, strict=True) if not share.parameter.decays]
+                rounded.append((master.grad, share.gradient))
+        decayed = [master for master, share in masters if share.parameter.decays]
+        plain = [master for master, share in masters if not share.parameter.decays]
         groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": decayed, "weight_decay": self.settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
+            lr=self.settings.lr,
+            betas=self.settings.betas,
+            eps=self.settings.eps,
             fused=True,
         )
-
-        for master in self.masters:
-            self.adamw.state[master] = {
+        for master, _ in masters:
+            self.states[master] = adamw.state[master] = {
                 "step": torch.tensor(0.0, device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        return _Group(adamw, masters, rounded)
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
         """What a checkpoint holds, kind by kind, each in the order of the shares."""
-        state = [self.adamw.state[master] for master in self.masters]
+        state = [self.states[master] for master in self.masters]
         moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
 
@@ -129,39 +153,59 @@ class Optimizer:
         """Bring what follows from masters and moments in line after those were set from outside."""
         self._let_readers_end()
         for master in self.masters:
-            self.adamw.state[master]["step"].fill_(steps_done)
-        self._publish_masters()
+            self.states[master]["step"].fill_(steps_done)
+        for group in self._groups.values():
+            _publish(group)
 
-    def _publish_masters(self) -> None:
-        for master, share in zip(self.masters, self.shares, strict=True):
-            if master.dtype != share.parameter.tensor.dtype:
-                share.tensor.copy_(master)
+    def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """`clip` and update everything; returns what `clip` does."""
+        norm, lr = self.clip(step, intact)
+        for key in self._groups:
+            self.update(key)
+        return norm, lr
 
     @torch.no_grad()
-    def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Clip, update, clear the gradients; returns (gradient norm before clipping, learning rate).
+    def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Decide the update; returns (gradient norm before clipping, learning rate).
 
         A norm that is not finite, which all ranks see alike, updates nothing. ``intact`` raises if
         communication was broken off by the time the norm is there: what an abort leaves in the results of
         collectives is garbage, and looks like numbers.
         """
-        norm = float(self._gradients.norm())
+        norm, lr = float(self._gradients.norm()), self.settings.learning_rate(step)
         intact()
         if not math.isfinite(norm):
+            self._factor = None
             self._gradients.zero()
-            return norm, self.settings.learning_rate(step)
-        if self.settings.clip_norm and norm > self.settings.clip_norm:
-            self._gradients.scale(self.settings.clip_norm / (norm + 1e-6))
-        for rounded, gradient in self._rounded:
-            rounded.copy_(gradient)
-        lr = self.settings.learning_rate(step)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
+            return norm, lr
+        limit = self.settings.clip_norm
+        self._factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
+        for group in self._groups.values():
+            for parameters in group.adamw.param_groups:
+                parameters["lr"] = lr
         self._let_readers_end()
-        self.adamw.step()
-        self._publish_masters()
-        self._gradients.zero()
         return norm, lr
+
+    @torch.no_grad()
+    def update(self, key: BucketKey | None) -> None:
+        """Update a bucket that is in shares, or (None) what is not, and clear its gradients."""
+        group = self._groups.get(key)
+        if self._factor is None or group is None:
+            return
+        if self._factor != 1.0:
+            self._gradients.scale(self._factor, key)
+        for rounded, gradient in group.rounded:
+            rounded.copy_(gradient)
+        group.adamw.step()
+        _publish(group)
+        self._gradients.zero(key)
+
+
+def _publish(group: _Group) -> None:
+    """Round masters to parameters."""
+    for master, share in group.masters:
+        if master.dtype != share.parameter.tensor.dtype:
+            share.tensor.copy_(master)
 
 
 def _master(held: Tensor) -> Tensor:
@@ -192,8 +236,19 @@ class Update(Sharing):
 
     def step(self) -> None:
         """Clip and update, if the gradients are numbers."""
-        self.gradient_norm, self.lr = self._optimizer.step(self._step, self._intact)
-        self.applied = math.isfinite(self.gradient_norm)
+        self._decided(*self._optimizer.step(self._step, self._intact))
+
+    def clip(self) -> None:
+        """Decide the update."""
+        self._decided(*self._optimizer.clip(self._step, self._intact))
+
+    def update(self, chunk: int, bucket: int) -> None:
+        """Update a bucket, if the gradients are numbers."""
+        self._optimizer.update((chunk, bucket))
+
+    def _decided(self, norm: float, lr: float) -> None:
+        self.gradient_norm, self.lr = norm, lr
+        self.applied = math.isfinite(norm)
 
 
 def optimizer_settings(config: "Config") -> OptimizerSettings:

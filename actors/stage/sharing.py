@@ -1,5 +1,7 @@
 """What linked code asks for between its operators: sums of gradients, gathers of parameters."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from braid.actors.stage.gradients import GradientBuckets
@@ -15,7 +17,7 @@ def passing(weights: ShardedWeights, gradients: GradientBuckets) -> list[Tensor]
 
 
 class Sharing:
-    """All that passes need of an update (`braid.actors.stage.executor.Update`), which itself is none."""
+    """All that passes need of an update (`braid.actors.stage.executor.Updating`), which itself is none."""
 
     def __init__(self, weights: ShardedWeights, gradients: GradientBuckets | None = None) -> None:
         """``gradients``: None for code without backward passes."""
@@ -53,3 +55,18 @@ class Sharing:
 
     def step(self) -> None:
         """There is no update."""
+
+    def clip(self) -> None:
+        """There is no update."""
+
+    def update(self, chunk: int, bucket: int) -> None:
+        """There is no update."""
+
+    def prefetch(self, gathers: Sequence[Gather]) -> None:
+        """Begin to gather what is used first, unless the step before has."""
+        for gather in gathers:
+            self._weights.start(gather)
+
+    def settle(self) -> None:
+        """Wait for all gathers that have begun."""
+        self._weights.settle()

@@ -59,7 +59,7 @@ class ShardedWeights:
 
     def __init__(self, plans: Sequence[BucketPlan], mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
-        self._pending: dict[Gather, list[Transfer]] = {}
+        self._pending: dict[Gather, list[tuple[Label, Transfer]]] = {}
         self._buckets: dict[BucketKey, list[_Bucket]] = defaultdict(list)
         lasting = mesh.layout.zero < 3
         for plan in plans:
@@ -68,7 +68,9 @@ class ShardedWeights:
                 self._buckets[plan.chunk, plan.bucket].append(_Bucket(plan, lasting=lasting))
 
     def start(self, gather: Gather) -> None:
-        """Begin to gather a bucket's parameters over an axis."""
+        """Begin to gather a bucket's parameters over an axis, unless that has begun."""
+        if gather in self._pending:
+            return
         pending = self._pending[gather] = []
         for bucket in self._of(gather):
             stream, whole = self._mesh.stream(gather.axis), bucket.make()
@@ -77,14 +79,19 @@ class ShardedWeights:
             )
             launch = self._mesh.shared(gather.axis).all_gather(bucket.own, into=whole)
             transfer = self._streams.start(stream, launch, awaited_next=False, lane="data")
-            self._recorder.transfer(label, None, transfer)
-            pending.append(transfer)
+            pending.append((label, transfer))
 
     def wait(self, gather: Gather) -> None:
-        """What is computed next may use them."""
-        for transfer in self._pending.pop(gather):
+        """What is computed next may use them. A gather is of the step that waits for it."""
+        for label, transfer in self._pending.pop(gather, ()):
+            self._recorder.transfer(label, None, transfer)
             self._streams.wait(transfer)
             transfer.take()
+
+    def settle(self) -> None:
+        """Wait for all that has begun: parameters or shares change otherwise next, or nobody needs them."""
+        for gather in list(self._pending):
+            self.wait(gather)
 
     def release(self, gather: Gather) -> None:
         """Let go of all but this rank's share."""

@@ -277,9 +277,9 @@ class Worker(Logged, Rank):
         executor = self._bind(code=self._code, recorder=Recorder(self._streams), watch=meter)
         meter.executor = executor
         assert self._samples is not None
-        batches = self._samples.of_step(step)
         tokens = self._config.train.global_batch * self._shape.sequence
-        executor.run(batches, 1.0 / tokens, Sharing(self._weights, self._gradients))
+        sharing = Sharing(self._weights, self._gradients)
+        executor.run(self._samples.of_step(step), 1.0 / tokens, sharing)
         self._gradients.zero()
         return meter.peak_bytes
 
@@ -307,6 +307,7 @@ class Worker(Logged, Rank):
 
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
+        self._weights.settle()
         self._copies.restore(self._optimizer, step, sources)
 
     def rescue(self, directory: str, plan: Rescue) -> Written:
@@ -351,10 +352,12 @@ class Worker(Logged, Rank):
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
+        self._weights.settle()
         load_checkpoint(Path(directory), self._optimizer, step)
 
     def load_initial(self, directory: str) -> None:
         """Begin with the weights of a Hugging Face directory instead of random ones."""
+        self._weights.settle()
         load_initial(Path(directory), self._shape, self._optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -365,6 +368,8 @@ class Worker(Logged, Rank):
 
     def close(self) -> None:
         """The end: leave the process groups."""
+        if self._streams is not None and not self._membership.broken:
+            self._weights.settle()
         self.leave()
 
     def leave(self) -> None:

@@ -140,7 +140,7 @@ def training_schedule(
     )
     schedule = with_ends(schedule, layout, model.kinds)
     stages = with_update(schedule.stages, model, layout, early=kind.early_sums)
-    return replace(schedule, stages=with_gathering(stages, model, layout))
+    return replace(schedule, stages=with_gathering(stages, model, layout, early=kind.early_sums))
 
 
 def _programs(

@@ -130,16 +130,20 @@ SUMMED = ("dp", "replica", "edp")
 SHARED = ("dp", "edp")
 
 
-def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) -> Stages:
+def with_gathering(
+    stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False
+) -> Stages:
     """Gather every chunk's parameters before they are used: in the first block, with ZeRO 3 in every one.
 
-    Nothing where ranks hold all of them.
+    Nothing where ranks hold all of them. ``early``: those that are gathered once a step, in the step before,
+    behind their update.
     """
+    early = early and layout.zero < 3
     if not layout.zero:
         return stages
     gathered = []
     for stage in stages:
-        instructions: list[Instruction] = [Prefetch()]
+        instructions: list[Instruction] = [] if early else [Prefetch()]
         there: set[int] = set()
         for instruction in stage:
             if isinstance(instruction, Block):
@@ -155,5 +159,5 @@ def with_gathering(stages: Stages, model: ModelShape, layout: ParallelLayout) ->
                 instruction = replace(instruction, gathers=gathers)
                 there.update(chunks if layout.zero < 3 else ())
             instructions.append(instruction)
-        gathered.append(tuple(instructions))
+        gathered.append((*instructions, Prefetch()) if early else tuple(instructions))
     return tuple(gathered)

@@ -19,7 +19,7 @@ from itertools import islice
 
 from braid.scheduling.code import Barrier, Body, Compute, Message, Node, Operation, Start, Stretch, Wait
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
-from braid.scheduling.schedule import Await, Block, Gather, Pass, Receive, Reduce, Send
+from braid.scheduling.schedule import Await, Block, Gather, Pass, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.simulator.prices import LANES, Price, Prices
 
 _OF_LAYERS = 2
@@ -321,11 +321,19 @@ class RankRun:
             self.arrivals[flight.token.moved] = time
 
 
+def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
+    """A step from one update to the next, where gathers for the next step follow it: all ranks meet there."""
+    if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
+        return stretches
+    at = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Step)), 0)
+    return (*stretches[at:], *stretches[:at])
+
+
 def run_ranks(stages: Sequence[Sequence[Stretch]], prices: Prices) -> list[RankRun]:
     """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
     arrivals: dict[Pass, float] = {}
     courses: dict[tuple[object, ...], Course] = {}
-    ranks = [RankRun(n, own, prices, arrivals, courses) for n, own in enumerate(stages)]
+    ranks = [RankRun(n, _from_update(own), prices, arrivals, courses) for n, own in enumerate(stages)]
     ready, stalled, known = list(ranks), dict[Pass, RankRun](), 0
     while ready or stalled:
         for rank in ready:

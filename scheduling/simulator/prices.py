@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from braid.scheduling.code import Code, Compute, Message, Node, Operation, Start, Wait
+from braid.scheduling.code import Clip, Code, Compute, Message, Node, Operation, Start, Update, Wait
 from braid.scheduling.memory import DTYPE_BYTES, message_bytes
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
@@ -70,6 +70,12 @@ class Prices:
                 return self._update("norm", self._profile.norm_ns_per_parameter)
             case Compute(what=Step()):
                 return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
+            case Compute(what=Update(chunk, bucket)):
+                count = self._code.parameters(chunk, bucket).total / self._code.layout.share_ranks
+                ns = self._profile.optimizer_ns_per_parameter * count
+                return Price(self._task("optimizer", Stream.COMPUTE), ns, Stream.COMPUTE)
+            case Compute(what=Clip()):
+                return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
             case Start(what=Message(sent=True)):
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)

@@ -32,7 +32,7 @@ class Weighed(Probed):
         masters = self._optimizer.masters
         weights = [p.tensor for p in self._model.parameters] + [s.tensor for s in self._optimizer.shares]
         buffers = [b.buffer if b.buffer is not None else b.share for b in self._gradients.buckets]
-        state = [self._optimizer.adamw.state[master] for master in masters]
+        state = [self._optimizer.states[master] for master in masters]
         moments = [entry[kind] for entry in state for kind in ("exp_avg", "exp_avg_sq")]
         held = held_bytes(weights)
         return held, held_bytes(buffers), held_bytes(weights, masters, moments) - held

@@ -370,7 +370,7 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
     weights = [parameter.tensor for parameter in parameters]
     assert memory.parameter_bytes == held_bytes(weights)
     assert memory.gradient_bytes == held_bytes([bucket.buffer for bucket in gradients.buckets])
-    state = [optimizer.adamw.state[master] for master in optimizer.masters]
+    state = [optimizer.states[master] for master in optimizer.masters]
     moments = [entry[kind] for entry in state for kind in ("exp_avg", "exp_avg_sq")]
     assert memory.optimizer_bytes == held_bytes(weights, optimizer.masters, moments) - held_bytes(weights)
     parts = (
