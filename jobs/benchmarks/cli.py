@@ -39,8 +39,9 @@ def bench_training(
 
 @bench.command("overlap")
 def bench_overlap(
-    layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2 or dp2.")] = "tp2",
-    zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0)] = 0,
+    layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2, dp2, dp4, tp2dp2 or pp2dp2.")] = "tp2",
+    zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,
+    shards: Annotated[int, typer.Option(help="parallel.shards of the schedules.", min=0)] = 0,
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
@@ -82,6 +83,7 @@ def bench_overlap(
     case = overlap_case.OverlapCase(
         layout=layout,
         zero=zero,
+        shards=shards,
         hidden=hidden,
         layers=layers,
         tokens=tokens,

@@ -11,6 +11,9 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "pp2": {"pp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
     "dp2": {"dp": 2},
+    "dp4": {"dp": 4},
+    "tp2dp2": {"tp": 2, "dp": 2},
+    "pp2dp2": {"pp": 2, "dp": 2},
 }
 OURS = ("braid_w", "braid_eager", "braid_v")
 ANY_OF_OURS = "braid"
@@ -19,7 +22,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
-    "dp2": ("megatron", "ddp", ANY_OF_OURS),
+    **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
@@ -28,7 +31,8 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
     "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
-    "dp2": (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO)),
+    **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
+    **dict.fromkeys(("tp2dp2", "pp2dp2"), ()),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 
@@ -45,6 +49,8 @@ class OverlapCase:
     layout: str = "tp2"
     zero: int = 0
     """``parallel.zero`` of the schedules."""
+    shards: int = 0
+    """``parallel.shards`` of the schedules."""
     hidden: int = 1024
     layers: int = 2
     tokens: int = 512
@@ -75,7 +81,7 @@ class OverlapCase:
                     "warmup_steps": 100,
                     "seed": self.seed,
                 },
-                "parallel": {**LAYOUTS[self.layout], "zero": self.zero},
+                "parallel": {**LAYOUTS[self.layout], "zero": self.zero, "shards": self.shards},
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
@@ -105,7 +111,8 @@ class OverlapCase:
     def name(self) -> str:
         """The model in one line."""
         of_each = " a replica" if self.replicas > 1 else ""
-        zero = f", ZeRO {self.zero}" if self.zero else ""
+        over = f" over {self.shards}" if self.shards else ""
+        zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         return (
             f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
             f"{self.micro_batches} micro-batches{of_each}, {self.layout}{zero}, fp32"
