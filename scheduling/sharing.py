@@ -118,6 +118,11 @@ class Sharing:
             if self.layout.zero > 2 and (again is None or again - number > keep):
                 inserted[position][touch.last + 1] += [(Release, one) for one in of]
                 there.remove(touch.key)
+        if behind:  # what nothing reads is updated too
+            assert begin is not None
+            chunks = dict.fromkeys(use.touch.key[0] for use in uses)
+            keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
+            inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
 
     # -- gradients -----------------------------------------------------------------------------------------
 
