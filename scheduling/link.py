@@ -75,8 +75,11 @@ def link(
     `LinkError` names the instruction.
     """
     linker = _Linker(schedule, layout, kinds, parts)
-    chunks = range(schedule.chunks)
-    members = {chunk: members_of(parts, layout, kinds, chunk, schedule.unit_layers) for chunk in chunks}
+    members = {
+        chunk: members_of(parts, layout, kinds, chunk, schedule.unit_layers)
+        for chunk in range(schedule.chunks)
+        if all(unit.name in parts for unit in chunk_units(layout, kinds, chunk, schedule.unit_layers))
+    }  # benchmarks of a stage have no others
     buckets = Buckets(members, layout)
     sharing = Sharing(schedule, layout, buckets)
     stages = []
