@@ -86,7 +86,7 @@ def link(
     for number in range(len(schedule.stages)):
         stretches = list(linker.stage(number))
         try:
-            stages.append(tuple(sharing.stage(stretches)))
+            stages.append(tuple(sharing.stage(number, stretches)))
         except SharingError as error:
             raise LinkError(number, error.position, str(error)) from None
     return Code(schedule, layout, kinds, parts, tuple(stages), buckets)

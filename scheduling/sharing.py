@@ -67,18 +67,18 @@ class Sharing:
     _bases: list[Body] = field(default_factory=list)
     """Keeps alive what bodies are looked up by."""
 
-    def stage(self, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+    def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
         """The stretches of a stage; `SharingError` for a block without the parameters that it uses."""
         inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
         if self.layout.zero:
-            self._gathers(stretches, inserted)
+            self._gathers(stage, stretches, inserted)
         self._sums(stretches, inserted)
         for stretch, insertions in zip(stretches, inserted, strict=True):
             yield self._with(stretch, insertions) if any(insertions.values()) else stretch
 
     # -- parameters ----------------------------------------------------------------------------------------
 
-    def _gathers(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+    def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
         """Start, wait, and with ZeRO 3 release, of every use of a bucket that is not there."""
         begin = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Prefetch)), None)
         uses = [
@@ -120,7 +120,7 @@ class Sharing:
                 there.remove(touch.key)
         if behind:  # what nothing reads is updated too
             assert begin is not None
-            chunks = dict.fromkeys(use.touch.key[0] for use in uses)
+            chunks = self.layout.chunks_of(stage)
             keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
             inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
 

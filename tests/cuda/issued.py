@@ -13,7 +13,7 @@ from braid.scheduling import code as linked
 from braid.scheduling.buckets import flat_elements, share_elements
 from braid.scheduling.code import Barrier, Body, Code, Message, Node, Operation, Stretch, name_of
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Direction, Gather, Receive, Reduce, Send, Step
+from braid.scheduling.schedule import Direction, Gather, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
 from tests.cuda.actions import Action, Call, Compute, Group, Start, Synchronise, Wait
@@ -102,7 +102,15 @@ class Issuer:
         self._layer_stream = str(self._groups.stream("tp"))
 
     def step(self) -> Iterator[Action]:
-        """All that the host issues; at the end it reads losses and marks, which all have to be there."""
+        """All that the host issues; at the end it reads losses and marks, which all have to be there.
+
+        In a first step it begins to gather what a step before would have begun (`Executor.run`).
+        """
+        *_, last = self._code.stages[self._stage]
+        if isinstance(last.instruction, Prefetch):
+            for operation in last.operations:
+                if isinstance(operation, linked.Start):
+                    yield from self._operation(operation, last)
         for stretch in self._code.stages[self._stage]:
             for operation in _without_compute_in_between(stretch.body):
                 yield from self._operation(operation, stretch)
@@ -113,6 +121,9 @@ class Issuer:
             case linked.Compute(what=Step()):
                 yield Synchronise("the norm", everything=False)  # `Optimizer.step`: float(norm)
                 yield Compute("optimizer")
+            case linked.Compute(what=linked.Clip()):
+                yield Synchronise("the norm", everything=False)  # `Optimizer.clip`: float(norm)
+                yield Compute("clip")
             case linked.Compute(what=what):
                 yield Compute(name_of(what))
             case linked.Allocate(what=reduce):

@@ -25,6 +25,7 @@ from braid.actors.stage.weights import ShardedWeights
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.code import Body, Code, Compute, Node, Operation, Release, Start, Wait
+from braid.scheduling.code import Update as UpdateOf
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Gather, Reduce
 from tests.cuda import steps
@@ -379,6 +380,14 @@ def _() -> AbstractContextManager[Any]:
     return patch.object(GradientBuckets, "wait", wait)
 
 
+def _starts_gather(operation: Operation) -> bool:
+    return isinstance(operation, Start) and isinstance(operation.what, Gather)
+
+
+def _updates(operation: Operation) -> bool:
+    return isinstance(operation, Compute) and isinstance(operation.what, UpdateOf)
+
+
 def _relinked(change: Callable[[list[Operation]], list[Operation]]) -> AbstractContextManager[Any]:
     """Code as a linker would make it that does this to every stretch, behind all validation."""
     whole = steps.linked
@@ -666,10 +675,10 @@ def _() -> AbstractContextManager[Any]:
 def _() -> AbstractContextManager[Any]:
     whole = GradientBuckets.zero
 
-    def zero(self: GradientBuckets) -> None:
+    def zero(self: GradientBuckets, *arguments: Any) -> None:
         log = self._streams._accelerator
         with log.on(log.stream()):
-            whole(self)
+            whole(self, *arguments)
 
     return patch.object(GradientBuckets, "zero", zero)
 

@@ -246,8 +246,27 @@ def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
     def without(instruction: Instruction) -> Instruction:
         return replace(instruction, sums=()) if isinstance(instruction, Block) else instruction
 
+    behind = prefetches_behind(schedule)
+    schedule = prefetched(schedule, behind=False)
     plain = tuple(tuple(without(i) for i in stage if not updates(i)) for stage in schedule.stages)
-    return replace(schedule, stages=with_update(plain, model_for(layout), layout, early=True))
+    updated = replace(schedule, stages=with_update(plain, model_for(layout), layout, early=True))
+    return prefetched(updated, behind=behind)
+
+
+def prefetches_behind(schedule: Schedule) -> bool:
+    """Whether steps begin to gather what the next one uses first."""
+    return all(isinstance(stage[-1], Prefetch) for stage in schedule.stages)
+
+
+def prefetched(schedule: Schedule, *, behind: bool) -> Schedule:
+    """The schedule with its PREFETCH, if it has one, at the begin of every list or ``behind`` all else."""
+    if not any(isinstance(i, Prefetch) for stage in schedule.stages for i in stage):
+        return schedule
+    bare = [tuple(i for i in stage if not isinstance(i, Prefetch)) for stage in schedule.stages]
+    return replace(
+        schedule,
+        stages=tuple((*stage, Prefetch()) if behind else (Prefetch(), *stage) for stage in bare),
+    )
 
 
 def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Schedule:
@@ -287,8 +306,8 @@ def valid_schedules(
     """Generated schedules of all kinds, varied in what does not make them invalid.
 
     Strands change places (micro-batches that nothing is paired with are on either), some receives are asked
-    for early, gradients are reduced early, parameters are gathered, backward passes leave ends. Two copies of
-    the model are not run with gradients in shares.
+    for early, gradients are reduced early, parameters are gathered, in the step before or not, backward
+    passes leave ends. Two copies of the model are not run with gradients in shares.
     """
     zero = draw(st.integers(0, 3)) if zero is None else zero
     name = draw(st.sampled_from([one for one in names if zero < 2 or one != "bidirectional"]))
@@ -300,6 +319,8 @@ def valid_schedules(
     layout = layout_for(name, stages, 2, dp, zero)
     if draw(st.booleans()):
         schedule = reduced_early(schedule, layout)
+    if zero in (1, 2):
+        schedule = prefetched(schedule, behind=draw(st.booleans()))
     if not several(schedule):
         schedule = on_strands(schedule, draw(st.frozensets(st.integers(0, micro_batches - 1))))
     elif draw(st.booleans()):

@@ -36,7 +36,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError
-from tests.scheduling.cases import code_of, model_for, model_parts
+from tests.scheduling.cases import code_of, model_for, model_parts, prefetches_behind
 
 PARTS = model_parts(tp=2)
 
@@ -157,7 +157,10 @@ class Damage:
             return tuple(at.list)
         plain = [replace(i, gathers=()) if isinstance(i, Block) else i for i in at.list]
         (stage,) = with_gathering(
-            (tuple(i for i in plain if not isinstance(i, Prefetch)),), model_for(at.layout), at.layout
+            (tuple(i for i in plain if not isinstance(i, Prefetch)),),
+            model_for(at.layout),
+            at.layout,
+            early=prefetches_behind(at.schedule) and Step() in plain,
         )
         return stage
 

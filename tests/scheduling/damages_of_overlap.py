@@ -15,6 +15,7 @@ from braid.scheduling.schedule import (
     Prefetch,
     Receive,
     Reduce,
+    Step,
     passes_in,
     sums_in,
 )
@@ -391,18 +392,42 @@ def drop_the_prefetch(at: Place) -> None:
     at.list.remove(Prefetch())
 
 
-@damage("it stands at the begin, where ranks hold shares", zero=SHARED, of_gathers=True)
+PLACES_OF_PREFETCH = "it stands at the begin, or at the end unless parameters are in shares"
+TWICE = "PREFETCH is missing, or stands twice"
+
+
+@damage(f"{TWICE}|{PLACES_OF_PREFETCH}", zero=SHARED, of_gathers=True)
 def prefetch_twice(at: Place) -> None:
-    at.list.insert(at.number(1, len(at.list)), Prefetch())
+    at.list.insert(at.number(0, len(at.list)), Prefetch())
 
 
-@damage("it stands at the begin|PREFETCH is missing at the begin", zero=SHARED, of_gathers=True)
-def prefetch_late(at: Place) -> None:
+@damage(TWICE, zero=(1, 2), of_gathers=True)
+def prefetch_at_the_begin_and_at_the_end(at: Place) -> None:
+    at.without(Prefetch())
+    at.list = [Prefetch(), *at.list, Prefetch()]
+
+
+@damage(PLACES_OF_PREFETCH, zero=SHARED, of_gathers=True)
+def prefetch_in_the_middle(at: Place) -> None:
     at.list.remove(Prefetch())
-    at.list.insert(at.number(1, len(at.list)), Prefetch())
+    at.list.insert(at.number(1, len(at.list) - 1), Prefetch())
 
 
-@damage("it stands at the begin, where ranks hold shares", zero=(0,), of_gathers=True)
+@damage(PLACES_OF_PREFETCH, zero=(1, 2), of_gathers=True)
+def prefetch_before_the_step(at: Place) -> None:
+    """What is not updated yet."""
+    at.list.remove(Prefetch())
+    at.list.insert(at.position(Step()), Prefetch())
+
+
+@damage(PLACES_OF_PREFETCH, zero=(3,), of_gathers=True)
+def prefetch_in_the_step_before(at: Place) -> None:
+    """Memory that the rest of that step would have to hold (ZeRO 3)."""
+    at.list.remove(Prefetch())
+    at.list.append(Prefetch())
+
+
+@damage(PLACES_OF_PREFETCH, zero=(0,), of_gathers=True)
 def prefetch_what_ranks_hold(at: Place) -> None:
     at.list.insert(at.number(0, len(at.list)), Prefetch())
 

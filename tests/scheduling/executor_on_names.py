@@ -3,8 +3,9 @@
 By the rules of `braid.scheduling.schedule`: inputs are handed from pass to pass, slots are opened and closed,
 the n-th message sent on a channel meets the n-th that is asked for. All passes of a block are there at once,
 a split backward pass hands its output on and closes its slot later, an end is there once its block has run,
-parameters are absent until a block gathers them: for good, or (ZeRO 3) for that block alone. Gradients are
-summed over one axis after the other, once, or (ZeRO 2) in every block that ends a pass's; then their squares.
+parameters are absent until a block gathers them: for good, or (ZeRO 3) for that block alone. Their gathers
+have begun at the begin of the list, or at the end of the step before. Gradients are summed over one axis
+after the other, once, or (ZeRO 2) in every block that ends a pass's; then their squares.
 """
 
 from collections import defaultdict
@@ -45,7 +46,10 @@ def demand(condition: bool, cause: str) -> None:
 class Rank:
     """One stage's executor on names."""
 
-    def __init__(self, stage: int, layout: ParallelLayout, schedule: Schedule, network: "Network") -> None:
+    def __init__(
+        self, stage: int, layout: ParallelLayout, schedule: Schedule, network: "Network", begun: set[Gather]
+    ) -> None:
+        """``begun``: what the step before has begun to gather."""
         self.stage, self.layout, self.network = stage, layout, network
         self.instructions = schedule.stages[stage]
         self.together = {
@@ -61,7 +65,9 @@ class Rank:
         shared = layout.zero and layout.dp > 1
         self.absent = {Gather(chunk, "dp") for chunk in chunks} if shared else set()
         self.everywhere = set(self.absent)
-        self.prefetched = False
+        reading = {one.chunk for one in schedule.passes[stage] if one.kind is not PassKind.WEIGHT}
+        self.used = {one for one in self.everywhere if one.chunk in reading}
+        self.begun = set(begun)
         self.ran: list[Pass] = []
         self.messages: dict[Transfer, tuple[Channel, int]] = {}
         axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
@@ -104,8 +110,13 @@ class Rank:
                 if isinstance(transfer, Receive):
                     self.inputs.add(transfer.moved)
             case Prefetch():
-                demand(self.layout.zero > 0 and self.cursor == 0, "nothing to prefetch")
-                self.prefetched = True
+                behind = (
+                    self.cursor == len(self.instructions) - 1 and self.steps == 1 and self.layout.zero < 3
+                )
+                demand(self.layout.zero > 0 and (self.cursor == 0 or behind), "nothing to prefetch")
+                demand(not self.begun, "prefetched twice")
+                demand(not behind or not self.absent & self.used, "updated while they are gathered")
+                self.begun = set(self.used)
             case Reduce(chunk):
                 demand(chunk is None or not self.in_blocks(instruction), "to be summed in blocks")
                 alike = {one for one in self.under_way if one.chunk == chunk}
@@ -130,9 +141,11 @@ class Rank:
         passes = block.passes
         reading = {one.chunk for one in passes if one.kind is not PassKind.WEIGHT}
         for gather in block.gathers:
-            demand(self.prefetched, "never prefetched")
             demand(gather in self.absent and gather.chunk in reading, "nothing to gather")
+            demand(gather in self.begun, "never prefetched")
             self.absent.remove(gather)
+            if self.layout.zero < 3:
+                self.begun.remove(gather)
         movers = [one for one in passes if one.kind is not PassKind.END]
         kinds = [one.kind for one in movers]
         demand(bool(movers), "an end alone")
@@ -250,16 +263,31 @@ class Network:
 def runs(schedule: Schedule, layout: ParallelLayout) -> str | None:
     """Why the model of the executor cannot run a schedule, or None."""
     network = Network()
-    ranks = [Rank(stage, layout, schedule, network) for stage in range(layout.pp)]
+    begun = [begun_at_first(schedule, stage, layout) for stage in range(layout.pp)]
     try:
-        while any(rank.advance() for rank in ranks):
-            pass
-        for rank in ranks:
-            rank.finish()
-        demand_all_passes([one for rank in ranks for one in rank.ran], schedule, layout)
+        for _ in range(STEPS):
+            ranks = [Rank(stage, layout, schedule, network, begun[stage]) for stage in range(layout.pp)]
+            while any(rank.advance() for rank in ranks):
+                pass
+            for rank in ranks:
+                rank.finish()
+            demand_all_passes([one for rank in ranks for one in rank.ran], schedule, layout)
+            begun = [rank.begun if layout.zero < 3 else set() for rank in ranks]
     except CannotRunError as failure:
         return str(failure)
     return None
+
+
+STEPS = 2
+"""The second one goes on with what the first one has begun."""
+
+
+def begun_at_first(schedule: Schedule, stage: int, layout: ParallelLayout) -> set[Gather]:
+    """What is begun before the first step, where lists leave that to the step before."""
+    *_, last = schedule.stages[stage]
+    reading = {one.chunk for one in schedule.passes[stage] if one.kind is not PassKind.WEIGHT}
+    behind = isinstance(last, Prefetch) and layout.zero in (1, 2) and layout.dp > 1
+    return {Gather(chunk, "dp") for chunk in reading & {*layout.chunks_of(stage)}} if behind else set()
 
 
 def demand_all_passes(ran: list[Pass], schedule: Schedule, layout: ParallelLayout) -> None:

@@ -16,6 +16,7 @@ from braid.scheduling import buckets
 from braid.scheduling.buckets import BucketKey
 from braid.scheduling.code import (
     Allocate,
+    Clip,
     Code,
     Compute,
     Frame,
@@ -25,6 +26,7 @@ from braid.scheduling.code import (
     Release,
     Start,
     Stretch,
+    Update,
     Wait,
 )
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
@@ -47,6 +49,7 @@ from tests.scheduling.cases import (
     model_parts,
     named_schedule,
     parts_for,
+    prefetched,
     setting_for,
 )
 
@@ -124,7 +127,11 @@ class Walk:
     there: set[BucketKey] = field(default_factory=set)
     """Buckets whose parameters may be read."""
     under_way: dict[Gather | Reduce, int] = field(default_factory=dict)
-    """Transfers, and how many uses had begun when they started; -1: at PREFETCH."""
+    """Transfers, and how many uses had begun when they started; -1: at PREFETCH, or in the step before."""
+    begun: tuple[Gather, ...] = ()
+    """What was under way at the begin of the last run: the step before has begun it."""
+    updated: list[BucketKey] = field(default_factory=list)
+    """In the order of their updates."""
     allocated: set[BucketKey] = field(default_factory=set)
     owed: dict[BucketKey, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Axes over which gradients that were added have not begun to be summed."""
@@ -135,14 +142,35 @@ class Walk:
     """Whether the next compute operator has to begin a use."""
     _new_block: bool = True
     _normed: bool = False
+    _clipped: bool = False
 
     @property
     def layout(self) -> ParallelLayout:
         """The code's."""
         return self.code.layout
 
+    @property
+    def behind(self) -> bool:
+        """Whether a step begins what the next one gathers."""
+        *_, last = self.code.stages[self.stage]
+        return isinstance(last.instruction, Prefetch)
+
     def run(self) -> Iterator[tuple[Operation, int]]:
-        """Every operation of the stage, with the bytes that are held before it lets go of any."""
+        """Every operation of a step, with the bytes that are held before it lets go of any.
+
+        What it begins for the next step is under way at its own begin: in a first step before all else.
+        """
+        if self.behind and not self.begun:
+            last = self.code.stages[self.stage][-1]
+            first = (o.what for o in last.operations if isinstance(o, Start))
+            self.under_way = {one: -1 for one in first if isinstance(one, Gather)}
+        self.begun = tuple(one for one in self.under_way if isinstance(one, Gather))
+        if not self.code.schedule.trains:
+            self.there.clear()  # steps have come in between
+        self.uses.clear()
+        self.updated.clear()
+        self.counts.clear()
+        self._normed = self._clipped = False
         for stretch in self.code.stages[self.stage]:
             self._new_block = True
             for operation in stretch.operations:
@@ -151,8 +179,18 @@ class Walk:
                 yield operation, held + self._shared_bytes()
                 self._share(operation, stretch, before=False)
                 self._let_go(operation, stretch)
-        assert not self.under_way
+        assert tuple(self.under_way) == self.begun
         assert not self._begins
+        if self.code.schedule.trains:
+            assert sorted(self.updated) == self._keys, "every bucket is updated once"
+        if self.behind:
+            assert not self.there
+            first_uses = dict.fromkeys(use.key for use in self.uses)
+            assert list(first_uses) == list(dict.fromkeys(_key(one) for one in self.begun))
+
+    @property
+    def _keys(self) -> list[BucketKey]:
+        return [key for key in self.code.buckets.keys if key[0] in self.layout.chunks_of(self.stage)]
 
     # -- rules -------------------------------------------------------------------------------------------
 
@@ -180,9 +218,27 @@ class Walk:
                 self._normed = True
             case Compute(what=Step()) if before:
                 assert self._normed
+                assert not self.behind
+                for key in self._keys:
+                    self._update(key)
+            case Compute(what=Clip()) if before:
+                assert self._normed
+                assert self.behind
+                self._clipped = True
+            case Compute(what=Update(chunk, bucket)) if before:
+                assert self._clipped
+                assert isinstance(stretch.instruction, Prefetch)
+                self._update((chunk, bucket))
         if self.layout.zero > 1:
             sums = [o for o in self.under_way if isinstance(o, Reduce) and o.axis in ("dp", "edp")]
             assert len(sums) <= max(1, self.code.schedule.prefetch)
+
+    def _update(self, key: BucketKey) -> None:
+        """What was gathered before is old from here on."""
+        assert key not in self.updated
+        assert not any(_key(one) == key for one in self.under_way if isinstance(one, Gather))
+        self.updated.append(key)
+        self.there.discard(key)
 
     def _compute(self, node: Node, chunk: int) -> None:
         operator = node.operator
@@ -220,10 +276,11 @@ class Walk:
         key = _key(what)
         assert what not in self.under_way
         assert key not in self.there
-        at_begin = isinstance(stretch.instruction, Prefetch)
-        assert at_begin or isinstance(stretch.instruction, Block)
-        self.under_way[what] = -1 if at_begin else len(self.uses)
-        self._begins = self._begins or not at_begin
+        prefetched = isinstance(stretch.instruction, Prefetch)
+        assert prefetched or isinstance(stretch.instruction, Block)
+        assert not self.uses or not prefetched or self.updated[-1] == key, "as soon as it is updated"
+        self.under_way[what] = -1 if prefetched else len(self.uses)
+        self._begins = self._begins or not prefetched
         self.counts["gathers"] += 1
 
     def _wait_gather(self, what: Gather) -> None:
@@ -324,10 +381,11 @@ def _key(what: Gather | Reduce) -> BucketKey:
 
 
 def walked(code: Code, stage: int) -> Walk:
-    """A stage, gone through."""
+    """A stage, gone through twice: the second step goes on with what the first one has begun."""
     walk = Walk(code, stage)
-    for _ in walk.run():
-        pass
+    for _ in range(2):
+        for _ in walk.run():
+            pass
     return walk
 
 
@@ -381,7 +439,8 @@ def test_bytes_of_buckets_are_counted_at_every_operation(
                 assert ran is walked_to
                 assert held == count, f"stage {stage}: {ran}"
             assert sweep.held_bytes == 0
-            assert sweep.run(stretches[0]).change == 0 or zero == 3, "nothing is held at the begin"
+            (prefetch,) = [one for one in stretches if isinstance(one.instruction, Prefetch)]
+            assert sweep.run(prefetch).change == 0 or zero == 3, "nothing is held at the begin"
             most = rank_memory(code, LLAMA, "bf16", stage).activation_bytes
             assert most == max(count for _, count in counted)
 
@@ -477,6 +536,15 @@ def test_validations_gather_and_sum_nothing(zero: int, pp: int) -> None:
         walk = walked(code, stage)
         assert walk.counts["gathers"] == len(walk.uses) // (1 if zero == 3 else 3)
         assert not walk.counts["sums"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_copy_that_no_micro_batch_goes_through_is_updated_too(micro_batches: int) -> None:
+    """Bucket by bucket as well: copies stay equal."""
+    schedule = prefetched(named_schedule("bidirectional", 2, micro_batches, zero=1), behind=True)
+    code = code_of(schedule, layout_for("bidirectional", 2, 1, 2, 1))
+    for stage in range(2):
+        walked(code, stage)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Compute, Message, Node, Start, name_of
+from braid.scheduling.code import Clip, Compute, Message, Node, Start, Update, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.operators import Kind, Stream
@@ -70,8 +70,10 @@ def moved_by(run: BlockRun) -> Iterator[Executed]:
         yield replace(one, start=run.start + one.start, end=run.start + one.end)
 
 
-def shared_name(what: Reduce | Gather | Norm | Step) -> str:
+def shared_name(what: Reduce | Gather | Norm | Step | Clip | Update) -> str:
     """The name of what is shared, with the number of its bucket."""
+    if isinstance(what, Update):
+        return f"{name_of(what)}.{what.chunk} {what.bucket}"
     bucket = what.bucket if isinstance(what, Reduce | Gather) else None
     return name_of(what) if bucket is None else f"{name_of(what)} {bucket}"
 
@@ -106,6 +108,8 @@ EXPERTS = replace(SMALL, family="moe", ffn=1408, experts=4, top_k=2)
         ("megatron", SMALL, {"tp": 2}),
         ("megatron", SMALL, {"dp": 2}),
         ("megatron", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
+        ("ddp", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
+        ("braid_w", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
         ("megatron", TIED, {"pp": 2, "dp": 2}),
         ("megatron", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
         ("bidirectional", SMALL, {"pp": 2, "dp": 2}),
@@ -118,7 +122,8 @@ def test_every_sum_and_the_update_have_their_price(
 ) -> None:
     """By hand: what is summed over which ranks, and how long that takes on its link by itself.
 
-    Where gradients or parameters are in shares, bucket by bucket, as often as the code has them.
+    Sums that begin in blocks, and what is in shares: bucket by bucket, as often as the code has them; so is
+    the update that gathers for the next step follow.
     """
     own = setting(schedule, model=model, **degrees)
     if zero and (own.layout.dp == 1 or (zero > 1 and own.layout.copies > 1)):
@@ -128,13 +133,14 @@ def test_every_sum_and_the_update_have_their_price(
     bench = modelled(cluster(nodes=2, gpus=gpus // 2) if gpus > 1 else cluster(gpus=1))(own)
     result, layout, profile = fastest(bench).simulation, own.layout, bench.profile
     table = model.vocabulary // layout.tp * model.hidden
+    in_blocks = zero > 1 or (layout.dp > 1 and SCHEDULES[schedule].early_sums)
     for stage, rank in enumerate(result.ranks):
         expected: dict[str, float] = {}
         for chunk in layout.chunks_of(stage):
             held = chunk_parameters(bench.members, layout, model.kinds, chunk)
             buckets = [one.parameters for one in result.code.buckets.of(chunk)]
             assert sum(one.total for one in buckets) == held.total
-            summed = {f" {number}": one for number, one in enumerate(buckets)} if zero > 1 else {"": held}
+            summed = {f" {number}": one for number, one in enumerate(buckets)} if in_blocks else {"": held}
             for suffix, one in summed.items():
                 if layout.tp > 1 and one.whole:
                     name = f"gradients.{chunk} tp{suffix}"
@@ -167,10 +173,20 @@ def test_every_sum_and_the_update_have_their_price(
         )
         share = most / (layout.dp if zero else 1)
         expected["norm"] = profile.norm_ns_per_parameter * share
-        expected["optimizer"] = profile.optimizer_ns_per_parameter * share
+        early = zero in (1, 2) and SCHEDULES[schedule].early_sums
+        if early:
+            expected["clip"] = 0.0
+            for chunk in layout.chunks_of(stage):
+                for number, one in enumerate(result.code.buckets.of(chunk)):
+                    ns = profile.optimizer_ns_per_parameter * one.parameters.total / layout.dp
+                    expected[f"optimizer.{chunk} {number}"] = ns
+        else:
+            expected["optimizer"] = profile.optimizer_ns_per_parameter * share
         found = shared(rank)
         assert {name: alike[0].price.ns for name, alike in found.items()} == pytest.approx(expected)
-        assert all(one.price.ns == alike[0].price.ns > 0 for alike in found.values() for one in alike)
+        for name, alike in found.items():
+            assert all(one.price.ns == alike[0].price.ns for one in alike)
+            assert alike[0].price.ns > 0 or name == "clip"
         starts = [o for s in result.code.stages[stage] for o in s.operations if isinstance(o, Start)]
         begun = Counter(shared_name(o.what) for o in starts if isinstance(o.what, Reduce | Gather))
         assert {name: len(alike) for name, alike in found.items()} == {
@@ -181,7 +197,14 @@ def test_every_sum_and_the_update_have_their_price(
         in_turn = sorted(found, key=lambda name: found[name][-1].start)
         gradients = [name for name in in_turn if name.startswith("gradients")]
         norms = [f"norm {axis}" for axis in ("tp", "pp", "dp")[: 2 + bool(zero)] if layout.degree(axis) > 1]
-        end = ["norm", *norms, "optimizer"]
+        end = ["norm", *norms, *([] if early else ["optimizer"])]
+        if early:  # from one update to the next: each bucket's gathers follow its own
+            assert in_turn[0] == "clip"
+            for name, (one, *_) in found.items():
+                if name.startswith("parameters"):
+                    bucket = name.removeprefix("parameters.").split()
+                    updated = found[f"optimizer.{bucket[0]} {bucket[-1]}"][0]
+                    assert one.start >= updated.end * (1 - 1e-9)
         assert in_turn[-len(end) :] == end
         if zero < 2:
             assert in_turn[-len(gradients) - len(end) :] == [*gradients, *end]
