@@ -114,10 +114,14 @@ def flat_elements(layout: ParallelLayout, held: Parameters) -> dict[tuple[str, .
 
 
 def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
-    """Ranks over which a flat memory is cut (ZeRO)."""
+    """Ranks over which a flat memory is cut (ZeRO).
+
+    Copies in a bidirectional pipeline, which is only planned with ZeRO, are replicas too.
+    """
     if not layout.zero:
         return 1
-    return layout.share_ranks // layout.ep if "edp" in axes else layout.share_ranks
+    ranks = layout.share_ranks * layout.copies
+    return ranks // layout.ep if "edp" in axes else ranks
 
 
 def share_elements(elements: int, ways: int) -> int:

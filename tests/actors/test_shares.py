@@ -208,7 +208,7 @@ def test_masters_are_in_shares(zero: int, dtype: torch.dtype) -> None:
     assert sum(one.numel() for one in optimizer.masters) <= sum(one.own.numel() for one in weights.buckets)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, BIDIRECTIONAL], ids=ParallelLayout.describe)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
 def test_plans_cut_what_the_linker_says(layout: ParallelLayout) -> None:
     """Elements of every flat memory, and the ranks that it is cut over, are known without a model."""
     model, kinds = held(layout, SHAPE, 0), {"tp", "ends", "edp"}

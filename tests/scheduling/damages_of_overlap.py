@@ -74,13 +74,13 @@ def pair_on_the_strands_of_each_other(at: Place) -> None:
     at.list[n] = Block((other_strand(forward), other_strand(backward), *ends))
 
 
-@damage("never run|runs twice|no program is for|has left an end", PAIRED)
+@damage("never run|runs twice|no program is for|has left an end|not gathered", PAIRED)
 def pair_two_forward_passes(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     at.list[n] = Block((forward, turned(backward), *ends))
 
 
-@damage("never run|runs twice|no program is for|has left an end", PAIRED)
+@damage("never run|runs twice|no program is for|has left an end|not gathered", PAIRED)
 def pair_two_backward_passes(at: Place) -> None:
     n, forward, backward, ends = a_pair(at)
     at.list[n] = Block((turned(forward), backward, *ends))
