@@ -56,9 +56,8 @@ class StepRecorder(Recorder):
         epoch, at = self._epoch_ns, self._streams.nanoseconds
         found["start_ns"] = np.array([*map(at, begins)], np.int64) + epoch
         found["end_ns"] = np.array([*map(at, ends)], np.int64) + epoch
-        begun = found["start_ns"][found["kind"] != OPERATOR]
-        if len(begun):  # a gather that the step before has started counts from here on
-            np.maximum(found["start_ns"], begun.min(), out=found["start_ns"])
+        # What the step before has started counts from this one's begin on; it may have ended by then.
+        np.maximum(found["start_ns"], found["end_ns"], out=found["end_ns"])
         found["step"] = step
         return found
 

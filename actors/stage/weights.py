@@ -68,8 +68,13 @@ class ShardedWeights:
                 self._buckets[plan.chunk, plan.bucket].append(_Bucket(plan, lasting=lasting))
 
     def start(self, gather: Gather) -> None:
-        """Begin to gather a bucket's parameters over an axis, unless that has begun."""
+        """Begin to gather a bucket's parameters over an axis.
+
+        What the step before has begun counts from now on.
+        """
         if gather in self._pending:
+            for _, transfer in self._pending[gather]:
+                transfer.begin = self._recorder.mark() or transfer.begin
             return
         pending = self._pending[gather] = []
         for bucket in self._of(gather):

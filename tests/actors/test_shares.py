@@ -20,7 +20,7 @@ from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.buckets import ALIGNED, flat_elements, share_elements, share_ways
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
+from braid.scheduling.spec import ModelShape, ParallelLayout
 
 SHAPE = ModelShape(
     family="llama",
@@ -87,7 +87,6 @@ LAYOUTS = [
     *(ParallelLayout(dp=2, tp=2, pp=2, zero=zero) for zero in (1, 2, 3)),
     ParallelLayout(dp=4, zero=3, shards=2),
 ]
-BIDIRECTIONAL = ParallelLayout(dp=2, pp=2, zero=1, placement=Placement.BIDIRECTIONAL)
 MANY = [buckets.LEAST_ELEMENTS, 2048]
 """Parts of one bucket, and of several."""
 
