@@ -100,7 +100,7 @@ def run(
         if memory:
             for side in sides:
                 if side.name in names:
-                    side.activation_bytes = max(side.group.call_all(Rank.activation_bytes, rounds + 1))
+                    side.activation_bytes = max(side.group.call_all(Rank.activation_bytes, 2 * rounds + 2))
     serial = next(side for side in sides if side.name == "megatron")
     return OverlapResult(
         model=case.name,
@@ -285,7 +285,9 @@ def _alternate(
 ) -> None:
     """A step of every side in each round, in an order that is drawn anew; the first round is not counted.
 
-    ``midway`` is called between two rounds in the middle.
+    Right before it each side runs another one, which is not counted either: a step may leave work under way
+    for the next one (gathers, ZeRO 1), which must not end while other sides run. ``midway`` is called between
+    two rounds in the middle.
     """
     order = random.Random(case.seed)
     for turn in range(rounds + 1):
@@ -295,7 +297,8 @@ def _alternate(
         for side in order.sample(list(sides), len(sides)):
             if side.records is not None:
                 side.group.call_all(Rank.record_spans, side.records)
-            results: list[Any] = side.group.call_all(Rank.train_step, turn)  # of peers: tuples
+            side.group.call_all(Rank.train_step, 2 * turn)
+            results: list[Any] = side.group.call_all(Rank.train_step, 2 * turn + 1)  # of peers: tuples
             if isinstance(results[0], StepResult):
                 seconds = max(result.seconds for result in results)
                 side.loss = sum(result.loss_sum for result in results) / case.step_tokens
