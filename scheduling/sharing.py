@@ -6,7 +6,7 @@ and releases are placed by counting uses over the whole stage, so that they reac
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class _Use(NamedTuple):
     touch: _Touch
 
 
-_Insertion = tuple[type[Operation], Gather | Reduce | Update]
+_Insertion = tuple[Callable[..., Operation], Gather | Reduce | Update]
 _Insertions = dict[int, list[_Insertion]]
 """What stands before the operations of a body, by position."""
 
@@ -204,9 +204,9 @@ class Sharing:
             self._bodies[key] = Body(tuple(operations))
         return Stretch(stretch.instruction, stretch.passes, stretch.frames, self._bodies[key])
 
-    def _operation(self, kind: type[Operation], what: Gather | Reduce | Update) -> Operation:
+    def _operation(self, kind: Callable[..., Operation], what: Gather | Reduce | Update) -> Operation:
         if (kind, what) not in self._operations:
-            self._operations[kind, what] = kind(what=what)  # type: ignore[call-arg]
+            self._operations[kind, what] = kind(what=what)
         return self._operations[kind, what]
 
 
@@ -288,7 +288,8 @@ def _turn(insertion: _Insertion) -> int:
     kind, what = insertion
     if isinstance(what, Reduce):
         return 2
-    return {Release: 0, Compute: 1, Start: 1, Wait: 3}[kind]
+    turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 3}
+    return turns[kind]
 
 
 class SharingError(ValueError):

@@ -5,6 +5,7 @@ Nothing of it shows in the data of passes: a sum that is missing gives other gra
 
 from collections.abc import Iterator, Set
 
+from braid.scheduling.lowering.update import SHARED, SUMMED
 from braid.scheduling.schedule import (
     ENDING,
     Await,
@@ -21,9 +22,6 @@ from braid.scheduling.schedule import (
     sums_in,
 )
 from braid.scheduling.spec import ParallelLayout
-
-_SUMMED, _SHARED = ("dp", "replica", "edp"), ("dp", "edp")
-"""Axes over which replicas sum gradients, and those of them whose ranks hold shares."""
 
 
 def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
@@ -115,7 +113,7 @@ class _Walk:
                     return f"{other} is not waited for, and sums of the same come one after the other"
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
-                    if axis in ("tp", *_SHARED) and Reduce(chunk, axis) not in block.sums:
+                    if axis in ("tp", *SHARED) and Reduce(chunk, axis) not in block.sums:
                         return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
         return next(filter(None, (self._start(position, one) for one in block.sums)), None)
 
@@ -164,13 +162,13 @@ class _Walk:
             return "the squares are not there yet: NORM comes first"
         if chunk is not None and self._normed:
             return "too late: NORM has squared the gradients"
-        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *_SUMMED):
+        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *SUMMED):
             return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
         if chunk is not None and self._last.get(chunk, -1) > position and not again:
             return f"chunk {chunk} still has passes to run"
         for other in self._under_way:
             # Dense parameters and experts are not the same; shares follow their own sums.
-            replicas = {axis, other.axis} <= set(_SUMMED)
+            replicas = {axis, other.axis} <= set(SUMMED)
             if other.chunk == chunk and not replicas and not again:
                 return f"{other} is not waited for, and sums of the same come one after the other"
         if isinstance(block, Block) and axis == "tp":
@@ -191,7 +189,7 @@ class _Walk:
                 self._layout.zero > 1 and chunk not in self._last
             )  # a copy that no micro-batch goes through
             for axis in axes:
-                if idle and axis in ("tp", *_SUMMED):
+                if idle and axis in ("tp", *SUMMED):
                     continue
                 if Reduce(chunk, axis) not in self._done:
                     return f"the gradients of chunk {chunk} are not summed over {axis}"
@@ -211,7 +209,7 @@ class _Walk:
 
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Of the axes that gradients are summed over, those that states are cut over."""
-        return tuple(axis for axis in axes if axis in _SHARED) if self._layout.zero else ()
+        return tuple(axis for axis in axes if axis in SHARED) if self._layout.zero else ()
 
 
 def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:

@@ -87,6 +87,7 @@ class Optimizer:
         held: dict[BucketKey | None, list[tuple[Tensor, Share]]] = {}
         for master, share in zip(self.masters, shares, strict=True):
             held.setdefault(keys[id(share)], []).append((master, share))
+        assert None not in held or len(held) == 1, "all gradients are in shares, or none"
         self._groups = {key: self._group(own) for key, own in held.items()}
 
     def _group(self, masters: list[tuple[Tensor, Share]]) -> _Group:

@@ -542,9 +542,13 @@ def test_validations_gather_and_sum_nothing(zero: int, pp: int) -> None:
 def test_a_copy_that_no_micro_batch_goes_through_is_updated_too(micro_batches: int) -> None:
     """Bucket by bucket as well: copies stay equal."""
     schedule = prefetched(named_schedule("bidirectional", 2, micro_batches, zero=1), behind=True)
-    code = code_of(schedule, layout_for("bidirectional", 2, 1, 2, 1))
+    layout = layout_for("bidirectional", 2, 1, 2, 1)
+    code = code_of(schedule, layout)
     for stage in range(2):
         walked(code, stage)
+        found = [getattr(one, "what", None) for stretch in code.stages[stage] for one in stretch.operations]
+        updated = {(one.chunk, one.bucket) for one in found if isinstance(one, Update)}
+        assert updated == {key for key in code.buckets.keys if key[0] in layout.chunks_of(stage)}
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
