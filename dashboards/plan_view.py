@@ -50,7 +50,7 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
         "micro_batches": schedule.micro_batches,
         "strands": [strand.value for strand in schedule.strands],
         "unit_layers": schedule.unit_layers,
-        "pieces": schedule.pieces,
+        "partitions": [str(one) for one in schedule.partitions],
         "pairs": [
             {"sides": [str(side) for side in sides], "actions": _actions(sides, program, profile)}
             for sides, program in several[:_MOST_PAIRS]

@@ -6,9 +6,10 @@ share of the memory bandwidth; collectives follow `braid.scheduling.collectives`
 
 from collections.abc import Mapping
 
-from braid.scheduling.cluster import ClusterSpec, Contention, Group, group_of
+from braid.scheduling.cluster import ClusterSpec, Contention, Group, dim_group, group_of, node_mesh
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Operator, Part, Stream
+from braid.scheduling.partition import PARTITIONED, Factor, factor_of
 from braid.scheduling.profile import Profile, TransferFit
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import STREAM_OF
@@ -60,7 +61,8 @@ def analytic_profile(
             key = op.key
             if op.kind.communicates:
                 assert op.axis is not None
-                solo[key] = _collective_operator_ns(cluster, op, groups[op.axis], activation_bytes)
+                group = _group_along(groups, op.axis)
+                solo[key] = _collective_operator_ns(cluster, op, group, activation_bytes)
             else:
                 solo[key] = _compute_ns(cluster, part, op, activation_bytes)
             classes[key] = operator_class(op)
@@ -75,6 +77,16 @@ def analytic_profile(
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
         norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
     )
+
+
+SHARING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+"""What ranks that share parameters exchange."""
+
+
+def _group_along(groups: Mapping[str, Group], axis: str) -> Group:
+    """Of an axis, or of a factor of one."""
+    factor = factor_of(axis)
+    return groups[axis] if factor is None else dim_group(groups[factor.axis], factor.mesh, factor.dim)
 
 
 def operator_class(op: Operator) -> str:
@@ -132,10 +144,12 @@ def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, T
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
     wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica"))]
-    for axis in ("dp", "edp"):
-        wanted += [(axis, kind) for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
+    wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
+    for axis in PARTITIONED:
+        if (mesh := node_mesh(groups[axis])) is not None:
+            wanted += [(str(Factor(axis, mesh, dim)), kind) for dim in range(2) for kind in SHARING]
     for axis, kind in wanted:
-        group = groups[axis]
+        group = _group_along(groups, axis)
         if group.size > 1:
             small, large = (collective_ns(cluster, kind, size, group) for size in _FIT_SIZES)
             slope = (large - small) / (_FIT_SIZES[1] - _FIT_SIZES[0])

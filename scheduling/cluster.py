@@ -7,7 +7,9 @@ to a GPU or a link, never to an experiment.
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
+from braid.scheduling.mesh import sub_groups
 from braid.scheduling.records import require_fraction, require_positive
 
 
@@ -189,3 +191,31 @@ def group_of(stride: int, size: int, gpus_per_node: int) -> Group:
     inside = max(1, gpus_per_node // stride) if stride < gpus_per_node else 1
     per_node = min(size, inside)
     return Group(size=size, per_node=math.gcd(size, per_node))
+
+
+@cache
+def common_level(mesh: tuple[int, ...], dim: int, per_node: int) -> Level | None:
+    """The level that all sub-groups along a dim of a mesh of ranks have in common; ranks fill nodes in order.
+
+    None where one has both kinds of link.
+    """
+    found = set()
+    for ranks in sub_groups(mesh, dim):
+        nodes = len({rank // per_node for rank in ranks})
+        if nodes not in (1, len(ranks)):
+            return None
+        found.add(Level.INTRA if nodes == 1 else Level.INTER)
+    return found.pop() if len(found) == 1 else None
+
+
+def dim_group(group: Group, mesh: tuple[int, ...], dim: int) -> Group:
+    """The sub-groups of a group along a dim of a mesh of its ranks."""
+    if len(mesh) == 1:
+        return group
+    inside = common_level(mesh, dim, group.per_node) is Level.INTRA
+    return Group(size=mesh[dim], per_node=mesh[dim] if inside else 1)
+
+
+def node_mesh(group: Group) -> tuple[int, int] | None:
+    """Nodes x ranks of each, of a group that has several of both."""
+    return (group.nodes, group.per_node) if group.nodes > 1 and group.per_node > 1 else None

@@ -150,10 +150,11 @@ def name_of(what: What) -> str:
             return what.operator.own_name
         case Message(direction, sent):
             return f"{'send' if sent else 'receive'} {direction.value}"
-        case Reduce(chunk, axis):
-            return f"norm {axis}" if chunk is None else f"gradients.{chunk} {axis}"
-        case Gather(chunk, axis):
-            return f"parameters.{chunk} {axis}"
+        case Reduce(chunk, axis, _, move):
+            along = axis if move is None else move.factor
+            return f"norm {axis}" if chunk is None else f"gradients.{chunk} {along}"
+        case Gather(chunk, axis, _, move):
+            return f"parameters.{chunk} {axis if move is None else move.factor}"
         case Norm():
             return "norm"
         case Step() | Update():

@@ -146,11 +146,9 @@ def _nodes(
                 own = made[forward].get(register)
                 needs |= own or (0 if forward else made[True].get(register)) or arrivals.get(register, 0)
             others = 0
-            if op.piece is not None and op.piece.number == op.piece.ways:
-                for other in graph.operators:
-                    alike = other.piece is not None and other.piece.whole == op.piece.whole
-                    if alike and other.place == op.place and other is not op:
-                        others |= 1 << frame.bits[place, forward, other.name]
+            for other in graph.operators if op.completes else ():
+                if other.completed_by(op):
+                    others |= 1 << frame.bits[place, forward, other.name]
             nodes[place, forward, op.name] = Node(
                 operator=op,
                 unit=parts[place].name,

@@ -75,6 +75,7 @@ class GraphBuilder:
         self._values[name] = Value(
             name=name,
             elements=dims.elements,
+            rows=dims.tokens,
             precision=precision,
             statistics=statistics,
             alias_of=owner,

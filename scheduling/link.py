@@ -33,7 +33,7 @@ from braid.scheduling.frames import (
     laid_out,
     operations_of,
 )
-from braid.scheduling.operators import Part
+from braid.scheduling.operators import Kind, Part
 from braid.scheduling.rounds import combinations, in_rounds
 from braid.scheduling.schedule import (
     Action,
@@ -56,6 +56,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.sharing import Sharing, SharingError
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stages import moves_of
 from braid.scheduling.units import chunk_units, members_of
 
 
@@ -81,7 +82,7 @@ def link(
         if all(unit.name in parts for unit in chunk_units(layout, kinds, chunk, schedule.unit_layers))
     }  # benchmarks of a stage have no others
     buckets = Buckets(members, layout)
-    sharing = Sharing(schedule, layout, buckets)
+    sharing = Sharing(schedule, layout, buckets, linker.moves)
     stages = []
     for number in range(len(schedule.stages)):
         stretches = list(linker.stage(number))
@@ -147,6 +148,9 @@ class _Linker:
     """Sums of the stage that stand in blocks."""
 
     def __post_init__(self) -> None:
+        kind = Kind.REDUCE_SCATTER if self.layout.zero else Kind.ALL_REDUCE
+        self.moves = moves_of(kind, self.schedule.partitions, "dp")
+        """Stages of sums over replicas."""
         self._by_movers: dict[Sides, list[Sides]] = {}
         self._combinations = combinations(self.schedule)
         for sides in self.schedule.programs:
@@ -307,6 +311,11 @@ class _Linker:
 
         return min(known, key=rank)
 
+    def _stages(self, reduce: Reduce) -> list[Reduce]:
+        """What a sum that stands by itself comes to."""
+        moves = self.moves if reduce.axis == "dp" and reduce.chunk is not None else ()
+        return [replace(reduce, move=move) for move in moves] or [reduce]
+
     # -- everything else -----------------------------------------------------------------------------------
 
     def _other(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
@@ -317,13 +326,16 @@ class _Linker:
             case Norm() | Step():
                 return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
             case Reduce():
-                return Stretch(instruction, (), (), self._shared((instruction,), Start(what=instruction)))
+                first = self._stages(instruction)[0]
+                return Stretch(instruction, (), (), self._shared((instruction,), Start(what=first)))
             case Prefetch():
                 return Stretch(instruction, (), (), self._shared(()))
             case Await(Reduce() as reduce) if reduce in self._begun:
                 return Stretch(instruction, (), (), self._shared(()))
             case Await(Reduce() as reduce):
-                return Stretch(instruction, (), (), self._shared((instruction,), Wait(what=reduce)))
+                first, *others = self._stages(reduce)
+                rest = [kind(what=one) for one in others for kind in (Start, Wait)]
+                return Stretch(instruction, (), (), self._shared((instruction,), Wait(what=first), *rest))
             case Send(moved) | Await(Send(moved)):
                 one, sent = moved.before(self.layout), True
             case Receive(moved) | Await(Receive(moved)):

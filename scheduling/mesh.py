@@ -77,3 +77,19 @@ class MeshShape:
         ranges = [(0,) if name in group else range(size) for name, size in self.factors]
         names = self.sizes.keys()
         return [self.members(dict(zip(names, place, strict=True)), group) for place in product(*ranges)]
+
+
+def sub_groups(mesh: tuple[int, ...], dim: int) -> list[list[int]]:
+    """The groups of ranks that differ only in their index along a dim of a mesh of unnamed factors."""
+    stride = prod(mesh[dim + 1 :])
+    starts = [rank for rank in range(prod(mesh)) if rank // stride % mesh[dim] == 0]
+    return [[start + index * stride for index in range(mesh[dim])] for start in starts]
+
+
+def place_in(mesh: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """Where a rank stands along every dim of such a mesh."""
+    found = []
+    for size in reversed(mesh):
+        index, place = divmod(index, size)
+        found.append(place)
+    return tuple(reversed(found))

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from braid.scheduling.partition import Region
+
 
 class Stream(StrEnum):
     """Where an operator runs: one of three streams of a rank."""
@@ -87,15 +89,20 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Which piece of a collective or a GEMM an operator is (`braid.scheduling.lowering.pieces`)."""
+    """Which piece of a collective, or of an operator beside one, an operator is.
+
+    (`braid.scheduling.lowering.partitions`)
+    """
 
     whole: str
     """Name of the operator that is cut."""
     number: int
     """From 1."""
     ways: int
-    axis: str
-    """Of the mesh, over whose ranks the rows are spread."""
+    measured_as: str
+    """The operator of the part that is cut."""
+    share: float = 1.0
+    """Of what that computes or moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +116,19 @@ class Value:
     """Further elements, in statistic precision, that an opaque value holds (attention's log-sum-exp)."""
     alias_of: str | None = None
     """The value whose memory this one shares, if it has none of its own."""
+    rows: int = 1
+    """Tokens, of which it has elements each."""
+    region: Region | None = None
+    """What it has, of a piece of a value."""
     piece_of: str | None = None
     """The value that has these rows too, of a piece."""
     keeps: str | None = None
     """A value that it holds beside its own elements: attention's saved value holds the output."""
+
+    @property
+    def columns(self) -> int:
+        """Elements of a token."""
+        return self.elements // self.rows
 
     def bytes(self, activation_bytes: int) -> int:
         """Bytes on one rank when activations take ``activation_bytes`` each."""
@@ -158,6 +174,17 @@ class Operator:
     def key(self) -> str:
         """Its name in a profile."""
         return f"{self.part}/{self.measured_as}"
+
+    @property
+    def completes(self) -> bool:
+        """Whether it brings the last piece of a value, which is whole then."""
+        return self.piece is not None and len(self.writes) > 1
+
+    def completed_by(self, other: "Operator") -> bool:
+        """Whether another operator brings the last piece of what this one brings a piece of."""
+        if self is other or self.piece is None or other.piece is None or not other.completes:
+            return False
+        return self.piece.whole == other.piece.whole and self.place == other.place
 
     @property
     def adds_gradients(self) -> bool:

@@ -16,9 +16,7 @@ from braid.scheduling.simulate import Numbers
 from braid.scheduling.spec import RUNNABLE_FAMILIES
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
-VERSION: Final = 5
-_FORMER: Final = {"fused": "unit_layers", "split": "pieces"}
-"""Keys of a setting that version 3 had, and what they are now."""
+VERSION: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +28,6 @@ class PairingNote:
     serial_ns: int
     lower_bound_ns: int
     """Work of the busiest stream: no schedule is faster."""
-    runner_up: str
-    runner_up_ns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveNote:
-    """Centauri's operation tier for one collective of a layer: the best partition, and none; not executed."""
-
-    collective: str
-    scheme: str
-    ns: int
-    unpartitioned_ns: int
-    runner_up: str
-    runner_up_ns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierNote:
-    """What Centauri's layer or model tier would decide, with the price of its alternative; not executed."""
-
-    tier: str
-    decision: str
-    ns: int
     runner_up: str
     runner_up_ns: int
 
@@ -83,9 +58,6 @@ class RunnerUp:
     reason: str
 
 
-_HEAD = "# collectives and tiers are estimates: not simulated, not executed yet\n"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """All decisions of a run's schedule (``setting``, ``choices``), and what else was found out."""
@@ -97,8 +69,6 @@ class Plan:
     choices: Choices
     score: Score
     pairing: PairingNote | None = None
-    collectives: tuple[CollectiveNote, ...] = ()
-    tiers: tuple[TierNote, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     braid_plan: int = VERSION
 
@@ -127,7 +97,7 @@ class Plan:
         """The plan as YAML that `parse_plan` reads back to an equal object."""
         content = to_mapping(self)
         ordered = {"braid_plan": content.pop("braid_plan"), **content}
-        return _HEAD + write_yaml(ordered, width=100)
+        return write_yaml(ordered, width=100)
 
 
 def score_of(numbers: Numbers) -> Score:
@@ -153,11 +123,11 @@ def parse_plan(text: str, where: str) -> Plan:
         raise ValueError(
             f"{where}.setting: 'zero' stands in setting.layout; write it there and braid_plan: {VERSION}"
         )
-    for former, now in _FORMER.items():
-        if isinstance(setting, dict) and former in setting:
-            raise ValueError(
-                f"{where}.setting: {former!r} is called {now!r}; write that and braid_plan: {VERSION}"
-            )
+    if isinstance(setting, dict) and "pieces" in setting:
+        raise ValueError(
+            f"{where}.setting: 'pieces' are partitions now (of what: tp/all_gather); make the plan anew with "
+            f"`braid plan`"
+        )
     return from_mapping(Plan, content, where)
 
 

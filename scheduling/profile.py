@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from braid.scheduling.operators import Kind, Part, Stream
+from braid.scheduling.partition import factor_of
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
@@ -157,33 +158,40 @@ class Profile:
         return json.dumps(to_mapping(self), indent=1)
 
 
-def with_piece_costs(profile: Profile, parts: Iterable[Part]) -> Profile:
-    """The profile with costs of the pieces of parts (`braid.scheduling.lowering.pieces`).
+def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) -> Profile:
+    """The profile with costs of what partitions have cut (`braid.scheduling.lowering.partitions`).
 
-    Where the first piece was measured (``NAME.1of4``), all pieces cost what it did, with the copies that
-    bring its rows to their places. Else they follow from those of the whole operators: a GEMM's pieces share
-    its time, a collective's share what exceeds the latency of its kind of transfer, where that was measured.
+    Where the first of equal pieces of a GEMM was measured (``NAME.1of4``), all of them cost what it did, with
+    the copies that bring its rows to their places. Stages over nodes, or inside them, cost what the transfer
+    along that factor does, with ``width`` bytes of an activation. All else follows from the whole operator:
+    pieces of a GEMM share its time, those of a collective what exceeds the latency of its kind of transfer.
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
     for op in (op for part in parts for op in (*part.forward.operators, *part.backward.operators)):
-        own, piece = op.key, op.piece
-        if piece is None:
+        if op.piece is None:
             continue
-        name = own.removesuffix(f".{piece.number}of{piece.ways}")
-        if (measured := profile.solo_ns.get(f"{name}.1of{piece.ways}")) is not None:
+        piece, own = op.piece, op.key
+        name = f"{op.part}/{piece.measured_as}"
+        measured = profile.solo_ns.get(f"{name}.1of{piece.ways}")
+        equal = abs(piece.share * piece.ways - 1) < 0.01
+        if op.axis is not None and (factor := factor_of(op.axis)) is not None:
+            payload = op.bytes * factor.size / (factor.size - 1) * width / 2
+            solo[own] = profile.transfer(op.axis, op.kind).ns(payload)
+            classes[own] = op.stream.value
+        elif measured is not None and equal:
             solo[own] = measured
         else:
             whole = profile.solo(name)
             fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
             latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
-            solo[own] = round(latency + (whole - latency) / piece.ways)
-        if (known := classes.get(name)) is not None:
-            classes[own] = known
+            solo[own] = round(latency + (whole - latency) * piece.share)
+        if (known := profile.classes.get(name)) is not None:
+            classes.setdefault(own, known)
         if name in issue:
             issue[own] = issue[name]
         if name in take:
-            take[own] = round(take[name] / piece.ways)
+            take[own] = round(take[name] * piece.share)
     return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
 
 

@@ -42,7 +42,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from braid.scheduling.operators import Stream
+from braid.scheduling.partition import Partition
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stages import Move
 
 
 class Direction(StrEnum):
@@ -152,12 +154,14 @@ class Receive:
 class Reduce:
     """Start to sum over the ranks of an axis: the gradients of a chunk, or (None) the squares of the norm.
 
-    ``bucket``, in linked code alone: of that bucket of the chunk (`braid.scheduling.buckets`); None: of all.
+    In linked code alone: ``bucket``: of that bucket of the chunk (`braid.scheduling.buckets`); None: of all;
+    ``move``: a stage of it; None: all of it.
     """
 
     chunk: int | None
     axis: str
     bucket: int | None = None
+    move: Move | None = None
 
     def __str__(self) -> str:
         return f"REDUCE({'norm' if self.chunk is None else self.chunk} {self.axis})"
@@ -167,12 +171,13 @@ class Reduce:
 class Gather:
     """Gather the parameters of a chunk from the ranks of an axis, each of which has updated a share of them.
 
-    ``bucket``, in linked code alone: of that bucket of the chunk.
+    In linked code alone: ``bucket``: of that bucket of the chunk; ``move``: a stage of it.
     """
 
     chunk: int
     axis: str
     bucket: int | None = None
+    move: Move | None = None
 
     def __str__(self) -> str:
         return f"GATHER({self.chunk} {self.axis})"
@@ -314,8 +319,8 @@ class Schedule:
     programs: Mapping[Sides, Program]
     unit_layers: int = 0
     """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
-    pieces: int = 1
-    """Pieces of the layers' all-gathers and their GEMMs (`braid.scheduling.lowering.pieces`); 1: whole."""
+    partitions: tuple[Partition, ...] = ()
+    """How collectives are cut; what none is for runs whole."""
     prefetch: int = 0
     """Where gradients are in shares (ZeRO 2): sums of buckets under way at most; 0: each is waited for at
     once. Where parameters are, too (ZeRO 3): so many uses ahead a bucket is gathered; 0: when it is used."""

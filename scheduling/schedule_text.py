@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from braid.scheduling.operators import Stream
+from braid.scheduling.partition import parse_partition
 from braid.scheduling.schedule import (
     Action,
     Await,
@@ -36,7 +37,7 @@ from braid.scheduling.schedule import (
     Wait,
 )
 
-VERSION: Final = 5
+VERSION: Final = 6
 COLUMNS: Final = 120
 """Lines are not longer, where it can be helped."""
 
@@ -61,9 +62,9 @@ def write(schedule: Schedule) -> str:
         f"chunks {schedule.chunks}",
         f"micro_batches {schedule.micro_batches}",
         f"unit {schedule.unit_layers}",
-        f"pieces {schedule.pieces}",
     ]
     lines += [f"{key} {value}" for key in _OPTIONAL if (value := getattr(schedule, key))]
+    lines += [f"partition {one}" for one in schedule.partitions]
     for number, stage in enumerate(schedule.stages):
         lines += ["", f"stage {number}", *_stage_lines(stage)]
     for sides, program in schedule.programs.items():
@@ -243,11 +244,9 @@ def parse_action(line: str, count: int) -> Action:
 Line = tuple[int, str]
 """A line's number and its text, without comment and outer white space."""
 
-_HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit", "pieces")
+_HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit")
 _OPTIONAL: Final = ("prefetch", "keep")
 """They follow where they are not 0."""
-_FORMER: Final = {"unit": "fused", "pieces": "split"}
-"""Keywords of the header that were others in version 4."""
 
 
 def parse(text: str) -> Schedule:
@@ -259,6 +258,12 @@ def parse(text: str) -> Schedule:
     ]
     header = _parse_header(lines)
     body = lines[1 + len(header) :]
+    cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] != "partition"), len(body))
+    partitions = [_at(number, parse_partition, _after(line)) for number, line in body[:cut]]
+    for (number, _), one in zip(body, partitions, strict=False):
+        if sum(one.what == other.what for other in partitions) > 1:
+            raise _wrong(number, f"partition {one.what} stands twice")
+    body = body[cut:]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
     stages = _parse_stages(body[:cut])
     if str(len(stages)) != header["stages"]:
@@ -271,16 +276,13 @@ def parse(text: str) -> Schedule:
         stages=stages,
         programs=_parse_programs(body[cut:]),
         unit_layers=int(header["unit"]),
-        pieces=int(header["pieces"]),
+        partitions=tuple(partitions),
         **{key: int(header[key]) for key in _OPTIONAL if key in header},
     )
 
 
 def _parse_header(lines: list[Line]) -> Mapping[str, str]:
     number, first = lines[0] if lines else (1, "")
-    if first == "braid schedule 4":
-        changes = ", ".join(f"'{now}' for '{former}'" for now, former in _FORMER.items())
-        raise _wrong(number, f"{first!r} has other keywords; write {changes} and 'braid schedule {VERSION}'")
     if first != f"braid schedule {VERSION}":
         raise _wrong(
             number,
@@ -293,12 +295,8 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
         words = line.split()
         if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
             what = "one word" if key == "name" else "a number"
-            renamed = bool(words) and words[0] == _FORMER.get(key)
-            remedy = f"; write {' '.join([key, *words[1:]])!r}" if renamed else ""
-            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}{remedy}")
+            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
         entries[key] = words[1]
-    if entries["pieces"] == "0":
-        raise _wrong(number, "a collective is in 1 piece or more")
     more: tuple[str, ...] = _OPTIONAL
     for number, line in lines[1 + len(_HEADER) :]:
         words = line.split()
@@ -309,6 +307,10 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             raise _wrong(number, f"expected '{words[0]}' and a number above 0, found {line!r}")
         entries[words[0]] = words[1]
     return entries
+
+
+def _after(line: str) -> str:
+    return " ".join(line.split()[1:])
 
 
 def _parse_stages(lines: list[Line]) -> tuple[tuple[Instruction, ...], ...]:

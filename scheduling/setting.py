@@ -7,6 +7,7 @@ from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.partition import Partition
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload
 
@@ -29,8 +30,8 @@ class Setting:
     """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
     hop: int = 0
     """Slots for a message between stages, of those that the pipeline has; 0: as usual."""
-    pieces: int = 1
-    """Pieces of collectives and the GEMMs beside them (``intra_batch``)."""
+    partitions: tuple[Partition, ...] = ()
+    """How collectives are cut, and operators beside them."""
     unit_layers: int = 0
     """Most layers of a unit (`braid.scheduling.units`); 0: every part is a unit of its own."""
     distances: tuple[int, int] = (0, 0)
@@ -57,8 +58,6 @@ class Setting:
             raise ValueError(
                 f"hop={self.hop} must be one of {', '.join(map(str, hops))} with {self.pipeline}"
             )
-        if not 1 <= self.pieces <= 64:
-            raise ValueError(f"pieces={self.pieces} must be between 1 and 64")
         if not 0 <= self.unit_layers <= MOST_UNIT_LAYERS:
             raise ValueError(
                 f"unit_layers={self.unit_layers} must be between 0 and {MOST_UNIT_LAYERS} layers"
@@ -69,12 +68,11 @@ class Setting:
             raise ValueError(
                 f"distances={self.distances} must be (0, 0) unless gradients are in shares (ZeRO 2)"
             )
+        names = [one.what for one in self.partitions]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise ValueError(f"partition {twice} stands twice; keep one")
         self._check_placement()
         check_fit(self.model, self.layout, self.workload)
-        if self.local_tokens % self.pieces:
-            raise ValueError(
-                f"pieces={self.pieces} does not divide a rank's {self.local_tokens} tokens of a micro-batch"
-            )
 
     def _check_placement(self) -> None:
         own = PIPELINES[self.pipeline]

@@ -7,7 +7,9 @@ and releases are placed by counting uses over the whole stage, so that they reac
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from braid.scheduling.buckets import BucketKey, Buckets
@@ -23,9 +25,11 @@ from braid.scheduling.code import (
     Update,
     Wait,
 )
+from braid.scheduling.operators import Kind
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Await, Block, Gather, Prefetch, Reduce, Schedule
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stages import Move, moves_of
 
 
 class _Touch(NamedTuple):
@@ -61,6 +65,8 @@ class Sharing:
     schedule: Schedule
     layout: ParallelLayout
     buckets: Buckets
+    moves: tuple[Move, ...]
+    """Stages of sums over replicas."""
     _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
     _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _operations: dict[_Insertion, Operation] = field(default_factory=dict)
@@ -98,6 +104,7 @@ class Sharing:
         keep = max(self.schedule.keep, ahead, 1)
         behind = begin is not None and begin > 0
         """Whether the stage's list ends with the start of what the next step uses first."""
+        moves = self._gather_moves
         there: set[BucketKey] = set()
         for number, (position, touch) in enumerate(uses):
             block = stretches[position].instruction
@@ -111,8 +118,20 @@ class Sharing:
                 at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
                 if at == begin and behind:
                     inserted[at][place].append((Compute, Update(*touch.key)))
-                inserted[at][place] += [(Start, one) for one in of]
-                inserted[position][touch.first] += [(Wait, one) for one in of]
+                first, last = map(list, zip(*map(self._ends, of), strict=True))
+                inserted[at][place] += [(Start, one) for one in first]
+                for nth in range(1, len(moves)):  # one use before the next, and the last one before its own
+                    turn = uses[min(number, max(0, early + nth, number - len(moves) + nth))]
+                    inserted[turn.position][turn.touch.first] += [
+                        insertion
+                        for one in of
+                        if one.axis == "dp"
+                        for insertion in (
+                            (Wait, replace(one, move=moves[nth - 1])),
+                            (Start, replace(one, move=moves[nth])),
+                        )
+                    ]
+                inserted[position][touch.first] += [(Wait, one) for one in last]
                 there.add(touch.key)
             again = following.get(number)
             if self.layout.zero > 2 and (again is None or again - number > keep):
@@ -124,11 +143,22 @@ class Sharing:
             keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
             inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
 
+    @cached_property
+    def _gather_moves(self) -> tuple[Move, ...]:
+        return moves_of(Kind.ALL_GATHER, self.schedule.partitions, "dp")
+
+    def _ends(self, gather: Gather) -> tuple[Gather, Gather]:
+        """The first and the last stage of a gather."""
+        moves = self._gather_moves if gather.axis == "dp" else ()
+        return (
+            (replace(gather, move=moves[0]), replace(gather, move=moves[-1])) if moves else (gather, gather)
+        )
+
     # -- gradients -----------------------------------------------------------------------------------------
 
     def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
         """Start a bucket's sums behind the last operator that adds to it; wait for what begins elsewhere."""
-        sums = _Sums(self.layout.zero > 1, self.schedule.prefetch)
+        sums = _Sums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
         for stretch, into in zip(stretches, inserted, strict=True):
             block = stretch.instruction
             if isinstance(block, Await) and isinstance(block.transfer, Reduce):
@@ -226,17 +256,22 @@ class _Sums:
 
     shared: bool
     most: int
+    moves: tuple[Move, ...]
+    """Stages of sums over replicas."""
     _there: set[BucketKey] = field(default_factory=set)
     """Buckets whose gradients have been added to, and not been summed since."""
     _under_way: list[Reduce] = field(default_factory=list)
-    _second: dict[BucketKey, Reduce] = field(default_factory=dict)
-    """Sums of shares over replicas, which begin when the shares are there (hybrid sharding)."""
+    _next: dict[Reduce, Reduce] = field(default_factory=dict)
+    """What begins when a sum is there: its next stage, or that of its shares over replicas (hybrid)."""
 
     def start(self, into: list[_Insertion], reduce: Reduce) -> None:
         """A block's sum, behind the last operator that adds."""
         if reduce.axis == "replica":
-            if any(_key(one) == _key(reduce) for one in self._under_way):
-                self._second[_key(reduce)] = reduce
+            before = next((one for one in self._under_way if _key(one) == _key(reduce)), None)
+            if before is not None:
+                while before in self._next:
+                    before = self._next[before]
+                self._next[before] = reduce
             else:
                 into.append((Start, reduce))
                 self._under_way.append(reduce)
@@ -247,22 +282,35 @@ class _Sums:
             into += [(Start, reduce), (Wait, reduce)]
             return
         while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):
-            self._wait(into, self._under_way[0])
-        first = [one for one in self._under_way if _key(one) in self._second and one.axis != "replica"]
-        for one in first[:-1]:  # the last one has hardly begun
+            self._finish(into, self._under_way[:1])
+        first = [one for one in self._under_way if one in self._next]
+        if first and not (first[-1].move is not None and first[-1].move.factor.inside):
+            first.pop()  # it has hardly begun
+        for one in first:
             self._wait(into, one)
-        into.append((Start, reduce))
-        self._under_way.append(reduce)
+        stages = [replace(reduce, move=move) for move in self.moves if reduce.axis == "dp"] or [reduce]
+        self._next.update(pairwise(stages))
+        into.append((Start, stages[0]))
+        self._under_way.append(stages[0])
         if self.shared and not self.most:
-            self._wait(into, reduce)
+            self._finish(into, [stages[0]])
 
     def _wait(self, into: list[_Insertion], reduce: Reduce) -> None:
-        """Wait, and start what sums the same shares over replicas."""
+        """Wait, and start what follows."""
         self._under_way.remove(reduce)
         into.append((Wait, reduce))
-        if reduce.axis != "replica" and (second := self._second.pop(_key(reduce), None)):
-            into.append((Start, second))
-            self._under_way.append(second)
+        if (following := self._next.pop(reduce, None)) is not None:
+            into.append((Start, following))
+            self._under_way.append(following)
+
+    def _finish(self, into: list[_Insertion], sums: list[Reduce]) -> None:
+        """Wait for sums and for all their stages, those of one beside those of another."""
+        while sums:
+            one, *sums = sums
+            last = one.move is None or one.move.last
+            self._wait(into, one)
+            if not last:
+                sums.append(self._under_way[-1])
 
     def end(self, summed: Iterable[BucketKey]) -> None:
         """The end of a block that starts the sums of these."""
@@ -270,25 +318,29 @@ class _Sums:
 
     def wait(self, into: list[_Insertion], whole: Reduce) -> None:
         """Of a chunk over an axis, those that are under way."""
-        for one in [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]:
-            self._wait(into, one)
+        along = [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]
+        self._finish(into, along)
 
     def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
         """An operator adds to a bucket next; ``sums``: over the axes along which it is in shares."""
         if key in self._there:
             return
         self._there.add(key)
-        for one in [one for one in self._under_way if _key(one) == key]:
-            self._wait(into, one)
+        self._finish(into, [one for one in self._under_way if _key(one) == key])
         into += [(Allocate, one) for one in sums]
 
 
 def _turn(insertion: _Insertion) -> int:
-    """What comes first at one place: releases, starts of gathers, sums, waits for gathers."""
+    """What comes first at one place: releases, starts of gathers, sums, next stages, waits for gathers."""
     kind, what = insertion
     if isinstance(what, Reduce):
         return 2
-    turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 3}
+    if isinstance(what, Gather) and what.move is not None:  # between two stages
+        if kind is Wait and not what.move.last:
+            return 3
+        if kind is Start and what.move.number:
+            return 3
+    turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 4}
     return turns[kind]
 
 

@@ -132,6 +132,16 @@ class Sweep:
 _NEW = FrameState()
 
 
+def _begins(what: Gather | Reduce) -> bool:
+    """Whether no stage comes before it."""
+    return what.move is None or what.move.number == 0
+
+
+def _ends(what: Gather | Reduce) -> bool:
+    """Whether no stage follows it."""
+    return what.move is None or what.move.last
+
+
 @dataclass(frozen=True)
 class History:
     """A stage's step: most bytes during each instruction, the first fault, frames as they are left."""
@@ -215,9 +225,9 @@ class _Run:
                 return
             case Loss():
                 self._made(turn, True)
-            case Start(what=Gather() as what) | Allocate(what=what):
+            case Start(what=Gather() as what) | Allocate(what=what) if _begins(what):
                 self.bytes += self._whole_bytes(what)
-            case Wait(what=Reduce() as what) | Release(what=what):
+            case Wait(what=Reduce() as what) | Release(what=what) if _ends(what):
                 self.before_free = self.bytes
                 self.bytes -= self._whole_bytes(what)
                 return

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from braid.scheduling.cluster import Level
-from braid.scheduling.mesh import MeshShape
+from braid.scheduling.mesh import MeshShape, sub_groups
 from braid.scheduling.operators import Stream
+from braid.scheduling.partition import PARTITIONED, Factor
 
 STREAM_OF: Final = {Level.INTRA: Stream.INTRA, Level.INTER: Stream.INTER}
 """Of what a group exchanges on a cluster that is modelled."""
@@ -28,10 +30,35 @@ class Topology:
         """The groups along an axis that lie over several hosts."""
         return [ranks for ranks in self.mesh.groups((axis,)) if self.between(ranks) is Stream.INTER]
 
+    def node_mesh(self, axis: str) -> tuple[int, int] | None:
+        """Nodes x ranks of each, of every group along an axis; None where they have not several of both."""
+        found = set()
+        for group in self.mesh.groups((axis,)) if self.hosts else ():
+            runs = [len(list(same)) for _, same in groupby(self.hosts[rank] for rank in group)]
+            several = len(set(runs)) == 1 and len(runs) > 1 and runs[0] > 1
+            found.add((len(runs), runs[0]) if several else None)
+        return found.pop() if len(found) == 1 else None
+
     def streams(self) -> Mapping[str, Stream]:
         """The stream of every axis, as costs are planned with: where one group goes between nodes, all do."""
         busy = [axis for axis, size in self.mesh.factors if size > 1]
-        return {axis: Stream.INTER if self.spread(axis) else Stream.INTRA for axis in busy}
+        found = {axis: Stream.INTER if self.spread(axis) else Stream.INTRA for axis in busy}
+        for factor in self.factors():
+            found[str(factor)] = Stream.INTRA if factor.inside else Stream.INTER
+        return found
+
+    def factors(self) -> list[Factor]:
+        """Dims of nodes x ranks of each, of the axes whose collectives may be partitioned over these."""
+        meshes = {axis: self.node_mesh(axis) for axis in PARTITIONED if axis in self.mesh.sizes}
+        return [Factor(axis, mesh, dim) for axis, mesh in meshes.items() if mesh for dim in range(2)]
+
+    def factor_groups(self, factor: Factor) -> list[list[int]]:
+        """The groups of ranks along a factor."""
+        return [
+            [ranks[place] for place in places]
+            for ranks in self.mesh.groups((factor.axis,))
+            for places in sub_groups(factor.mesh, factor.dim)
+        ]
 
     def warnings(self) -> list[str]:
         """What is likely to be slower than it needs to be: tensor parallelism between nodes."""

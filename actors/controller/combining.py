@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from braid.actors.stage.messages import COMPUTE, MESSAGE, SUM, Samples, Together
+from braid.actors.stage.messages import COMPUTE, OUTSIDE, Samples, Together
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.profile import Profile, TransferFit
@@ -30,7 +30,11 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for graph in (part.forward, part.backward)
         for op in graph.operators
     }
-    links = {name: streams[axis].value for name, axis in ((MESSAGE, "pp"), (SUM, "dp")) if axis in streams}
+    links = {
+        name: streams[axis].value
+        for name in spares
+        if (axis := name.partition("/")[0]) in streams and name.endswith(OUTSIDE)
+    }
     beside = {**classes, COMPUTE: "gemm", **links}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
     average = _with_delays(solo, [rank.solo_ns for rank in samples], moves)
@@ -194,7 +198,7 @@ def _slowdowns(
         for (key, name), pairs in rank.together.items():
             if name == COMPUTE:
                 continue
-            alone, other = solo[key], spares[name]
+            alone, other = solo[key] if key in solo else spares[key], spares[name]
             kind = classes[key]
             link = classes[name if name in classes else users[name][0]]
             for one in pairs:

@@ -3,7 +3,7 @@
 Decisions are those of `braid.scheduling.planner.decide`, here with a run's own graphs and measured costs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import SerialStep
 from braid.scheduling.layers import built_in_parts, model_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
-from braid.scheduling.lowering.pieces import WAYS
+from braid.scheduling.lowering.partitions import WAYS, mega_scale, with_partitions
 from braid.scheduling.operators import Part, Stream
+from braid.scheduling.partition import Partition
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
     AUTO,
@@ -73,8 +74,6 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if setting.kind.cuts_collectives and setting.layout.tp > 1 and config.overlap.schedule_file is None:
-        _check_pieces(setting, WAYS[0], f"overlap.schedule={schedule}")
     return setting
 
 
@@ -101,7 +100,7 @@ class Planned:
 
 
 def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
-    """Decide with measured costs: the schedule's name, its pipeline, layers of a unit, pieces, orders.
+    """Decide with measured costs: the schedule's name, its pipeline, layers of a unit, partitions, orders.
 
     The fastest within ``overlap.memory_slack``; where nothing is, what needs the least. What a plan or a
     schedule file says is not decided again. `ConfigError` for a plan or a file that is not for this run;
@@ -113,13 +112,13 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
     serial = decide([serial_setting], bench_of, anything)[0]
     over = _over(config, serial)
     if config.overlap.plan is not None:
-        planned, choices = _planned(config.overlap.plan, setting)
+        planned, choices = _planned(config.overlap.plan, setting, graphs)
         outcome = outcome_of(bench_of(planned), choices, None, over)
         check(outcome.code)
         return Planned((outcome,), serial)
     if config.overlap.schedule_file is not None:
-        schedule = _from_file(config.overlap.schedule_file, setting)
-        bench = bench_of(replace(setting, unit_layers=schedule.unit_layers, pieces=schedule.pieces))
+        schedule = _from_file(config.overlap.schedule_file, setting, graphs)
+        bench = bench_of(replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions))
         return Planned((outcome_of_schedule(schedule, bench, over),), serial)
     if config.overlap.schedule == AUTO:
         settings = list(searched_schedules(setting))
@@ -149,17 +148,18 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
     if profile is not None:
         return plan_run(config, shape, profile).taken.code.schedule
     setting, choices = setting_of(config, shape), Choices()
+    graphs = model_graphs(config, shape)
     if config.overlap.schedule_file is not None:
-        schedule = _from_file(config.overlap.schedule_file, setting)
-        setting = replace(setting, unit_layers=schedule.unit_layers, pieces=schedule.pieces)
-        parts = _parts(config, shape, setting)
+        schedule = _from_file(config.overlap.schedule_file, setting, graphs)
+        setting = replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions)
+        parts = _parts(graphs, setting)
     else:
         if config.overlap.plan is not None:
-            setting, choices = _planned(config.overlap.plan, setting)
+            setting, choices = _planned(config.overlap.plan, setting, graphs)
         elif setting.kind.cuts_collectives and setting.layout.tp > 1:
-            setting = replace(setting, pieces=WAYS[0])
-        parts = _parts(config, shape, setting)
+            setting = replace(setting, partitions=mega_scale(WAYS[0]))
         try:
+            parts = _parts(graphs, setting)
             schedule = training_schedule(setting, parts, choices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -167,10 +167,13 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
     return schedule
 
 
-def _parts(config: Config, shape: ModelShape, setting: Setting) -> Mapping[str, Part]:
-    members = model_graphs(config, shape)
+def _parts(graphs: Mapping[str, Part], setting: Setting) -> Mapping[str, Part]:
     return scheduled_parts(
-        members, setting.layout, shape.kinds, unit_layers=setting.unit_layers, pieces=setting.pieces
+        graphs,
+        setting.layout,
+        setting.model.kinds,
+        unit_layers=setting.unit_layers,
+        partitions=setting.partitions,
     )
 
 
@@ -188,7 +191,7 @@ _KEYS = {
 """What a plan and a configuration have to agree in, and the keys that say it."""
 
 
-def _planned(file: Path, setting: Setting) -> tuple[Setting, Choices]:
+def _planned(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> tuple[Setting, Choices]:
     """The decisions of ``overlap.plan``.
 
     `ConfigError` if it cannot be read, or names the first key in which it is for another run.
@@ -207,7 +210,18 @@ def _planned(file: Path, setting: Setting) -> tuple[Setting, Choices]:
         if theirs != ours:
             differs = f"{_told(theirs, ours)}, the configuration has {_told(ours, theirs)}"
             raise ConfigError(f"overlap.plan={file} is for {key}={differs}: plan anew, or set {key}")
+    _check_partitions(plan.setting.partitions, setting, graphs, f"overlap.plan={file}")
     return plan.setting, plan.choices
+
+
+def _check_partitions(
+    partitions: Sequence[Partition], setting: Setting, graphs: Mapping[str, Part], source: str
+) -> None:
+    """`ConfigError` for those that ``source`` has and the model's layers or the layout do not allow."""
+    try:
+        with_partitions(graphs, partitions, setting.layout)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _told(value: object, other: object) -> str:
@@ -223,7 +237,7 @@ def _told(value: object, other: object) -> str:
     return ", ".join(f"{name} {getattr(value, name)}" for name in differing)
 
 
-def _from_file(file: Path, setting: Setting) -> Schedule:
+def _from_file(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> Schedule:
     """The schedule of ``overlap.schedule_file``."""
     try:
         schedule = parse(file.read_text(encoding="utf-8"))
@@ -238,17 +252,5 @@ def _from_file(file: Path, setting: Setting) -> Schedule:
             f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
             f"train.global_batch, train.micro_batch and parallel.dp give {setting.micro_batches}"
         )
-    _check_pieces(setting, schedule.pieces, f"overlap.schedule_file={file}")
+    _check_partitions(schedule.partitions, setting, graphs, f"overlap.schedule_file={file}")
     return schedule
-
-
-def _check_pieces(setting: Setting, pieces: int, source: str) -> None:
-    """`ConfigError` if ``pieces``, which ``source`` asks for, do not have equally many tokens."""
-    tokens = setting.local_tokens
-    if tokens % pieces:
-        raise ConfigError(
-            f"{source} cuts a micro-batch in {pieces} pieces, but a rank holds {tokens} tokens of it "
-            f"(train.micro_batch={setting.workload.micro_batch} x model.sequence={setting.model.sequence} / "
-            f"parallel.tp={setting.layout.tp}); make that a multiple of {pieces} or use another "
-            f"overlap.schedule"
-        )

@@ -6,6 +6,7 @@ collective uses, how a span is labelled. What cannot be bound fails here, when i
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
+from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.pieces import place_piece, rows_of_piece, whole_for
 from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.stages import gather_stage, scatter_stage
+from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.code import Compute, Frame, Node, Start, Wait, name_of
-from braid.scheduling.operators import Kind, Operator, Piece
+from braid.scheduling.mesh import place_in
+from braid.scheduling.operators import Kind, Operator, Value
 from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.partition import WHOLE, Region, Span, bounds, factor_of, whole_axis
 from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import Label
 
@@ -43,13 +48,13 @@ class Binder:
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._activation_bytes = model.context.dtype.itemsize
 
-    def compute(self, operation: Compute, chunk: int) -> Bound:
+    def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
         """A compute operator of a chunk of the model."""
         node = operation.what
         assert isinstance(node, Node)
         op, instance = node.operator, self._instance(node, chunk)
         if op.piece is not None:
-            return self._compute_rows(operation, op.piece, node, instance)
+            return self._compute_piece(operation, node, frame, instance)
         call, label = method_of(op, instance), self._label(node, instance)
         turn, writes, gone = operation.turn, operation.writes, operation.frees
         inputs_of = _getter(operation.reads)
@@ -72,29 +77,30 @@ class Binder:
 
         return run
 
-    def _compute_rows(self, operation: Compute, piece: Piece, node: Node, instance: PartInstance) -> Bound:
-        """A GEMM on one piece of what is gathered; its rows go to their places in the whole result."""
-        op = node.operator
-        if len(operation.reads) != 1 or len(operation.writes) != 2:
-            raise ValueError(
-                f"operator {op.name} of {instance.name} {instance.index} reads {', '.join(op.reads)} and "
-                f"writes {', '.join(op.writes)}; only what turns the gathered value alone into one other can "
-                f"run in pieces: use another overlap.schedule"
-            )
-        call, label = method_of(op, instance), self._label(node, instance)
-        (source,), (rows, whole) = operation.reads, operation.writes
+    def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
+        """An operator on rows or columns of what it reads; what it makes goes to its place in the whole."""
+        op, label = node.operator, self._label(node, instance)
+        source, *so_far = operation.reads
+        target = operation.writes[0]
+        read, made = frame.values[source], frame.values[target]
+        call = _method_for_columns(op, instance, read, made)
+        wanted = made.region and replace(made.region, columns=WHOLE)  # a matrix makes other columns of all
+        rows = self._rows(wanted, read, Span.ALL)
+        keep = self._keeper(frame, operation.writes, Span.ALL)
         turn, gone = operation.turn, operation.frees
-        keep = self._keeper(piece, rows, whole)
         mark, record = self._recorder.mark, self._recorder.compute
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
             frame = frames[turn]
             begin = mark()
-            (result,) = call(frame[source])
+            x = frame[source] if rows is None else rows.take(frame[source])
+            (result,) = call(x)
             if not label.shapes:
-                label = replace(label, shapes=shapes_of([frame[source]], [result]))
-            keep(frame, result)
+                label = replace(label, shapes=shapes_of([x], [result]))
+            frame[target] = frame[so_far[0]].add_(result) if so_far else result
+            if keep is not None:
+                keep(frame)
             for register in gone:
                 frame[register] = None
             record(label, passes[turn], begin, mark())
@@ -106,37 +112,34 @@ class Binder:
         node = operation.what
         assert isinstance(node, Node)
         op = node.operator
-        collective = COLLECTIVES[op.kind]
         assert op.axis is not None
-        line = self._mesh.lines[op.axis]
+        collective = self._collective(op, frame, operation)
         (source,), (target,) = operation.reads, operation.writes
         precision = frame.values[source].precision
         moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
-        turn, stream, lone, rows = operation.turn, label.stream, operation.lone, op.piece
+        turn, stream, lone = operation.turn, label.stream, operation.lone
         start, record = self._streams.start, self._recorder.transfer
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
             frame, one = frames[turn], passes[turn]
             x = frame[source]
-            if rows is not None:
-                x = rows_of_piece(x, rows.number, rows.ways)
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(stream, collective(line, x), awaited_next=lone)
+            transfer = start(stream, collective(x), awaited_next=lone)
             frame[target] = transfer
             record(label, one, transfer)
 
         return run
 
-    def wait(self, operation: Wait) -> Bound:
+    def wait(self, operation: Wait, frame: Frame) -> Bound:
         """The end of a collective."""
         node = operation.what
         assert isinstance(node, Node)
         turn, target, gone = operation.turn, operation.writes[0], operation.frees
-        piece = node.operator.piece
-        keep = None if piece is None else self._keeper(piece, *operation.writes)
+        gathers = node.operator.kind is Kind.ALL_GATHER
+        keep = self._keeper(frame, operation.writes, Span.ALL if gathers else Span.OWN)
         wait = self._streams.wait
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -145,21 +148,66 @@ class Binder:
             wait(transfer)
             frame[target] = transfer.take()
             if keep is not None:
-                keep(frame, frame[target])
+                keep(frame)
             for register in gone:
                 frame[register] = None
 
         return run
 
-    def _keeper(self, piece: Piece, rows: int, whole: int) -> Callable[[Registers, Tensor], None]:
-        """Keeps a piece of a value, and its rows in the whole value, which the first piece to come makes."""
-        ranks = self._mesh.layout.degree(piece.axis)
+    # -- pieces (`braid.scheduling.lowering.partitions`) -----------------------------------------------------
 
-        def keep(frame: Registers, x: Tensor) -> None:
-            frame[rows] = x
-            if frame[whole] is None:
-                frame[whole] = whole_for(x, piece.ways)
-            place_piece(frame[whole], x, piece.number, piece.ways, ranks)
+    def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[[Tensor], Launch]:
+        """A collective on a value, or a stage of one on a piece of it."""
+        assert op.axis is not None
+        line, whole = self._mesh.line(op.axis), COLLECTIVES[op.kind]
+        if op.piece is None:
+            return lambda x: whole(line, x)
+        read, made = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
+        factor = factor_of(op.axis)
+        mesh = (line.size,) if factor is None else factor.mesh
+        dim = 0 if factor is None else factor.dim
+        gathers = op.kind is Kind.ALL_GATHER
+        end = Region(whole_axis(op.axis), mesh, ((Span.ALL if gathers else Span.OWN),) * len(mesh))
+        region = made.region or end
+        spans = list(region.spans)
+        spans[dim] = Span.OWN if gathers else Span.ALL
+        rows = self._rows(replace(region, spans=tuple(spans)), read, Span.OWN if gathers else Span.ALL)
+        outer = 1
+        for span, size in zip(region.spans[:dim], mesh[:dim], strict=True):
+            outer *= span.of(size)
+        stage = gather_stage if gathers else scatter_stage
+
+        def launch(x: Tensor) -> Launch:
+            return stage(line, x if rows is None else rows.take(x), outer)
+
+        return launch
+
+    def _rows(self, wanted: Region | None, read: Value, whole: Span) -> Rows | None:
+        """How to take a region of a value, None: all of it. ``whole``: whose rows a whole one has."""
+        if wanted is None:
+            return None
+        held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
+        own = place_in(wanted.mesh, self._mesh.place.index((wanted.axis,)))
+        rows = Rows(held, wanted, own)
+        return None if rows.all_of_it else rows
+
+    def _keeper(self, frame: Frame, writes: Sequence[int], whole: Span) -> Callable[[Registers], None] | None:
+        """Puts a piece into the whole value, which the first piece to come makes room for."""
+        if len(writes) == 1:
+            return None
+        piece, target = writes
+        value, all_of_it = frame.values[piece], frame.values[target]
+        assert value.region is not None
+        held = Region(value.region.axis, value.region.mesh, (whole,) * len(value.region.mesh))
+        own = place_in(held.mesh, self._mesh.place.index((held.axis,)))
+        rows = Rows(held, value.region, own)
+        count, columns = all_of_it.rows, all_of_it.columns
+
+        def keep(frame: Registers) -> None:
+            part = frame[piece]
+            if frame[target] is None:
+                frame[target] = rows.whole_for(part, count, columns)
+            rows.place(frame[target], part)
 
         return keep
 
@@ -212,6 +260,30 @@ def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
             return module.weight_gradient
         case Phase.GRADIENT:
             return _both_gradients(module)
+
+
+def _method_for_columns(op: Operator, instance: PartInstance, read: Value, made: Value) -> Callable[..., Any]:
+    """The method of an operator on columns of what it reads, or for columns of what it makes.
+
+    `ValueError` for modules that have no such method: all but linear maps.
+    """
+    call = method_of(op, instance)
+    given, asked = (one.region.columns if one.region else WHOLE for one in (read, made))
+    if given == asked == WHOLE:
+        return call
+    module = instance.modules[op.module]
+    if not isinstance(module, Linear):
+        raise ValueError(
+            f"operator {op.name} of {instance.name} {instance.index}: only linear maps can be cut along the "
+            f"width; take tokens, or leave that partition out"
+        )
+    outputs, inputs = module.weight.shape
+    forward = op.phase is Phase.FORWARD or op.phase is Phase.RECOMPUTE
+    reads, makes = (inputs, outputs) if forward else (outputs, inputs)
+    taken = slice(*bounds(given, reads)) if given != WHOLE else slice(None)
+    left = slice(*bounds(asked, makes)) if asked != WHOLE else slice(None)
+    into, out = (taken, left) if forward else (left, taken)
+    return partial(call, inputs=into, outputs=out)
 
 
 def _both_gradients(module: ComputeOperator) -> Callable[..., Any]:

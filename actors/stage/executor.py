@@ -234,11 +234,11 @@ class Executor:
         turn = operation.turn
         match operation:
             case Compute(what=Node()):
-                return self._binder.compute(operation, stretch.passes[turn].chunk)
+                return self._binder.compute(operation, stretch.frames[turn], stretch.passes[turn].chunk)
             case Start(what=Node()):
                 return self._binder.start(operation, stretch.frames[turn], stretch.passes[turn].chunk)
             case Wait(what=Node()):
-                return self._binder.wait(operation)
+                return self._binder.wait(operation, stretch.frames[turn])
             case Barrier():
                 return lambda frames, passes: self._streams.barrier()
             case Hand(reads=(register,), to=to, register=into, frees=frees):

@@ -1,7 +1,8 @@
 """Gradient buffers in buckets, their reduction over the axes that share parameters, and their norm."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -11,9 +12,13 @@ from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.shares import BucketPlan, Share, bucket_plans, main_gradient_dtype, updated_by
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
+from braid.kernels.collectives.primitives import Launch
+from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling.buckets import BucketKey
 from braid.scheduling.code import name_of
+from braid.scheduling.operators import Kind
 from braid.scheduling.schedule import Reduce
+from braid.scheduling.stages import Move
 from braid.scheduling.trace import Label
 
 
@@ -81,6 +86,8 @@ class GradientBuckets:
         self.shares = updated_by(plans, parameters)
         """What this rank updates."""
         self._labels: dict[tuple[Reduce, int], Label] = {}
+        self._left: dict[tuple[Reduce, int], Tensor] = {}
+        """What stages have left for the next ones."""
         self._norm = _GlobalNorm(self.shares, mesh, parameters[0].tensor.device)
 
     def _fill(self, plan: BucketPlan) -> _Bucket:
@@ -117,12 +124,42 @@ class GradientBuckets:
         pending = self._pending[reduce] = []
         line = self._mesh.shared(reduce.axis)
         scatters = reduce.chunk is not None and reduce.axis in self._mesh.place.mesh.sharded
-        for buffer, share in self._summed(reduce):
+        for number, (buffer, share) in enumerate(self._summed(reduce)):
             label = self._label(reduce, buffer)
-            launch = line.reduce_scatter(buffer, into=share) if scatters else line.all_reduce(buffer)
+            if reduce.move is not None:
+                launch = self._stage(replace(reduce, move=None), number, reduce.move, buffer, share)
+            else:
+                launch = line.reduce_scatter(buffer, into=share) if scatters else line.all_reduce(buffer)
             transfer = self._streams.start(label.stream, launch, awaited_next=False, lane="data")
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
+
+    def _stage(self, whole: Reduce, number: int, move: Move, buffer: Tensor, share: Tensor) -> Launch:
+        """A stage of a sum, of what the one before it has left; the last one leaves the share of it."""
+        line, key = self._mesh.line(str(move.factor)), (whole, number)
+        scatters = self._mesh.layout.zero > 0
+        x = self._left.pop(key, None)
+        if x is None:
+            x = buffer if scatters else whole_shares(buffer, prod(move.factor.mesh))
+        if move.kind is Kind.ALL_REDUCE:
+            launch = line.all_reduce(x)
+        elif move.kind is Kind.REDUCE_SCATTER:
+            launch = scatter_stage(line, x, move.outer, into=share if move.last else None)
+        else:
+            fits = move.last and x.numel() * line.size == buffer.numel()
+            launch = gather_stage(line, x, move.outer, into=buffer if fits else None)
+            if move.last and not fits:
+                arrived, finish = launch.result, launch.finish
+
+                def put_back() -> None:
+                    if finish is not None:
+                        finish()
+                    buffer.copy_(arrived[: buffer.numel()])
+
+                return replace(launch, finish=put_back)
+        if not move.last:
+            self._left[key] = launch.result
+        return launch
 
     def _of(self, reduce: Reduce) -> list[_Bucket]:
         """What a sum over an axis, or the memory for it, is about."""
@@ -148,7 +185,8 @@ class GradientBuckets:
     def _label(self, reduce: Reduce, buffer: Tensor) -> Label:
         key = reduce, buffer.numel()
         if key not in self._labels:
-            stream = self._mesh.stream(reduce.axis)
+            along = reduce.axis if reduce.move is None else str(reduce.move.factor)
+            stream = self._mesh.stream(along)
             self._labels[key] = Label(
                 operator=name_of(reduce), stream=stream, bytes=buffer.nbytes, shapes=str(buffer.numel())
             )
@@ -160,6 +198,8 @@ class GradientBuckets:
             self._streams.wait(transfer)
             transfer.take()
         if reduce.bucket is None or reduce.axis not in self._mesh.place.mesh.sharded:
+            return
+        if reduce.move is not None and not reduce.move.last:
             return
         for bucket in self._of(reduce):
             if not bucket.lasting:

@@ -18,6 +18,7 @@ from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
 from braid.scheduling.mesh import MeshShape, Position
 from braid.scheduling.operators import Stream
+from braid.scheduling.partition import factor_of, whole_axis
 from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
@@ -31,8 +32,8 @@ MessageKind = tuple[Direction, str]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Lines are looked up by axis; one of degree one has none. Ranks of a line are numbered by their place on
-    the axis."""
+    """Lines are looked up by axis, or by factor of one (`braid.scheduling.partition.Factor`); one of degree
+    one has none. Ranks of a line are numbered by their place on the axis."""
 
     layout: ParallelLayout
     rank: int
@@ -58,6 +59,16 @@ class Mesh:
         """This rank's coordinates."""
         return self.place.position
 
+    def line(self, axis: str) -> Line:
+        """That of an axis, or of a factor; `ValueError` where the ranks do not lie so on nodes."""
+        if axis not in self.lines:
+            known = ", ".join(name for name in self.lines if "." in name) or "none"
+            raise ValueError(
+                f"a partition divides ranks into {axis}, but their nodes give {known}: use a mesh of "
+                f"nodes x ranks of each, or plan anew"
+            )
+        return self.lines[axis]
+
     @property
     def neighbours(self) -> Channel:
         """The pipeline, over the connections that forward passes take: for measurements."""
@@ -70,6 +81,8 @@ class Mesh:
         """What this rank's group along an axis (`shared`) exchanges goes over."""
         if axis in ("ends", "copies"):
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
+        if (factor := factor_of(axis)) is not None:
+            return Stream.INTRA if factor.inside else Stream.INTER
         return self.topology.between(self.place.mesh.members(self.position, (axis,)))
 
     def warm_up(self) -> None:
@@ -143,6 +156,11 @@ def build_mesh(
         line = groups.line(axis, place.mesh.groups((axis,)))
         assert line is not None
         lines[axis] = line
+    topology = Topology(place.mesh, hosts)
+    for factor in topology.factors():
+        line = groups.line(str(factor), topology.factor_groups(factor))
+        assert line is not None
+        lines[str(factor)] = line
     channels: dict[MessageKind, Channel] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):
@@ -152,7 +170,6 @@ def build_mesh(
         stages = range(layout.pp // 2 if layout.copies > 1 else 1)
         pairs = [[line[n], line[-1 - n]] for line in place.mesh.groups(("pp",)) for n in stages]
         ends = groups.line("ends", pairs)
-    topology = Topology(place.mesh, hosts)
     return Mesh(layout, rank, place, topology, lines, channels, ends, groups)
 
 
@@ -174,7 +191,8 @@ class TorchGroups:
             return None
         if self._on_gpus:
             return Communicator(TorchGroup(self._group(own, axis)))
-        return MessageLine(self._group(own), self._group(own) if axis == "tp" else None)
+        both = whole_axis(axis) == "tp"
+        return MessageLine(self._group(own), self._group(own) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
         """Of pairs of neighbours, the ends among them, on GPUs."""
@@ -199,7 +217,7 @@ class TorchGroups:
         return made
 
     def _limits(self, axis: str) -> "NcclLimits | None":
-        return None if self.nccl is None else getattr(self.nccl, axis, self.nccl.dp)
+        return None if self.nccl is None else getattr(self.nccl, whole_axis(axis), self.nccl.dp)
 
     def gather(self, own: Any) -> list[Any]:
         """Pickled, from rank to rank."""

@@ -149,7 +149,9 @@ COMPUTE: Final = "compute"
 MESSAGE: Final = "pp/message"
 """What stands beside an operator when neighbouring stages exchange messages."""
 SUM: Final = "dp/sum"
-"""What stands beside an operator when replicas sum gradients."""
+"""What stands beside an operator when replicas sum gradients; along a factor of an axis in the same way."""
+OUTSIDE: Final = ("/message", "/sum")
+"""Ends of the names of what is no collective of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ ranks begin collectives together, since a host that has just read a mark is behi
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -26,15 +26,16 @@ from torch import Tensor
 
 from braid.actors.stage.bindings import COLLECTIVES, method_of
 from braid.actors.stage.devices import hardware
+from braid.actors.stage.link_times import LinkTimes
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.messages import COMPUTE, MESSAGE, SUM, Samples, Together
+from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.products import Products
+from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
-from braid.kernels.collectives.pieces import place_piece
-from braid.kernels.collectives.primitives import Channel, Launch
-from braid.scheduling.lowering.pieces import WAYS, gemms_in_pieces
+from braid.scheduling.lowering.partitions import WAYS, cut_gemms
 from braid.scheduling.operators import Graph, Operator, Part, Precision
+from braid.scheduling.partition import Region, Span
 from braid.scheduling.pattern import is_layer
 
 Values = dict[str, Any]
@@ -82,19 +83,9 @@ class Profiler:
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
         layers = [part for name, part in self.parts.items() if is_layer(name)]
-        self._in_pieces = {key for part in layers if tp for key in gemms_in_pieces(part)}
+        self._in_pieces = {key for part in layers if tp for key in cut_gemms(part)}
         self._ways = WAYS[0]
-        self._group = self.mesh.lines["tp"] if tp else None
-        # A message each way between two neighbouring stages; the last of an odd number has no partner.
-        self._message: tuple[Tensor, int] | None = None
-        stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
-        if stages > 1 and stages % 2 == 0:
-            shape = (context.sizes.local_tokens, self.model.shape.hidden)
-            x = torch.zeros(shape, device=context.device, dtype=context.dtype)
-            self._message = x, stage ^ 1
-        elements = context.sizes.local_tokens * self.model.shape.hidden
-        # As many gradients as a message has elements: a layer's would take the time of many operators.
-        self._gradients = torch.zeros(elements, device=context.device) if self.mesh.layout.dp > 1 else None
+        self._links = LinkTimes(self.mesh, self.streams, self.model)
 
     @torch.no_grad()
     def run(
@@ -109,8 +100,7 @@ class Profiler:
                     # Stages hold different parts; those that they share must draw alike.
                     self._random.seed(f"{self.seed} {turn} {name} {beside}")
                     self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
-        transfers = self._transfers(rounds)
-        busy = [axis for axis, size in self.mesh.place.mesh.factors if size > 1]
+        self._spares_alone(rounds)
         norms, updates = (
             [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
         )
@@ -120,8 +110,8 @@ class Profiler:
             spares=dict(self._spare_times),
             handling=dict(self._handling),
             spare_of=dict(self._spare_of),
-            transfers=transfers,
-            streams={axis: self.mesh.stream(axis) for axis in busy},
+            transfers=self._links.alone(rounds),
+            streams={axis: self.mesh.stream(axis) for axis in self._links.axes},
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             hardware=hardware(self.model.context.device),
@@ -174,13 +164,11 @@ class Profiler:
                 known = self._spares.items()
                 own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
                 choices = [*sorted(own), COMPUTE]
-            if beside and is_layer(part.name) and self._message is not None:
-                choices.append(MESSAGE)
-            if beside and is_layer(part.name) and self._gradients is not None:
-                choices.append(SUM)
+            if beside and is_layer(part.name):
+                choices += self._links.names
             choice = self._random.choice(choices) if choices else None
             if beside:
-                self._meet()
+                self._links.meet()
             else:
                 self.streams.lead()
             if choice is None:
@@ -199,15 +187,16 @@ class Profiler:
 
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
         """Run a GEMM on one piece of its rows, as `intra_batch` does, in one of the numbers of pieces."""
-        ways, ranks = self._ways, self.mesh.layout.tp
-        rows, left = divmod(x.shape[0], ways)
-        if left or rows % ranks:
+        ways, ranks = self._ways, (self.mesh.layout.tp,)
+        held = Region("tp", ranks, (Span.ALL,))
+        piece = replace(held, rows=(1, ways))
+        rows, into = piece.elements(x.shape[0] // ranks[0], 1), torch.empty_like(whole)
+        if not rows:
             return
-        into = torch.empty_like(whole)
         self.streams.lead()
         begin = self.streams.mark()
         (part,) = call(x[:rows])
-        place_piece(into, part, 1, ways, ranks)
+        Rows(held, piece, (self.mesh.place.index(("tp",)),)).place(into, part)
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
@@ -218,7 +207,7 @@ class Profiler:
         if name not in self._spares:
             self._spares[name] = _Spare(operator, torch.randn_like(x), key.partition("/")[0])
         if meets or self.streams.asynchronous:
-            self._meet()
+            self._links.meet()
         begin = self.streams.mark()
         transfer = self._start(operator, x, awaited_next=True)
         self.streams.wait(transfer)
@@ -271,17 +260,23 @@ class Profiler:
         return share * max(0.0, self._lasted.get(name, 0) - _ROOM * alone)
 
     def _start_spare(self, name: str) -> Transfer:
-        if name == MESSAGE:
-            assert self._message is not None
-            x, peer = self._message
-            launch = self._neighbours.swap(x, peer)
-            return self.streams.start(self.mesh.stream_to(peer), launch, awaited_next=False, lane="profile")
-        if name == SUM:
-            assert self._gradients is not None
-            launch = self.mesh.shared("dp").all_reduce(self._gradients)
-            return self.streams.start(self.mesh.stream("dp"), launch, awaited_next=False, lane="data")
+        if name in self._links.names:
+            return self._links.start(name)
         spare = self._spares[name]
         return self._start(spare.operator, spare.x, awaited_next=False)
+
+    def _spares_alone(self, rounds: int) -> None:
+        """Spare transfers with nothing beside them, and those over nodes beside those inside them."""
+        self._random.seed(f"{self.seed} transfers")
+        for _ in range(rounds):
+            for name in self._links.drawn(self._random, list(self._spares)):
+                self._links.meet()
+                transfer = self._start_spare(name)
+                self.streams.wait(transfer)
+                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
+                transfer.take()
+        for pair, together in self._links.beside_each_other(rounds):
+            self._together[pair].append(together)
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
         """Multiplications that take about as long, in another thread or stream; not expected to pay."""
@@ -289,7 +284,7 @@ class Profiler:
         times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
         other_ns = self._time(partial(self._products.multiply, times))
         if self.streams.asynchronous:
-            self._meet()
+            self._links.meet()
         begin = self.streams.mark()
         end_other = self._products.aside(times)
         results = call(*arguments)
@@ -306,84 +301,7 @@ class Profiler:
             )
         return results
 
-    # -- transfers outside layers --------------------------------------------------------------------------
-
-    def _transfers(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
-        """Spare collectives alone; gathers, messages between stages, sums over replicas in two sizes."""
-        self._random.seed(f"{self.seed} transfers")
-        for _ in range(rounds):
-            names = sorted(self._spares) + ([MESSAGE] if self._message is not None else [])
-            names += [SUM] if self._gradients is not None else []
-            for name in self._random.sample(names, len(names)):
-                self._meet()
-                transfer = self._start_spare(name)
-                self.streams.wait(transfer)
-                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
-                transfer.take()
-        measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        layout, context = self.mesh.layout, self.model.context
-        elements = context.sizes.local_tokens * self.model.shape.hidden
-        for _ in range(rounds):
-            for count in (elements, max(1, elements // 8)):
-                x = torch.zeros(count, device=context.device, dtype=context.dtype)
-                if layout.pp > 1:
-                    measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
-                for axis in ("tp", "pp", "dp", "replica"):
-                    if axis in self.mesh.lines:
-                        launch = self.mesh.lines[axis].all_reduce(x)
-                        measured[f"{axis}/all_reduce"].append((x.nbytes, self._alone(axis, launch)))
-                sharded = self.mesh.place.mesh.sharded
-                for axis in (name for name in ("tp", *sharded) if name in self.mesh.lines):
-                    line = self.mesh.lines[axis]
-                    ns = self._alone(axis, line.all_gather(x))
-                    measured[f"{axis}/all_gather"].append((x.nbytes * line.size, ns))
-                    if axis in sharded:
-                        whole = x[: max(1, count // line.size) * line.size]
-                        ns = self._alone(axis, line.reduce_scatter(whole))
-                        measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
-        return dict(measured)
-
-    def _alone(self, axis: str, launch: Launch) -> int:
-        self.streams.lead()
-        self.mesh.lines[axis].align()
-        begin = self.streams.mark()
-        transfer = self.streams.start(self.mesh.stream(axis), launch, awaited_next=True)
-        self.streams.wait(transfer)
-        transfer.take()
-        return self._between(begin, self.streams.mark())
-
-    def _there_and_back(self, x: Tensor) -> int:
-        """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
-        stage, stages = self.mesh.position["pp"], self.mesh.layout.pp
-        other = stage ^ 1
-        self.streams.lead()
-        self.mesh.lines["pp"].align()
-        if other >= stages:
-            return 0
-        line = self._neighbours
-        begin = self.streams.mark()
-        out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
-        for turn in (out, back) if stage < other else (back, out):
-            transfer = self.streams.start(self.mesh.stream_to(other), turn(), awaited_next=True)
-            self.streams.wait(transfer)
-            transfer.take()
-        return self._between(begin, self.streams.mark()) // 2
-
     # -- helpers -------------------------------------------------------------------------------------------
-
-    @property
-    def _neighbours(self) -> Channel:
-        """The pipeline, over the connections that forward passes take."""
-        return self.mesh.neighbours
-
-    def _meet(self) -> None:
-        """Let all ranks of the tensor-parallel group begin together, as they do after every collective, and
-        all replicas."""
-        self.streams.lead()
-        if self._group is not None:
-            self._group.align()
-        if self._gradients is not None:
-            self.mesh.lines["dp"].align()
 
     def _time(self, what: Callable[[], object]) -> int:
         self.streams.lead()

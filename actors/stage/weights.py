@@ -10,9 +10,12 @@ from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.shares import BucketPlan
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
+from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.stages import gather_stage
 from braid.scheduling.buckets import BucketKey
 from braid.scheduling.code import name_of
 from braid.scheduling.schedule import Gather
+from braid.scheduling.stages import Move
 from braid.scheduling.trace import Label
 
 
@@ -27,6 +30,7 @@ class _Bucket:
         self.plan, self.passes = plan, not lasting
         self._like = torch.empty(0, dtype=like.dtype, device=like.device)
         self.whole: Tensor | None = None
+        self._brought: Tensor | None = None
         whole = torch.zeros(plan.elements, dtype=like.dtype, device=like.device)
         for member, view in plan.lay(whole):
             view.copy_(member.tensor)
@@ -46,6 +50,14 @@ class _Bucket:
             for member, view in self.plan.lay(self.whole):
                 member.tensor.data = view
         return self.whole
+
+    def stage(self, move: Move, line: Line) -> Launch:
+        """A stage of its gather, of what the one before has brought."""
+        x, self._brought = self.own if self._brought is None else self._brought, None
+        launch = gather_stage(line, x, move.outer, into=self.make() if move.last else None)
+        if not move.last:
+            self._brought = launch.result
+        return launch
 
     def release(self) -> None:
         """Let go of all but the share."""
@@ -78,11 +90,16 @@ class ShardedWeights:
             return
         pending = self._pending[gather] = []
         for bucket in self._of(gather):
-            stream, whole = self._mesh.stream(gather.axis), bucket.make()
+            along = gather.axis if gather.move is None else str(gather.move.factor)
+            stream, whole = self._mesh.stream(along), bucket.make()
+            if gather.move is None:
+                launch = self._mesh.shared(gather.axis).all_gather(bucket.own, into=whole)
+            else:
+                launch = bucket.stage(gather.move, self._mesh.line(along))
+            moved = launch.result
             label = Label(
-                operator=name_of(gather), stream=stream, bytes=whole.nbytes, shapes=str(whole.numel())
+                operator=name_of(gather), stream=stream, bytes=moved.nbytes, shapes=str(moved.numel())
             )
-            launch = self._mesh.shared(gather.axis).all_gather(bucket.own, into=whole)
             transfer = self._streams.start(stream, launch, awaited_next=False, lane="data")
             pending.append((label, transfer))
 

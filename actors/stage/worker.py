@@ -160,7 +160,7 @@ class Worker(Logged, Rank):
         graphs = {kind: definition.graph for kind, definition in definitions.items()}
         self._parts = parts = model_parts(sizes, graphs, train.recompute)
         units = scheduled_parts(
-            parts, layout, kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
+            parts, layout, kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
         )
         self._code = linked(schedule, layout, kinds, units)
         validation = validation_schedule(plan.shape, layout, validation_micro_batches(config), parts)

@@ -30,7 +30,8 @@ function facts(state) {
   if (schedule) {
     tiles.push([schedule.name, "schedule"], [schedule.strands.length, schedule.strands.length > 1 ? "strands" : "strand"], [schedule.micro_batches, "micro-batches a step"], [schedule.chunks, schedule.chunks > 1 ? "chunks of the model" : "chunk of the model"]);
     if (schedule.unit_layers) tiles.push([schedule.unit_layers, "layers ordered as one"]);
-    tiles.push([schedule.pieces > 1 ? schedule.pieces : "whole", schedule.pieces > 1 ? "pieces of each all-gather" : "collectives"]);
+    const cut = schedule.partitions.length;
+    tiles.push([cut || "whole", cut ? "partitions of collectives" : "collectives"]);
   }
   if (model) tiles.push([`${model.layers} × ${model.hidden}`, "layers × width"], [model.sequence, "tokens a sample"]);
   return el("div", { class: "facts" }, ...tiles.map(([value, name]) => el("div", {}, el("b", { text: value }), el("span", { text: name }))));

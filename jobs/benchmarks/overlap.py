@@ -34,8 +34,8 @@ from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.planner.decide import BenchOf, anything, measured, outcome_of, outcome_of_schedule
-from braid.scheduling.planner.orders import decisions, exact_pairing, layer_pair
+from braid.scheduling.planner.decide import anything, measured, outcome_of, outcome_of_schedule
+from braid.scheduling.planner.orders import BenchOf, decisions, exact_pairing, layer_pair
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write, write_sides
 from braid.scheduling.spec import ModelShape
@@ -123,7 +123,7 @@ class _Bench:
         self._case, self._link, self._data, self._progress = case, link, data, progress
         config = self._config("megatron")
         self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-        self._places = link.places(config.layout().ranks)
+        self._places = link.places(config.layout().ranks, filled=case.filled)
         self._known: Profile | None = None
 
     def _config(self, schedule: str, **cluster: Any) -> Config:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from braid.actors.config import Config, parse_config
+from braid.scheduling.planner.tiers import TIERS
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
     "pp2": {"pp": 2},
     "tp2pp2": {"tp": 2, "pp": 2},
     "dp2": {"dp": 2},
@@ -22,24 +24,30 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
     "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
+    "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
+FILLED = ("tp4", "dp4", "tp2dp2")
+"""Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
+ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
+"""Baselines: `ddp` under that ZeRO stage."""
 GLOO, MESSAGES = False, True
 PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
     "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
     **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
-    **dict.fromkeys(("tp2dp2", "pp2dp2"), ()),
+    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2"), ()),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 
 
 def known_schedules(layout: str) -> tuple[str, ...]:
     """Those that may be asked for in a layout."""
-    return tuple(dict.fromkeys((*SCHEDULES[layout], ANY_OF_OURS)))
+    more = (*ZERO, "ooo_backprop") if "dp" in LAYOUTS[layout] else ()
+    return tuple(dict.fromkeys((*SCHEDULES[layout], *more, ANY_OF_OURS, *TIERS.values())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,9 @@ class OverlapCase:
     seed: int = 1
 
     def config(self, schedule: str, **cluster: Any) -> Config:
-        """The run's configuration under a schedule."""
+        """The run's configuration under a schedule, or a baseline (`ZERO`)."""
+        zero = ZERO.get(schedule, self.zero)
+        schedule = "ddp" if schedule in ZERO else schedule
         return parse_config(
             {
                 "model": {
@@ -81,11 +91,16 @@ class OverlapCase:
                     "warmup_steps": 100,
                     "seed": self.seed,
                 },
-                "parallel": {**LAYOUTS[self.layout], "zero": self.zero, "shards": self.shards},
+                "parallel": {**LAYOUTS[self.layout], "zero": zero, "shards": self.shards},
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
         )
+
+    @property
+    def filled(self) -> bool:
+        """Whether a host is filled with ranks before the next one is."""
+        return self.layout in FILLED
 
     @property
     def replicas(self) -> int:

@@ -122,9 +122,9 @@ class Hosts:
         finally:
             _run(*end, "up")
 
-    def places(self, ranks: int) -> list[Place]:
-        """Where every rank runs; tensor-parallel neighbours stand on different hosts."""
-        hosts = (self.hosts[rank % 2] for rank in range(ranks))
+    def places(self, ranks: int, *, filled: bool = False) -> list[Place]:
+        """Where every rank runs; neighbours stand on different hosts, unless these are ``filled`` in turn."""
+        hosts = (self.hosts[2 * rank // ranks if filled else rank % 2] for rank in range(ranks))
         return [Place(host.address, host.namespace, host.cpus) for host in hosts]
 
 
@@ -178,9 +178,9 @@ class Paced:
         """From now on, connections are made for this rate."""
         self.cluster = {"emulated_link_mbit": mbit}
 
-    def places(self, ranks: int) -> list[Place]:
-        """As on two hosts: each with half of the CPUs, neighbours on different ones."""
-        return [separate_places(2)[rank % 2] for rank in range(ranks)]
+    def places(self, ranks: int, *, filled: bool = False) -> list[Place]:
+        """As on two hosts: each with half of the CPUs."""
+        return [separate_places(2)[2 * rank // ranks if filled else rank % 2] for rank in range(ranks)]
 
 
 def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:

@@ -67,7 +67,7 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         memory.add_column(name, justify="right")
     members = model_graphs(config, shape)
     parts = scheduled_parts(
-        members, layout, shape.kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
+        members, layout, shape.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )
     code = link(schedule, layout, shape.kinds, parts)
     for stage in range(layout.pp):

@@ -10,7 +10,7 @@ from rich.text import Text
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.compare_traces import TraceComparison
 from braid.scheduling.draw_simulation import moving, pair_text, paired_run
-from braid.scheduling.plan import Plan, TierNote
+from braid.scheduling.plan import Plan
 from braid.scheduling.planner.decide import Outcome
 from braid.scheduling.planner.explain import Explanation
 from braid.scheduling.records import to_mapping
@@ -91,19 +91,10 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     table.add_row("costs", plan.profile)
     if plan.not_executed:
         table.add_row("not executed yet", f"`braid train` does not have {', '.join(plan.not_executed)}")
-    for tier in plan.tiers:
-        table.add_row("not executed yet", _tier(tier))
+    for partition in setting.partitions:
+        table.add_row("partition", str(partition))
     console.print(table)
     _show_runners_up(console, plan)
-
-
-def _tier(tier: TierNote) -> str:
-    """A tier's estimate, in words that make no decision of it."""
-    gain = (tier.runner_up_ns - tier.ns) / 1e6
-    return (
-        f"{tier.tier} tier (Centauri): {tier.decision} would gain {gain:.2f} ms over {tier.runner_up} "
-        f"({tier.ns / 1e6:.2f} instead of {tier.runner_up_ns / 1e6:.2f})"
-    )
 
 
 def _schedule(setting: Setting) -> str:
@@ -294,20 +285,10 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
             f"pairing: {note.method} at {note.ns / 1e6:.3f} ms a layer; the runner-up, {note.runner_up}, "
             f"would cost {gain:.1%} more; one after the other {note.serial_ns / note.ns - 1:.1%} more"
         )
-    if plan.collectives:
-        title = "not executed yet: collectives in parts (Centauri)"
-        table = _narrow(title, ("", "collective"), ("whole ms", "best ms", "would gain"))
-        for number, c in enumerate(plan.collectives, 1):
-            times = f"{c.unpartitioned_ns / 1e6:.3f}", f"{c.ns / 1e6:.3f}"
-            table.add_row(str(number), c.collective, *times, f"{1 - c.ns / c.unpartitioned_ns:.1%}")
-        console.print(table)
-        notes = [
-            f"best would be {c.scheme}; then {c.runner_up}: {c.runner_up_ns / 1e6:.3f} ms"
-            for c in plan.collectives
-        ]
-        _show_notes(console, notes)
-    for tier in plan.tiers:
-        console.print(f"not executed yet: {_tier(tier)}")
+    for partition in plan.setting.partitions:
+        console.print(f"partition {partition}")
+    for tier in explanation.tiers:
+        console.print(f"{tier.change} a step would take {tier.step_seconds:.3f} s (x {tier.speedup:.3f})")
     if plan.not_executed:
         console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
     table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))

@@ -12,7 +12,7 @@ from braid.kernels.operators.accumulation import accumulate_sum
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.attention import Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
-from braid.kernels.operators.linear import Linear
+from braid.kernels.operators.linear import ALL, Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
 from braid.kernels.operators.residual import Residual
 
@@ -108,12 +108,16 @@ class TritonLinear(Linear):
     num_sms = 0
     """Multiprocessors that the kernels take; 0: all."""
 
-    def forward(self, x_TI: Tensor) -> tuple[Tensor]:
-        """Return y_TO."""
+    def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
+        """Return y_TO; of columns, as `Linear` does it."""
+        if not inputs == outputs == ALL:
+            return super().forward(x_TI, inputs=inputs, outputs=outputs)
         return (gemm.linear(x_TI, self.weight, self.bias, self.num_sms, 1, None),)
 
-    def input_gradient(self, dy_TO: Tensor) -> tuple[Tensor]:
-        """Return dx_TI."""
+    def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
+        """Return dx_TI; of columns, as `Linear` does it."""
+        if not inputs == outputs == ALL:
+            return super().input_gradient(dy_TO, inputs=inputs, outputs=outputs)
         return (gemm.linear_input_gradient(dy_TO, self.weight, self.num_sms, 1, None),)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, way_to_accumulate
 from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 
+ALL = slice(None)
+"""Columns, where it is not said which."""
+
 
 class Linear(ComputeOperator):
     """y = x weightᵀ (+ bias), with weight_OI and bias_O."""
@@ -34,13 +37,19 @@ class Linear(ComputeOperator):
         if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
             way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
 
-    def forward(self, x_TI: Tensor) -> tuple[Tensor]:
-        """Return y_TO."""
-        return (F.linear(x_TI, self.weight, self.bias),)
+    def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
+        """Return y_TO. ``inputs``: of which x has the columns, so that y is a part of the sum; with the first
+        of them comes the bias. ``outputs``: of which y has the columns."""
+        bias = None if self.bias is None or inputs.start else self.bias[outputs]
+        return (F.linear(x_TI, self.weight[outputs, inputs], bias),)
 
-    def input_gradient(self, dy_TO: Tensor) -> tuple[Tensor]:
-        """Return dx_TI; under column parallelism it is a partial sum over the ranks."""
-        return (dy_TO @ self.weight,)
+    def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
+        """Return dx_TI; under column parallelism it is a partial sum over the ranks.
+
+        ``outputs``: of which dy has the columns, so that dx is a part of the sum. ``inputs``: of which dx has
+        the columns.
+        """
+        return (dy_TO @ self.weight[outputs, inputs],)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
         """Accumulate dyᵀ x, and the sum of dy over the tokens if there is a bias."""

@@ -1,15 +1,16 @@
 """Passes from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.pieces import with_pieces
+from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
 from braid.scheduling.lowering.programs import Order, graph_of, own_program, program_of
 from braid.scheduling.lowering.update import Stages, with_gathering, with_update
 from braid.scheduling.operators import Part
+from braid.scheduling.partition import Partition
 from braid.scheduling.rounds import rounds, rounds_of_all
 from braid.scheduling.schedule import (
     Await,
@@ -110,10 +111,10 @@ def scheduled_parts(
     kinds: tuple[str, ...],
     *,
     unit_layers: int = 0,
-    pieces: int = 1,
+    partitions: Sequence[Partition] = (),
 ) -> dict[str, Part]:
-    """The graphs that a schedule's programs are of: parts in ``pieces``, then joined to units."""
-    return unit_parts(with_pieces(members, pieces), layout, kinds, unit_layers)
+    """The graphs that a schedule's programs are of: parts with ``partitions``, then joined to units."""
+    return unit_parts(with_partitions(members, partitions, layout), layout, kinds, unit_layers)
 
 
 def training_schedule(
@@ -134,7 +135,7 @@ def training_schedule(
         stages=stages,
         programs=_programs(setting, stages, parts, choices or Choices()),
         unit_layers=setting.unit_layers,
-        pieces=setting.pieces,
+        partitions=setting.partitions,
         prefetch=setting.distances[0],
         keep=setting.distances[1],
     )
@@ -152,8 +153,7 @@ def _programs(
     for kind in (kind for kind in PassKind if kind in kinds):
         for name in parts:
             side = Side(kind, name)
-            in_pieces = setting.kind.cuts_collectives and name in setting.model.kinds
-            programs[side,] = own_program(side, parts, trains=True, in_pieces=in_pieces)
+            programs[side,] = own_program(side, parts, trains=True)
     blocks = (passes_in(i) for stage in stages for i in stage)
     together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)

@@ -18,6 +18,7 @@ from braid.scheduling.lowering.pipelines import (
     paired_w,
     twin_ended,
     two_beside_one,
+    weights_apart,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -75,6 +76,7 @@ _TOGETHER = {
 PIPELINES: Final[Mapping[str, Pipeline]] = {
     "1f1b": _pipeline(one_forward_one_backward, Placement.LINEAR),
     "eager_1f1b": _pipeline(eager_one_forward_one_backward, Placement.LINEAR),
+    "weights_apart": _pipeline(weights_apart, Placement.LINEAR),
     "folded": _pipeline(folded_w, Placement.FOLDED),
     "interleaved": _pipeline(interleaved, Placement.INTERLEAVED),
     "bidirectional": _pipeline(bidirectional, Placement.BIDIRECTIONAL),
@@ -101,6 +103,10 @@ class ScheduleKind:
     """Our own: orders are searched for, also of passes that run alone."""
     early_sums: bool = False
     """Whether gradients are summed as soon as they are final, beside what is left of the last passes."""
+    partitions: bool = False
+    """Whether it is searched for how collectives are cut (Centauri's operation tier)."""
+    reorders: bool = False
+    """Whether operators of a backward pass by itself are brought into the best order (its layer tier)."""
 
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
         """The pipelines that suit a layout; of those that are the same on it, the first."""
@@ -133,13 +139,19 @@ def _kind(*pipelines: str, pairs: PairMethod | None = None, **more: bool) -> Sch
     return ScheduleKind(pipelines=pipelines, pairs=pairs, **more)
 
 
-def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER) -> ScheduleKind:
-    return _kind(*pipelines, pairs=pairs, searched=True, early_sums=True)
+def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER, **without: bool) -> ScheduleKind:
+    tiers = {"early_sums": True, "partitions": True, "reorders": True} | without
+    return _kind(*pipelines, pairs=pairs, searched=True, **tiers)
+
+
+_APART = ("w", "twins", "eager_w", "v")
+"""Pipelines of braid whose micro-batches go through the model one by one, or in pairs of strands."""
 
 
 SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "megatron": _kind("1f1b"),
     "ddp": _kind("1f1b", early_sums=True),
+    "ooo_backprop": _kind("weights_apart", early_sums=True),
     "eager": _kind("eager_1f1b"),
     "folded": _kind("folded"),
     "interleaved": _kind("interleaved"),
@@ -148,7 +160,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
     "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
-    "braid": _searched("w", "twins", "eager_w", "v", *_TOGETHER),
+    "braid": _searched(*_APART, *_TOGETHER),
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
     "braid_w": _searched("w"),
@@ -156,8 +168,12 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "braid_twins": _searched("twins"),
     "braid_v": _searched("v"),
     **{f"braid_{name}": _searched(name, pairs=None) for name in _TOGETHER},
+    "braid_whole": _searched(*_APART, *_TOGETHER, partitions=False),
+    "braid_in_order": _searched(*_APART, *_TOGETHER, reorders=False),
+    "braid_apart": _searched(*_APART, early_sums=False),
 }
-"""Training schedules by the names that users know; those that begin with ``braid_`` are points of braid."""
+"""Training schedules by the names that users know; those that begin with ``braid_`` are points of braid: one
+pipeline of it, or all without one of Centauri's tiers (operation, layer, model)."""
 
 POINTS: Final = tuple(name for name in SCHEDULES if name.startswith("braid_"))
-"""Single pipelines of ``braid``, which searches them all."""
+"""Of ``braid``, which searches them all."""

@@ -45,6 +45,28 @@ def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -
     return _alternating(layout, micro_batches, 2)
 
 
+def weights_apart(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """1F1B whose backward passes are cut: input gradients go on to the stage before, then come the weights'.
+
+    Gradients travel, and stages work, while weight gradients are computed; these are summed over replicas as
+    they become final (out-of-order backpropagation, Oh et al., EuroSys 2022).
+    """
+    return tuple(
+        tuple(
+            block
+            for whole in stage
+            for block in ((whole,) if whole.passes[0].forward else _cut(whole.passes[0]))
+        )
+        for stage in one_forward_one_backward(layout, micro_batches)
+    )
+
+
+def _cut(backward: Pass) -> tuple[Block, Block]:
+    kinds = (PassKind.INPUT, PassKind.WEIGHT)
+    first, second = (Block((backward._replace(kind=kind),)) for kind in kinds)
+    return first, second
+
+
 def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> BlockOrder:
     assert layout.placement is Placement.LINEAR, "1F1B runs one chunk per stage"
     stages = []

@@ -1,6 +1,6 @@
 """Operator programs: from an order of operators to what a rank issues and where it waits."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part
@@ -35,18 +35,11 @@ def serial_program(graph: Graph) -> Program:
     """Operators one after the other, every collective waited for at once.
 
     Ring shifts alone run beside the attention that does not need them yet: that is what a ring is for, and
-    what the field's frameworks do (Megatron-LM's context parallelism).
+    what the field's frameworks do (Megatron-LM's context parallelism). And what a partition has cut stays
+    under way until something needs it.
     """
-    return _in_order(graph, lambda op: op.kind is Kind.SEND_RECEIVE)
-
-
-def program_in_pieces(graph: Graph) -> Program:
-    """As `serial_program`, but pieces of a collective stay under way until a piece of the GEMM needs them."""
-    return _in_order(graph, lambda op: op.kind is Kind.SEND_RECEIVE or op.piece is not None)
-
-
-def _in_order(graph: Graph, lazy: Callable[[Operator], bool]) -> Program:
-    issuer = _Issuer([graph], {op.name for op in graph.operators if lazy(op)})
+    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or op.piece is not None}
+    issuer = _Issuer([graph], lazy)
     return issuer.run([(0, op.name) for op in graph.operators])
 
 
@@ -120,13 +113,10 @@ class _Issuer:
 
     def _wait(self, turn: int, op: Operator) -> None:
         self._under_way.remove((turn, op.name))
-        if op.piece is not None and op.piece.number == op.piece.ways:
-            # The last piece completes the whole value: none of the others may still be under way.
-            for step in list(self._under_way):
-                other = self._operators[step]
-                alike = other.piece is not None and other.piece.whole == op.piece.whole
-                if alike and step[0] == turn and other.place == op.place:
-                    self._wait(turn, other)
+        # The last piece completes the whole value: none of the others may still be under way.
+        for step in list(self._under_way) if op.completes else ():
+            if step[0] == turn and self._operators[step].completed_by(op):
+                self._wait(turn, self._operators[step])
         self.actions.append(Wait(op.name, turn))
 
 
@@ -208,7 +198,6 @@ def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
                 )
 
 
-def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool, in_pieces: bool = False) -> Program:
-    """The program of a pass that nothing was decided for: serial, or with pieces of collectives under way."""
-    graph = graph_of(parts[side.unit], side.kind, trains=trains)
-    return program_in_pieces(graph) if in_pieces else serial_program(graph)
+def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool) -> Program:
+    """The program of a pass that nothing was decided for."""
+    return serial_program(graph_of(parts[side.unit], side.kind, trains=trains))

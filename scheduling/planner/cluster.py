@@ -20,10 +20,10 @@ from braid.scheduling.planner.decide import (
     rank,
     uncollected,
     variants,
+    with_cuts,
     with_schedule,
     within,
 )
-from braid.scheduling.planner.tiers import collective_notes, tier_notes
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import check, check_memory
@@ -83,8 +83,6 @@ def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...
         choices=best.choices,
         score=score_of(best.numbers),
         pairing=best.note,
-        collectives=collective_notes(best.bench, cluster),
-        tiers=tier_notes(best.bench, best.simulation, cluster),
         runners_up=runners_up,
     )
 
@@ -109,7 +107,9 @@ def _simulate(chosen: Sequence[Candidate], cluster: ClusterSpec) -> tuple[list[O
 def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
     """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
     others = [one for one in variants(_open(best.setting), PART_BY_PART) if one != best.setting]
-    return min(best, _best(others, cluster), key=rank) if others else best
+    if others:
+        best = min(best, _best(others, cluster), key=rank)
+    return with_cuts(best, modelled(cluster), within(cluster.usable_bytes))
 
 
 def _best(settings: Iterable[Setting], cluster: ClusterSpec) -> Outcome:

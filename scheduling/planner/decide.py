@@ -18,13 +18,15 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
-from braid.scheduling.lowering.pieces import WAYS, with_pieces
+from braid.scheduling.lowering.partitions import WAYS, mega_scale, with_partitions
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Part
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.plan import PairingNote
-from braid.scheduling.planner.orders import Bench, decisions
+from braid.scheduling.planner.orders import Bench, BenchOf, decisions
+from braid.scheduling.planner.tiers import cuts
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
-from braid.scheduling.schedule import Schedule
+from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.sizes import part_sizes
@@ -45,7 +47,7 @@ class Space:
     unit_layers: tuple[int, ...] = (0, 4)
     """Most layers of a unit: none, and as many as a search of a second can order well."""
     every_pipeline: bool = True
-    """Else the first of a schedule's pipelines, with the usual time for messages."""
+    """Else the first of a schedule's pipelines, with the usual time for messages, and collectives whole."""
 
 
 PART_BY_PART = Space(unit_layers=(0,))
@@ -53,8 +55,6 @@ PART_BY_PART = Space(unit_layers=(0,))
 COARSE = Space(unit_layers=(0,), every_pipeline=False)
 """To rank many layouts."""
 
-BenchOf = Callable[[Setting], Bench]
-"""Graphs and costs of a setting."""
 Over = Callable[[Simulation], float]
 """Bytes by which a simulated step exceeds what is allowed; 0 within."""
 
@@ -107,9 +107,10 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
         sizes = part_sizes(
             setting.model, setting.layout, setting.workload.micro_batch, streams, setting.context
         )
-        members = with_pieces(built_in_parts(sizes, setting.recompute), setting.pieces)
+        parts = built_in_parts(sizes, setting.recompute)
+        members = with_partitions(parts, setting.partitions, setting.layout)
         if profile is not None:
-            costs = with_piece_costs(profile, members.values())
+            costs = with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])
         else:
             costs = analytic_profile(cluster, setting.layout, members, DTYPE_BYTES[setting.dtype])
         return Bench(setting, members, costs, cluster.gpu.peak_flops_per_s)
@@ -121,8 +122,10 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
     """The graphs of a run, with its own costs."""
 
     def bench_of(setting: Setting) -> Bench:
-        members = with_pieces(graphs, setting.pieces)
-        return Bench(setting, members, with_piece_costs(profile, members.values()))
+        members = with_partitions(graphs, setting.partitions, setting.layout)
+        return Bench(
+            setting, members, with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])
+        )
 
     return bench_of
 
@@ -144,6 +147,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # nothing to cut
         if layout.dp * layout.cp == 1 and name == "ddp":
             continue  # nothing to sum over replicas
+        if name == "ooo_backprop" and layout.pp * layout.dp * layout.cp == 1:
+            continue  # nothing to send or to sum while weight gradients are computed
         try:
             yield with_schedule(setting, name)
         except ValueError:
@@ -160,7 +165,7 @@ def with_schedule(setting: Setting, schedule: str) -> Setting:
         schedule=schedule,
         layout=layout,
         pipeline="",
-        pieces=1,
+        partitions=(),
         unit_layers=0,
         hop=0,
         distances=(0, 0),
@@ -171,20 +176,20 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
     far ahead buckets travel."""
     kind, layout = setting.kind, setting.layout
-    numbers = [setting.pieces]
-    if kind.cuts_collectives and setting.pieces == 1 and layout.tp > 1:
-        numbers = [ways for ways in WAYS if setting.local_tokens % ways == 0] or numbers
+    cuts = [setting.partitions]
+    if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
+        cuts = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
     lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
     pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
     if not space.every_pipeline:
         pipelines = pipelines[:1]
-    for ways, length, pipeline in product(numbers, lengths, pipelines):
+    for cut, length, pipeline in product(cuts, lengths, pipelines):
         searched = layout.pp > 1 and not setting.hop and space.every_pipeline
         for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
             for distances in kind.distances(layout.zero) if space.every_pipeline else (setting.distances,):
                 yield replace(
                     setting,
-                    pieces=ways,
+                    partitions=cut,
                     unit_layers=length,
                     pipeline=pipeline,
                     hop=hop,
@@ -217,7 +222,7 @@ def decide(
     refused: ValueError | None = None
     for setting in settings:
         try:
-            found.append(best_of(variants(setting, space), bench_of, over))
+            found.append(best_of(variants(setting, space), bench_of, over, cut=space.every_pipeline))
         except UnknownCostError:
             raise
         except ValueError as error:
@@ -236,24 +241,66 @@ def decide(
     return [taken, *(one for one in ranked if one is not taken)]
 
 
-def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outcome:
+def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: bool = False) -> Outcome:
     """The best outcome of settings that leave nothing but orders open; not checked yet.
 
-    `ValueError` as for `decide`.
+    ``cut``: the best of them also with collectives cut, where its schedule has that. `ValueError` as for
+    `decide`.
     """
     found: list[Outcome] = []
     refused: ValueError | None = None
     for setting in settings:
         try:
-            bench = bench_of(setting)
-            found += [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
+            found += outcomes(bench_of(setting), over)
         except UnknownCostError:
             raise
         except ValueError as error:
             refused = error
     if not found:
         raise refused or ValueError("there is nothing to choose from")
-    return min(found, key=rank)
+    best = min(found, key=rank)
+    return with_cuts(best, bench_of, over) if cut else best
+
+
+def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
+    """The better of an outcome and the same setting with collectives cut, where its schedule has that.
+
+    Those of layers are left whole where two passes together take hardly longer than their compute.
+    """
+    setting = best.setting
+    if not setting.kind.partitions or setting.partitions:
+        return best
+    ways = cuts(best.bench, bench_of, layers=not _full_of_compute(best))
+    benches = (bench_of(replace(setting, partitions=way)) for way in ways)
+    return min((best, *(one for bench in benches for one in outcomes(bench, over))), key=rank)
+
+
+FULL = 0.05
+"""So little more than its compute does a pair of passes take that is full of it."""
+
+
+def _full_of_compute(outcome: Outcome) -> bool:
+    note = outcome.note
+    blocks = (passes_in(one) for stage in outcome.code.schedule.stages for one in stage)
+    if note is None or not any(len({one.direction for one in passes}) > 1 for passes in blocks):
+        return False
+    profile, layers = outcome.bench.profile, outcome.bench.members
+    compute = max(
+        sum(
+            profile.solo(op.key)
+            for graph in (part.forward, part.backward)
+            for op in graph.operators
+            if not op.kind.communicates
+        )
+        for name, part in layers.items()
+        if is_layer(name)
+    )
+    return note.ns < compute * (1 + FULL)
+
+
+def outcomes(bench: Bench, over: Over) -> list[Outcome]:
+    """Of all decisions about orders."""
+    return [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from braid.scheduling.plan import Plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout
 from braid.scheduling.planner.decide import Outcome, evaluate, replay, with_schedule
+from braid.scheduling.planner.tiers import TIERS
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Workload
 
@@ -31,6 +32,8 @@ class Explanation:
     ideal_overlap_seconds: float
     """The step if every communication were hidden, everything else equal."""
     what_if: tuple[WhatIf, ...]
+    tiers: tuple[WhatIf, ...] = ()
+    """Without each of Centauri's tiers, where the schedule has them."""
 
 
 def explain(plan: Plan, cluster: ClusterSpec) -> Explanation:
@@ -44,13 +47,20 @@ def explain(plan: Plan, cluster: ClusterSpec) -> Explanation:
         answers.append(_planned(plan, outcome, "2x bandwidth between nodes", _faster(cluster, Level.INTER)))
     answers.append(_more_memory(plan, outcome, cluster))
     answers.append(_larger_batch(plan, outcome, cluster))
+    tiers = TIERS if plan.setting.schedule == "braid" else {}
     found = sorted((a for a in answers if a is not None), key=lambda answer: -answer.speedup)
     return Explanation(
         plan=plan,
         outcome=outcome,
         ideal_overlap_seconds=numbers.step_seconds - numbers.exposed_seconds,
         what_if=tuple(found),
+        tiers=tuple(_without(plan, outcome, tier, name, cluster) for tier, name in tiers.items()),
     )
+
+
+def _without(plan: Plan, base: Outcome, tier: str, schedule: str, cluster: ClusterSpec) -> WhatIf:
+    setting = replace(with_schedule(plan.setting, schedule), unit_layers=plan.setting.unit_layers)
+    return _answer(f"without the {tier} tier", evaluate(setting, cluster), base)
 
 
 def _faster(cluster: ClusterSpec, level: Level) -> ClusterSpec:

@@ -4,7 +4,7 @@ What `braid.scheduling.planner.decide` then compares by simulation are whole set
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -37,6 +37,10 @@ from braid.scheduling.units import has_layers, unit_parts
 LONG = 40
 """Operators beyond which orders are searched for by beam."""
 
+MANY = 64
+"""Operators of two passes beyond which there is no time for the best segments between barriers: layers that
+partitions have cut."""
+
 Decision = tuple[Choices, PairingNote | None]
 
 _F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
@@ -58,6 +62,10 @@ class Bench:
         """What is scheduled: the members, or the units that they are joined to."""
         setting = self.setting
         return unit_parts(self.members, setting.layout, setting.model.kinds, setting.unit_layers)
+
+
+BenchOf = Callable[[Setting], Bench]
+"""Graphs and costs of a setting."""
 
 
 def decisions(bench: Bench) -> list[Decision]:
@@ -82,7 +90,7 @@ def _several(choices: Choices) -> dict[str, Order]:
 def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
     kind, orders = bench.setting.kind, dict[str, Order]()
     note = None
-    if kind.searched:
+    if kind.reorders:
         for name, part in bench.parts.items():
             if has_layers(name):
                 orders[write_sides([Side(_B, name)])] = _alone(bench, part)
@@ -165,7 +173,11 @@ def _decide_layers(bench: Bench, method: PairMethod) -> tuple[dict[str, Order], 
         pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
     orders, notes = {}, []
     for names, goes_on in pairs.items():
-        sides, order, note = decide_pairing(layer_pair(bench, names), method, names, goes_on=goes_on)
+        problem = layer_pair(bench, names)
+        if method is PairMethod.ORDER and len(problem.forward) + len(problem.backward) > MANY:
+            sides, order, note = _decide_long(problem, names, goes_on=goes_on)
+        else:
+            sides, order, note = decide_pairing(problem, method, names, goes_on=goes_on)
         orders[write_sides(sides)] = order
         notes.append(note)
     return orders, _longest(notes)
@@ -188,21 +200,27 @@ def _decide_units(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], 
         ahead, behind = bench.parts[first], bench.parts[second]
         problem = pair_problem(ahead.forward, behind.backward, bench.profile)
         whole = whole_ends and goes_on and not gives_gradient(behind)
-        end, found = unit_order(problem, goes_on=goes_on, whole=whole)
-        sides = _pair_sides(first, second, end)
-        orders[write_sides(sides)] = order_steps(problem, found.operators, end)
-        turns = issue_ns(problem, turns_order(problem))
-        notes.append(
-            PairingNote(
-                method=PairMethod.ORDER,
-                ns=round(found.ns),
-                serial_ns=round(problem.serial_ns),
-                lower_bound_ns=round(problem.lower_bound_ns),
-                runner_up=str(PairMethod.TURNS) if turns < problem.serial_ns else "serial",
-                runner_up_ns=round(min(turns, problem.serial_ns)),
-            )
-        )
+        sides, order, note = _decide_long(problem, (first, second), goes_on=goes_on, whole=whole)
+        orders[write_sides(sides)] = order
+        notes.append(note)
     return orders, _longest(notes)
+
+
+def _decide_long(
+    problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False
+) -> tuple[Sides, Order, PairingNote]:
+    """How two passes of many operators run together."""
+    end, found = unit_order(problem, goes_on=goes_on, whole=whole)
+    turns = issue_ns(problem, turns_order(problem))
+    note = PairingNote(
+        method=PairMethod.ORDER,
+        ns=round(found.ns),
+        serial_ns=round(problem.serial_ns),
+        lower_bound_ns=round(problem.lower_bound_ns),
+        runner_up=str(PairMethod.TURNS) if turns < problem.serial_ns else "serial",
+        runner_up_ns=round(min(turns, problem.serial_ns)),
+    )
+    return _pair_sides(*names, end), order_steps(problem, found.operators, end), note
 
 
 def _pair_sides(first: str, second: str, end: Collection[str]) -> Sides:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from math import prod
 from typing import Final
 
-from braid.scheduling.cluster import ClusterSpec, Group, Level
+from braid.scheduling.cluster import ClusterSpec, Group, Level, common_level, dim_group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind
+from braid.scheduling.partition import DIMS, Partition
 from braid.scheduling.planner.chain import ChainOperator, Role
 from braid.scheduling.records import require_positive
 
@@ -32,7 +32,7 @@ class Collective:
     kind: Kind
     payload_bytes: int
     dims: tuple[str, ...] = ()
-    """Dims of the tensor; pieces of it are cut along one of them."""
+    """Dims of the tensor, rows first; pieces of it are cut along one of them."""
 
     def __post_init__(self) -> None:
         require_positive(self, ("payload_bytes",))
@@ -115,6 +115,26 @@ class Scheme:
     reduces: bool = False
     """The last of the cut operators is cut along its contraction: partial results are added up."""
 
+    def partition(self, what: str, dims: Sequence[str]) -> Partition | None:
+        """The scheme as what a schedule says of a collective of these dims (rows, columns); None: whole.
+
+        `ValueError` for rooted primitives, which no schedule executes: they are always pruned.
+        """
+        if not set(self.substitution) <= set(_KINDS):
+            raise ValueError(f"{self.describe()} is not executed")
+        if len(self.mesh) == self.pieces == 1:
+            return None
+        per_primitive = len(self.stages) // len(self.substitution)
+        return Partition(
+            what=what,
+            mesh=self.mesh if len(self.mesh) > 1 else (),
+            order=tuple(s.mesh_dim for s in self.stages[:per_primitive]) if len(self.mesh) > 1 else (),
+            pieces=self.pieces,
+            dim="" if self.dim is None else DIMS[dims.index(self.dim)],
+            operators=self.operators,
+            delivered=self.uneven,
+        )
+
     def describe(self) -> str:
         """The scheme in one line, such as ``all_gather 2x8 (dim 0, dim 1), 4 pieces of hidden``."""
         names = "+".join(primitive.value for primitive in self.substitution)
@@ -143,15 +163,20 @@ class PartitionSpace:
 
 
 def partition_space(
-    collective: Collective, group: Group, cluster: ClusterSpec, chain: Sequence[ChainOperator] = ()
+    collective: Collective,
+    group: Group,
+    cluster: ClusterSpec | None,
+    chain: Sequence[ChainOperator] = (),
 ) -> PartitionSpace:
     """Every scheme of a collective over a rank group, and what was pruned (Centauri section 3.1, figure 4).
 
     ``chain`` are the dependent operators, nearest to the collective first: those that follow it, or, for a
-    reduce-scatter, those that come before it.
+    reduce-scatter, those that come before it. ``cluster``: whose links say what may stand in for a primitive;
+    None: nothing, which is what they all say of reduce-scatters and all-gathers.
     """
     pruned: list[Pruned] = []
-    substitutions = _substitutions(collective, group, cluster, pruned)
+    own = [(_WHOLE[collective.kind],)]
+    substitutions = own if cluster is None else _substitutions(collective, group, cluster, pruned)
     meshes, unbalanced = balanced_meshes(group)
     pruned.extend(unbalanced)
     plans: list[Scheme] = []
@@ -205,7 +230,7 @@ def balanced_meshes(group: Group) -> tuple[tuple[tuple[int, ...], ...], tuple[Pr
     for mesh in _factorisations(group.size):
         if len(mesh) == 1:
             continue
-        levels = [_levels(mesh, dim, group.per_node) for dim in range(len(mesh))]
+        levels = [common_level(mesh, dim, group.per_node) for dim in range(len(mesh))]
         reason = None
         if None in levels:
             dim = levels.index(None)
@@ -217,25 +242,6 @@ def balanced_meshes(group: Group) -> tuple[tuple[tuple[int, ...], ...], tuple[Pr
         else:
             pruned.append(Pruned(what="mesh " + "x".join(map(str, mesh)), reason=reason))
     return tuple(kept), tuple(pruned)
-
-
-def sub_groups(mesh: tuple[int, ...], dim: int) -> list[list[int]]:
-    """The groups of ranks that differ only in their index along a dim of the mesh."""
-    stride = prod(mesh[dim + 1 :])
-    starts = [rank for rank in range(prod(mesh)) if rank // stride % mesh[dim] == 0]
-    return [[start + index * stride for index in range(mesh[dim])] for start in starts]
-
-
-@cache
-def _levels(mesh: tuple[int, ...], dim: int, per_node: int) -> Level | None:
-    """The level that all sub-groups along a dim have in common; None where one has both kinds of link."""
-    found = set()
-    for ranks in sub_groups(mesh, dim):
-        nodes = len({rank // per_node for rank in ranks})
-        if nodes not in (1, len(ranks)):
-            return None
-        found.add(Level.INTRA if nodes == 1 else Level.INTER)
-    return found.pop() if len(found) == 1 else None
 
 
 def _factorisations(size: int) -> Iterator[tuple[int, ...]]:
@@ -284,7 +290,7 @@ def _stage_orders(
     *interleaved* (Centauri figure 5e): own node and own rank of all nodes at once, then the rest.
     """
     dims = range(len(mesh))
-    groups = [_stage_group(mesh, dim, group) for dim in dims]
+    groups = [dim_group(group, mesh, dim) for dim in dims]
     orders = [tuple(reversed(dims))] + ([tuple(dims)] if len(mesh) > 1 else [])
     for order in orders:
         stages: list[Stage] = []
@@ -336,13 +342,6 @@ def _interleaved(outer: Group, inner: Group, payload: float) -> tuple[Stage, ...
     )
 
 
-def _stage_group(mesh: tuple[int, ...], dim: int, group: Group) -> Group:
-    if len(mesh) == 1:
-        return group
-    inside = _levels(mesh, dim, group.per_node) is Level.INTRA
-    return Group(size=mesh[dim], per_node=mesh[dim] if inside else 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
     pieces: int = 1
@@ -366,13 +365,14 @@ def _workload_cuts(
                 pruned.append(Pruned(what=f"cut along {dim} of {length} operators and more", reason=reason))
                 break
             reduces = role is Role.CONTRACTION
-            yield _Cut(dim=dim, operators=length, uneven=True, reduces=reduces)
+            if dim == collective.dims[0]:
+                yield _Cut(dim=dim, operators=length, uneven=True, reduces=reduces)
             for pieces in PIECE_COUNTS[1:]:
-                if size % pieces == 0:
+                if pieces <= size:
                     yield _Cut(pieces=pieces, dim=dim, operators=length, reduces=reduces)
                 else:
                     what = f"{pieces} pieces along {dim} of {op.name}"
-                    pruned.append(Pruned(what=what, reason=f"{pieces} does not divide {size}"))
+                    pruned.append(Pruned(what=what, reason=f"there are {size}"))
             if reduces:
                 what = f"cut along {dim} of {length + 1} operators and more"
                 pruned.append(Pruned(what=what, reason=f"{op.name} contracts it: its result is whole"))
@@ -380,5 +380,10 @@ def _workload_cuts(
 
 
 def _fits(plan: Scheme, cut: _Cut) -> bool:
-    """Whether a cut applies: uneven ones follow the stages of a gather that delivers in parts."""
+    """Whether a cut applies: uneven ones follow the stages of a gather that delivers in parts.
+
+    Along a contraction every piece has all rows, which an interleaved gather brings in two.
+    """
+    if cut.reduces and any(stage.coverage is Coverage.REMOTE for stage in plan.stages):
+        return False
     return not cut.uneven or sum(1 for stage in plan.stages if stage.share > 0) > 1 == len(plan.substitution)

@@ -146,7 +146,10 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
-    """A pass with the profile's costs; precedence is data alone, so weight gradients may move."""
+    """A pass with the profile's costs; precedence is data alone, so weight gradients may move.
+
+    The last piece of a value stands behind the others.
+    """
     writer = {name: n for n, op in enumerate(graph.operators) for name in op.writes}
     before = []
     for op in graph.operators:
@@ -154,6 +157,8 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
         for name in op.reads:
             if name in writer:
                 mask |= 1 << writer[name]
+        if op.completes:
+            mask |= sum(1 << n for n, other in enumerate(graph.operators) if other.completed_by(op))
         before.append(mask)
     return StrandGraph(
         names=tuple(op.name for op in graph.operators),
@@ -196,7 +201,11 @@ def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> 
     everything = Graph(
         operators=tuple(
             replace(
-                op, name=write_step(turn, op.name), reads=_of(turn, op.reads), writes=_of(turn, op.writes)
+                op,
+                name=write_step(turn, op.name),
+                reads=_of(turn, op.reads),
+                writes=_of(turn, op.writes),
+                piece=op.piece and replace(op.piece, whole=write_step(turn, op.piece.whole)),
             )
             for turn in turns
             for op in graphs[turn].operators

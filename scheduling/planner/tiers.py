@@ -1,167 +1,218 @@
-"""Centauri's three tiers for a plan: what each would decide on this job, with the price of the runner-up.
+"""Centauri's operation tier in a run: which collectives are cut, and how, with the costs of the run.
 
-These are estimates beside a plan, no part of its schedule: nothing of them is simulated or executed yet.
+Every scheme of the partition space of a layer's collective is carried out in the layer's graph and priced
+with the operators beside it, on the streams of a rank, as the profile has them; the shortest is taken, the
+whole collective where that is. What comes of it for a step is for the simulator to say (`cuts`).
+
+The other tiers are the order of a backward pass's operators (`braid.scheduling.planner.orders`) and how many
+micro-batches go together (the pipelines ``together_N``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+from typing import NamedTuple
 
-from braid.scheduling.analytic import axis_groups
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.operators import Kind, Operator, Part, Pass
+from braid.scheduling.cluster import Group
+from braid.scheduling.lowering.partitions import operators_beside
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
+from braid.scheduling.partition import PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
-from braid.scheduling.plan import CollectiveNote, TierNote
-from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul
-from braid.scheduling.planner.layer import BackwardCosts, decide_priority
-from braid.scheduling.planner.model import LaunchCosts, decide_launch
-from braid.scheduling.planner.operation import Overlap, schedule_operation
-from braid.scheduling.planner.orders import Bench
-from braid.scheduling.planner.partition import Collective
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.units import chunk_parameters, chunk_parts
+from braid.scheduling.planner.chain import ChainOperator, Dim, matmul, pointwise
+from braid.scheduling.planner.operation import Task, makespan_ns, run_in_order
+from braid.scheduling.planner.orders import Bench, BenchOf
+from braid.scheduling.planner.partition import Collective, partition_space
+from braid.scheduling.profile import Profile
+from braid.scheduling.stages import moves_of
+from braid.scheduling.units import chunk_parameters
+
+MOST_BESIDE = 2
+"""A GEMM and an activation: what comes before or behind is a collective, or coupled along the tokens."""
+
+CUT = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
-def collective_notes(bench: Bench, cluster: ClusterSpec) -> tuple[CollectiveNote, ...]:
-    """The operation tier: every collective of the layers' forward passes with the GEMM that depends on it."""
-    groups = axis_groups(bench.setting.layout, cluster.gpus_per_node)
-    notes = []
-    layers = {name: part for name, part in bench.members.items() if is_layer(name)}
-    for name, op, gemm in ((n, *pair) for n, part in layers.items() for pair in _with_gemm(part)):
-        assert op.axis is not None
-        group = groups[op.axis]
-        sent = op.bytes
-        collective = Collective(
-            kind=op.kind, payload_bytes=sent * group.size // (group.size - 1), dims=("tokens",)
-        )
-        chain = () if gemm is None else (_as_matmul(layers[name], gemm),)
-        decision = schedule_operation(
-            Overlap(collective=collective, group=group, chain=chain, independent_ns=0), cluster
-        )
-        notes.append(
-            CollectiveNote(
-                collective=f"{name}/{op.name}",
-                scheme=decision.scheme.describe(),
-                ns=decision.ns,
-                unpartitioned_ns=decision.unpartitioned_ns,
-                runner_up=decision.runner_up.describe(),
-                runner_up_ns=decision.runner_up_ns,
-            )
-        )
-    return tuple(notes)
+def cuts(bench: Bench, bench_of: BenchOf, *, layers: bool = True) -> Iterator[tuple[Partition, ...]]:
+    """Partitions to simulate a setting with: of layers' collectives, of what replicas share, of both.
+
+    ``layers``: whether theirs may be cut.
+    """
+    own = operation_tier(bench, bench_of) if layers else ()
+    shared = sharing_partitions(bench)
+    yield from dict.fromkeys(found for found in (own, shared, (*own, *shared)) if found)
 
 
-def tier_notes(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> tuple[TierNote, ...]:
-    """The layer tier (equation 1) and, where gradients are shared, the model tier (equation 2)."""
-    kinds = dict.fromkeys(bench.setting.model.kinds)
-    notes = [_layer_note(bench, kind, f"{kind}: " if len(kinds) > 1 else "") for kind in kinds]
-    layout = bench.setting.layout
-    if layout.dp * layout.cp > 1 and bench.setting.micro_batches > 1:
-        note = _model_note(bench, simulation, cluster)
-        if note is not None:
-            notes.append(note)
-    return tuple(notes)
+# -- collectives of layers -----------------------------------------------------------------------------------
 
 
-def _with_gemm(part: Part) -> Iterator[tuple[Operator, Operator | None]]:
-    """Collectives that the tier cuts, each with the GEMM that reads (or writes) what it moves."""
-    operators = part.forward.operators
-    for op in operators:
-        if op.kind is Kind.ALL_GATHER:
-            readers = (o for o in operators if o.kind is Kind.GEMM and op.writes[0] in o.reads)
-            yield op, next(readers, None)
-        elif op.kind is Kind.REDUCE_SCATTER:
-            yield op, next((o for o in operators if o.kind is Kind.GEMM and op.reads[0] in o.writes), None)
+class Collecting(NamedTuple):
+    """A collective of a layer, and what can be cut with it."""
+
+    part: str
+    forward: bool
+    op: Operator
+    beside: tuple[str, ...]
+
+    def graph(self, parts: Mapping[str, Part]) -> Graph:
+        """The pass that it stands in."""
+        part = parts[self.part]
+        return part.forward if self.forward else part.backward
 
 
-def _as_matmul(part: Part, gemm: Operator) -> ChainOperator:
-    rows = _tokens(part)
-    outputs = max(1, part.values[gemm.writes[0]].elements // rows)
-    inputs = max(1, gemm.flops // (2 * rows * outputs))
-    return matmul(
-        gemm.name,
-        Dim(name="tokens", size=rows, role=Role.OTHER),
-        Dim(name="inputs", size=inputs, role=Role.CONTRACTION),
-        Dim(name="outputs", size=outputs, role=Role.OTHER),
-    )
+def collectives(bench: Bench) -> list[Collecting]:
+    """All gathers and scatters of the layers over tensor parallelism."""
+    return [
+        Collecting(name, graph is part.forward, op, tuple(one.name for one in beside))
+        for name, part in bench.members.items()
+        if is_layer(name)
+        for graph in (part.forward, part.backward)
+        for op in graph.operators
+        if op.kind in CUT and op.axis == "tp"
+        for beside in [operators_beside(graph, op, MOST_BESIDE)]
+    ]
 
 
-def _tokens(part: Part) -> int:
-    """Rows of the layer's GEMMs: all tokens of the micro-batch on this rank of context parallelism."""
-    attention = next(op for op in part.forward.operators if op.kind is Kind.GEMM)
-    reads = part.values[attention.reads[0]].elements
-    widths = part.values["x"].elements
-    local = part.values["attention_norm.statistics"].elements
-    return max(1, reads * local // widths)
+def operation_tier(bench: Bench, bench_of: BenchOf) -> tuple[Partition, ...]:
+    """The best way to cut every gather and scatter of the layers; those that are best whole have none.
+
+    ``bench``: of a setting without partitions. What stands beside a gather stands beside no other one, nor
+    beside two scatters: points of several collectives are priced at once.
+    """
+    best: dict[Collecting, tuple[float, Partition | None]] = {}
+    for kind in CUT:
+        own = {
+            one: list(points(bench.members[one.part], one.graph(bench.members), one.op, bench.profile))
+            for one in collectives(bench)
+            if one.op.kind is kind
+        }
+        for one in own:
+            best[one] = span_of(one, bench), None
+        for tried in zip_longest(*own.values()):
+            chosen = {one: point for one, point in zip(own, tried, strict=True) if point is not None}
+            cut = bench_of(replace(bench.setting, partitions=tuple(chosen.values())))
+            for one, point in chosen.items():
+                ns = span_of(one, cut)
+                if ns < best[one][0]:
+                    best[one] = ns, point
+    order = [one for one in collectives(bench) if one in best]
+    return tuple(point for one in order if (point := best[one][1]) is not None)
 
 
-def _layer_note(bench: Bench, kind: str, which: str) -> TierNote:
-    """T1 and T2 over the backward pass of a layer: tensor-parallel collectives, no sharded weights."""
-    ns: dict[str, int] = dict.fromkeys(("gather", "scatter", "input", "weight", "others"), 0)
-    for op in bench.members[kind].backward.operators:
-        cost = bench.profile.solo(op.key)
-        match op.kind:
-            case Kind.ALL_GATHER:
-                ns["gather"] += cost
-            case Kind.REDUCE_SCATTER:
-                ns["scatter"] += cost
-            case _ if op.phase is Pass.WEIGHT_GRADIENT:
-                ns["weight"] += cost
-            case _ if op.kind in (Kind.GEMM, Kind.GROUPED_GEMM, Kind.ATTENTION):
-                ns["input"] += cost
-            case _ if not op.kind.communicates:
-                ns["others"] += cost
-    decision = decide_priority(
-        BackwardCosts(
-            weight_gather_ns=0,
-            activation_gather_ns=ns["gather"],
-            activation_gradient_ns=ns["input"],
-            weight_gradient_ns=ns["weight"],
-            activation_scatter_ns=ns["scatter"],
-            weight_scatter_ns=0,
-            others_ns=ns["others"],
-        )
-    )
-    other = "weight" if decision.priority.value == "activation" else "activation"
-    return TierNote(
-        tier="layer",
-        decision=f"{which}{decision.priority.value} gradient first",
-        ns=decision.ns,
-        runner_up=f"{which}{other} gradient first",
-        runner_up_ns=decision.runner_up_ns,
-    )
+def span_of(one: Collecting, bench: Bench) -> float:
+    """What a collective and the operators beside it take, cut or whole."""
+    return span_ns(one.graph(bench.members), {one.op.name, *one.beside}, bench.profile)
 
 
-def _model_note(bench: Bench, simulation: Simulation, cluster: ClusterSpec) -> TierNote | None:
-    setting = bench.setting
-    layout = setting.layout
+def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator[Partition]:
+    """The partition space of a collective, the whole of it aside; over nodes where the profile has those."""
+    assert op.axis is not None
+    mesh = node_mesh(profile, op.axis)
+    read, made = part.values[op.reads[0]], part.values[op.writes[0]]
+    rows, ranks = min(read.rows, made.rows), max(read.rows, made.rows) // min(read.rows, made.rows)
+    group = Group(size=ranks, per_node=mesh[1] if mesh else ranks)
+    dims, chain = chain_beside(part, graph, op)
+    space = partition_space(Collective(kind=op.kind, payload_bytes=op.bytes, dims=dims), group, None, chain)
+    for scheme in space.schemes:
+        partition = scheme.partition(f"{part.name}/{op.name}", dims)
+        if partition is None or (partition.mesh and partition.mesh != mesh):
+            continue
+        if partition.pieces <= (made.columns if partition.dim == "width" else rows):
+            yield partition
+
+
+def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
+    """Nodes x ranks of each, where a profile has transfers along these factors of an axis."""
+    factors = (factor_of(key.partition("/")[0]) for key in profile.transfers)
+    return next((one.mesh for one in factors if one is not None and one.axis == axis), None)
+
+
+def chain_beside(part: Part, graph: Graph, op: Operator) -> tuple[tuple[str, str], tuple[ChainOperator, ...]]:
+    """Dims of what a gather or scatter moves, rows and columns, and the operators that can be cut with it."""
+    dims = ("tokens", "inputs" if op.kind is Kind.ALL_GATHER else "outputs")
+    chain = []
+    for one in operators_beside(graph, op, MOST_BESIDE):
+        read, made = part.values[one.reads[0]], part.values[one.writes[0]]
+        rows = Dim(name="tokens", size=read.rows)
+        inputs, outputs = Dim(name="inputs", size=read.columns), Dim(name="outputs", size=made.columns)
+        if one.kind is Kind.GEMM:
+            chain.append(matmul(one.name, rows, inputs, outputs))
+        else:  # it has other columns than what is moved
+            chain.append(pointwise(one.name, rows, replace(outputs, name="made")))
+    return dims, tuple(chain)
+
+
+def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
+    """From the first start to the last end of some operators, or of their pieces, alone on a rank.
+
+    Streams serve them in the order of the graph. A rank that is busy with starting a collective, or with what
+    it brings, computes nothing meanwhile; where nothing runs beside it, that is part of the collective.
+    """
+    tasks: list[Task] = []
+    ends: dict[str, Task] = {}
+    """What is left to be done about transfers that nothing has asked for yet."""
+    writers: dict[str, tuple[str, ...]] = {}
+    pieces: dict[str, list[str]] = {}
+    for op in graph.operators:
+        whole = op.name if op.piece is None else op.piece.whole
+        if whole not in names:
+            continue
+        after = tuple(dict.fromkeys(name for value in op.reads for name in writers.get(value, ())))
+        tasks += [ends.pop(name) for name in after if name in ends]
+        ns, done = profile.solo(op.key), op.name
+        if op.piece is not None and op.kind.communicates:
+            issue, take = profile.issue_ns.get(op.key, 0), profile.take_ns.get(op.key, 0)
+            begin, done = f"{op.name} begins", f"{op.name} ends"
+            tasks.append(Task(name=begin, stream=Stream.COMPUTE, ns=issue, after=after))
+            tasks.append(Task(name=op.name, stream=op.stream, ns=max(0, ns - issue - take), after=(begin,)))
+            ends[done] = Task(name=done, stream=Stream.COMPUTE, ns=take, after=(op.name,))
+        else:
+            tasks.append(Task(name=op.name, stream=op.stream, ns=ns, after=after))
+        pieces.setdefault(whole, []).append(done)
+        for value in op.writes:
+            completes = op.completes and value == op.writes[-1]
+            writers[value] = tuple(pieces[whole]) if completes else (done,)
+    return makespan_ns(run_in_order([*tasks, *ends.values()]))
+
+
+# -- what replicas share -------------------------------------------------------------------------------------
+
+
+def sharing_partitions(bench: Bench) -> tuple[Partition, ...]:
+    """Sums of gradients and gathers of parameters in stages, inside nodes and between them, where that is
+    shorter for a bucket of a layer's size, in the shorter of the two orders."""
+    setting, profile = bench.setting, bench.profile
+    layout, mesh = setting.layout, node_mesh(profile, PARTITIONED[1])
+    if mesh is None or not setting.kind.early_sums:
+        return ()
     kinds = setting.model.kinds
-    parameters = chunk_parameters(bench.members, layout, kinds, 0).dense
-    layers = [bench.members[name] for name, _ in chunk_parts(layout, kinds, 0) if is_layer(name)]
-    passes = [layer.forward for layer in layers], [layer.backward for layer in layers]
-    forward, backward = (
-        sum(bench.profile.solo(op.key) for graph in graphs for op in graph.operators) for graphs in passes
-    )
-    saved = sum(layer.saved_bytes(2) for layer in layers)
-    memory = simulation.memory[0]
-    free = cluster.usable_bytes - memory.total_bytes + memory.activation_bytes
-    if free < saved:
-        return None
-    decision = decide_launch(
-        LaunchCosts(
-            gather_ns=bench.profile.transfer_ns("dp", Kind.ALL_GATHER, parameters * 2),
-            scatter_ns=bench.profile.transfer_ns("dp", Kind.REDUCE_SCATTER, parameters * 4),
-            forward_ns=forward,
-            backward_ns=backward,
-            activation_bytes=saved,
-            free_bytes=free,
-            micro_batches=setting.micro_batches,
-            stages=layout.pp,
-        )
-    )
-    chosen, depth = decision.launch, decision.depth_first
-    return TierNote(
-        tier="model",
-        decision=f"L1={chosen.forward} L2={chosen.backward}",
-        ns=chosen.exposed_ns,
-        runner_up=f"depth-first, L1=L2={depth.forward}",
-        runner_up_ns=depth.exposed_ns,
-    )
+    layers = max(1, len(kinds) // layout.pp)
+    count = sum(chunk_parameters(bench.members, layout, kinds, c).dense for c in layout.chunks_of(0)) / layers
+    wanted = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if layout.zero else (Kind.ALL_REDUCE,)
+    found = []
+    for kind in wanted:
+        whole = profile.transfer("dp", kind).ns(count * 4)
+        best = min((stages_ns(profile, kind, mesh, order, count * 4), order) for order in ((0, 1), (1, 0)))
+        if best[0] < whole:
+            found.append(Partition(what=f"dp/{kind.value}", mesh=mesh, order=best[1]))
+    return tuple(found)
+
+
+def stages_ns(
+    profile: Profile, kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...], payload: float
+) -> float:
+    """The longer of what the stages take inside nodes and between them, as those of one bucket go beside
+    those of another."""
+    along: dict[Factor, float] = {}
+    partition = Partition(what=f"dp/{kind.value}", mesh=mesh, order=order)
+    for move in moves_of(kind, (partition,), "dp"):
+        ns = profile.transfer(str(move.factor), move.kind).ns(payload / move.part)
+        along[move.factor] = along.get(move.factor, 0.0) + ns
+    return max(along.values())
+
+
+TIERS: Mapping[str, str] = {
+    "operation": "braid_whole",
+    "layer": "braid_in_order",
+    "model": "braid_apart",
+}
+"""Centauri's tiers, and braid without each of them."""

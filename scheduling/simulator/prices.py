@@ -7,10 +7,11 @@ from braid.scheduling.memory import DTYPE_BYTES, message_bytes
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
+from braid.scheduling.stages import Move
 
-LANES = ("intra", "inter", "tp sums", "data", "send")
+LANES = ("intra", "inter", "tp sums", "data", "data inside", "send")
 """Queues of transfers, as ranks have them: of layers, one per stream; of gradients over tp; of gradients and
-parameters over other axes; of messages."""
+parameters over other axes, between nodes and inside; of messages."""
 
 NORM_BYTES = 8 << 10
 """Of the squares that are summed for the norm: a number for every parameter, latency in other words."""
@@ -79,14 +80,14 @@ class Prices:
             case Start(what=Message(sent=True)):
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
-            case Start(what=Reduce(int(chunk), axis, bucket)):
+            case Start(what=Reduce(int(chunk), axis, bucket, move)):
                 cut = self._code.layout.zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
-                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket)
+                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket, move)
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
-            case Start(what=Gather(chunk, axis, bucket)):
-                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket)
+            case Start(what=Gather(chunk, axis, bucket, move)):
+                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
         return Price(-1, 0.0, Stream.COMPUTE)
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
@@ -102,7 +103,9 @@ class Prices:
             op.flops,
         )
 
-    def _sharing(self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None = None) -> Price:
+    def _sharing(
+        self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
+    ) -> Price:
         """A transfer over the ranks that share parameters of a chunk or a bucket of it (`gradient_axes`)."""
         layout = self._code.layout
         held = self._code.parameters(chunk, bucket)
@@ -121,13 +124,16 @@ class Prices:
                 count, ranks = held.dense, layout.dp // layout.replicas * layout.cp
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
+        if move is not None:
+            axis, kind, count, ranks = str(move.factor), move.kind, count // move.part, move.factor.size
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
         return self._transfer(axis, kind, count * width, round(count * width * share))
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
         along = "pp" if axis in ("ends", "copies") else axis  # between stages
-        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if axis == "tp" else "data"
         fit = self._profile.transfer(along, kind)
+        data = "data" if fit.stream is Stream.INTER else "data inside"
+        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if axis == "tp" else data
         task = self._task(f"{along}/{kind.value}", fit.stream)
         return Price(task, float(fit.ns(payload)), fit.stream, LANES.index(lane), 0.0, sent)
 

@@ -25,6 +25,8 @@ from braid.scheduling import buckets
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.lowering.partitions import with_partitions
+from braid.scheduling.partition import parse_partition
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.validate import linked
@@ -69,6 +71,8 @@ class Case:
     """Whether passes are captured, after the first two steps."""
     layers: int = 1
     """At least; the layout may need more."""
+    partitions: tuple[str, ...] = ()
+    """As text; with some, ranks are on hosts of two."""
 
     @property
     def name(self) -> str:
@@ -76,6 +80,7 @@ class Case:
         numbers = ("tp", self.tp > 1), ("pp", self.pp > 1), ("dp", self.dp > 1), ("zero", self.zero > 0)
         axes = "".join(f" {name}{getattr(self, name)}" for name, told in numbers if told)
         axes += f" over {self.shards}" if self.shards else ""
+        axes += f" {', '.join(self.partitions)}" if self.partitions else ""
         axes += f" buckets of {self.least}" if self.least != Case.least else ""
         said = "".join(f" {name}" for name in ("tied", "gpt", "ends", "graph") if getattr(self, name))
         return f"{self.schedule}{axes}{said}"
@@ -101,7 +106,9 @@ class Case:
         """Linked."""
         layout, shape = self.layout, self.shape
         setting = setting_for(self.schedule, layout, self.micro_batches, model=shape)
-        parts = built_in_parts(part_sizes(shape, layout, MICRO_BATCH))
+        setting = replace(setting, partitions=tuple(map(parse_partition, self.partitions)))
+        members = built_in_parts(part_sizes(shape, layout, MICRO_BATCH))
+        parts = with_partitions(members, setting.partitions, layout)
         schedule = training_schedule(setting, parts, choices_for(setting, ends=self.ends))
         return linked(schedule, layout, shape.kinds, parts)
 
@@ -185,6 +192,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         log.rank,
         tied_ends=shape.tied_head and layout.ends_apart,
         timeout=timedelta(seconds=60),
+        hosts=[str(rank // 2) for rank in range(layout.ranks)] if case.partitions else (),
         groups=groups,
     )
     mesh.warm_up()

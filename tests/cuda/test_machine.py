@@ -9,6 +9,7 @@ import torch
 
 from braid.actors.stage.sharing import passing
 from braid.scheduling.lowering.named import SCHEDULES
+from tests.cuda import mutants_of_stages  # noqa: F401 (registers them)
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
@@ -67,6 +68,33 @@ def cases() -> list[Case]:
     return found
 
 
+STAGED = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
+PARTITIONED = (
+    Case(
+        schedule="megatron",
+        tp=4,
+        micro_batches=2,
+        partitions=(
+            "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+            "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1",
+        ),
+    ),
+    Case(
+        schedule="megatron",
+        tp=4,
+        micro_batches=2,
+        partitions=(
+            "tp/all_gather mesh 2x2 order 0,1 pieces 2 of width with 1",
+            "tp/reduce_scatter pieces 2 of width with 1",
+        ),
+    ),
+    Case(schedule="ddp", dp=4, micro_batches=2, partitions=("dp/all_reduce mesh 2x2 order 1,0",)),
+    Case(schedule="ddp", dp=4, zero=1, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
+    Case(schedule="braid_together_2", dp=4, zero=2, micro_batches=2, steps=2, partitions=STAGED),
+    Case(schedule="ddp", dp=4, zero=3, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
+)
+
+
 ORDERED = [
     Case(schedule="megatron", tp=2, micro_batches=2),
     Case(schedule="braid_w", tp=2, micro_batches=2),
@@ -77,6 +105,7 @@ ORDERED = [
     Case(schedule="braid_w", dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=2, zero=3, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="braid_together_2", tp=2, dp=2, zero=3, micro_batches=2, steps=2),
+    *PARTITIONED,
 ]
 """Steps that run again in other orders."""
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from braid.scheduling import buckets
 from braid.scheduling.link import link
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -100,7 +101,7 @@ def test_recomputed_layers_in_pieces_and_units() -> None:
         for name in ("megatron", "wavelet", "braid_w", "dualpipev"):
             assert_sound(programs(name, 2, 5, tp=2, recompute=recompute))
     for pieces in (2, 4):
-        assert_sound(programs("intra_batch", 2, 5, tp=2, pieces=pieces))
+        assert_sound(programs("intra_batch", 2, 5, tp=2, partitions=mega_scale(pieces)))
     for name in ("megatron", "braid_w"):
         assert_sound(programs(name, 2, 5, tp=2, model=LLAMA, unit_layers=2))
 

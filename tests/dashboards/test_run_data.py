@@ -205,7 +205,7 @@ def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("schedule.txt", "braid schedule 5\nnonsense"),
+        ("schedule.txt", "braid schedule 6\nnonsense"),
         ("profile.json", "{"),
         ("predicted.json", "[1"),
         ("config.yaml", "a: [b"),
@@ -332,7 +332,7 @@ def test_the_same_pass_of_two_micro_batches_is_told_apart() -> None:
   wait 1:gather
 """
     both = "program F:layer|B:layer\n  compute 0:norm\n"
-    head = "braid schedule 5\nname x\nstages 1\nchunks 1\nmicro_batches 2\nunit 0\npieces 1\nstage 0\n"
+    head = "braid schedule 6\nname x\nstages 1\nchunks 1\nmicro_batches 2\nunit 0\nstage 0\n"
     first, pair = schedule_view(parse(head + programs + both), None)["pairs"]
     assert (first["sides"], pair["sides"]) == (["F:layer", "B:layer"], ["F:layer", "F:layer"])
     assert [(one["verb"], one["turn"]) for one in pair["actions"] if one["operator"] == "gather"] == [

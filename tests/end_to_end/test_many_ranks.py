@@ -25,6 +25,7 @@ from tests.end_to_end.runs import (
 from tests.scheduling.plans import cluster
 
 STEPS, TOLERANCE = 3, 1e-9
+STEPS_OF_REPLICAS = 20
 CASES = [
     (4, "megatron", {"tp": 4}),
     (4, "braid_w", {"tp": 4}),
@@ -34,6 +35,8 @@ CASES = [
     (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2}),
     (4, "ddp", {"dp": 4}),
     (5, "ddp", {"tp": 2, "dp": 2}),
+    (4, "ooo_backprop", {"pp": 2, "dp": 2}),
+    (4, "ooo_backprop", {"dp": 4, "zero": 2}),
     (4, "ddp", {"tp": 2, "pp": 2, "dp": 2}),
     (5, "braid_together_4", {"dp": 2}),
     (4, "braid_together_2", {"tp": 2, "dp": 2}),
@@ -70,6 +73,15 @@ CASES = [
     (5, "bidirectional", {"pp": 2}),
 ]
 """Layers, schedule, layout."""
+OF_GPT: list[tuple[int, str, dict[str, int]]] = [
+    (4, "ddp", {"dp": 4}),
+    (4, "braid_together_4", {"dp": 4, "zero": 3}),
+    (4, "braid_w", {"tp": 2, "dp": 2, "zero": 2}),
+    (4, "folded", {"pp": 2, "dp": 2, "zero": 3}),
+    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
+    (4, "ddp", {"dp": 4, "zero": 3, "shards": 2}),
+]
+ALL_CASES = [(*case, "llama") for case in CASES] + [(*case, "gpt") for case in OF_GPT]
 SEED = 5
 
 
@@ -78,14 +90,15 @@ class Plain:
 
     def __init__(self, path: Path) -> None:
         self.path, self.data = path, prepare_text(path, SEED)
-        self._runs: dict[int, PlainRun] = {}
+        self._runs: dict[tuple[Any, ...], PlainRun] = {}
 
-    def of(self, layers: int, overrides: Mapping[str, Mapping[str, Any]]) -> PlainRun:
+    def of(self, overrides: Mapping[str, Mapping[str, Any]]) -> PlainRun:
         """Done once."""
-        if layers not in self._runs:
+        key = (*overrides["model"].values(), overrides["train"]["steps"])
+        if key not in self._runs:
             config = small_config(self.path / "plain", **{**overrides, "parallel": {}, "overlap": {}})
-            self._runs[layers] = run_plain(config, self.data)
-        return self._runs[layers]
+            self._runs[key] = run_plain(config, self.data)
+        return self._runs[key]
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +108,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "schedule", "parallel"),
-    CASES,
-    ids=[f"{n} layers, {s}, {' x '.join(f'{a} {d}' for a, d in p.items())}" for n, s, p in CASES],
+    ("layers", "schedule", "parallel", "family"),
+    ALL_CASES,
+    ids=[f"{f}, {n} layers, {s}, {' x '.join(f'{a} {d}' for a, d in p.items())}" for n, s, p, f in ALL_CASES],
 )
 def test_losses_are_those_of_plain_pytorch(
-    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, int]
+    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, int], family: str
 ) -> None:
+    steps = STEPS_OF_REPLICAS if "dp" in parallel else STEPS
     overrides: dict[str, Mapping[str, Any]] = {
-        "model": {"layers": layers, "kv_heads": 4},
-        "train": {"dtype": "fp64", "seed": SEED, "steps": STEPS, "global_batch": 16},
+        "model": {"family": family, "layers": layers, "kv_heads": 4},
+        "train": {"dtype": "fp64", "seed": SEED, "steps": steps, "global_batch": 16},
         "cluster": {"cpus_per_rank": 0.1},
     }
-    expected = plain.of(layers, overrides)
+    expected = plain.of(overrides)
     overrides |= {"parallel": parallel, "overlap": {"schedule": schedule}}
     if SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
         config = small_config(plain.path / "plans", **overrides)
         spec = cluster(gpus=config.layout().ranks, intra=4e8)
         job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
-        file = plain.path / f"plan-{layers}-{schedule}-{'-'.join(map(str, parallel.values()))}.yaml"
+        file = plain.path / f"plan-{family}-{layers}-{schedule}-{'-'.join(map(str, parallel.values()))}.yaml"
         file.write_text(plan_of(evaluate(fixed_setting(job), spec), spec).to_yaml(), encoding="utf-8")
         overrides["overlap"] = {"schedule": schedule, "plan": str(file)}
     run = run_layout(plain.path / "runs", plain.data, **overrides)
-    assert len(run.losses) == STEPS
+    assert len(run.losses) == steps
     assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=TOLERANCE, abs=0)

@@ -17,6 +17,7 @@ from braid.actors.controller.planning import build_schedule, model_graphs, plan_
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.worker import RunPlan
 from braid.scheduling.analytic import analytic_profile
+from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.planner.decide import COARSE, anything, decide, measured
 from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse, write
@@ -75,9 +76,8 @@ class Runs:
         file = self.path / f"{schedule}-{unit_layers}-{len(list(self.path.iterdir()))}.txt"
         config = small_config(self.path / "plans", **sections)
         shape = config.check(BYTES_VOCABULARY)
-        setting = replace(
-            setting_of(config, shape), unit_layers=unit_layers, pieces=1 + (schedule == "intra_batch")
-        )
+        cut = mega_scale(2) if schedule == "intra_batch" else ()
+        setting = replace(setting_of(config, shape), unit_layers=unit_layers, partitions=cut)
         graphs, spec = model_graphs(config, shape), cluster(gpus=setting.layout.ranks, intra=2e8)
         bench_of = measured(graphs, analytic_profile(spec, setting.layout, graphs, 8))
         taken = decide([setting], bench_of, anything, COARSE)[0]

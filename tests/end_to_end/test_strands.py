@@ -230,15 +230,15 @@ def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
 def test_pieces_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
     """Two without a plan, as many as the plan says with one."""
     text = (runs.of("llama", "intra_batch", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
-    assert "\npieces 2\n" in text
+    assert "\npartition tp/all_gather pieces 2 of tokens with 1\n" in text
     begin = text.index("start attention_gather.2of2 on intra")
     assert begin < text.index("compute qkv.1of2") < text.index("wait attention_gather.2of2")
     run = runs.of("llama", "planned pieces", {"tp": 2}, "fp64")
     plan = run.config.overlap.plan
     assert plan is not None
-    pieces = read_plan(plan).setting.pieces
-    assert pieces > 1
-    assert f"\npieces {pieces}\n" in (run.directory / "schedule.txt").read_text()
+    (partition,) = read_plan(plan).setting.partitions
+    assert partition.pieces > 1
+    assert f"\npartition {partition}\n" in (run.directory / "schedule.txt").read_text()
 
 
 def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:

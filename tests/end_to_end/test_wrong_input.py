@@ -98,9 +98,15 @@ CASES = [
         {"parallel": {"pp": 2, "late_layers": 1}, "overlap": {"schedule": "folded"}},
     ),
     Case(
-        "tokens in pieces",
-        ("overlap.schedule=intra_batch", "33 tokens", "model.sequence=33", "parallel.tp=2", "multiple of 2"),
-        {"model": {"sequence": 33}, "parallel": {"tp": 2}, "overlap": {"schedule": "intra_batch"}},
+        "ranks in a mesh that they do not make",
+        ("overlap.schedule_file", "partition tp/all_gather", "mesh=2x4 has 8 ranks", "tp has 2"),
+        {"parallel": {"tp": 2}, "overlap": {"schedule_file": "mesh.txt"}},
+        prepare=_write(
+            "mesh.txt",
+            b"braid schedule 6\nname f\nstages 1\nchunks 1\nmicro_batches 4\nunit 0\n"
+            b"partition tp/all_gather mesh 2x4 order 0,1\n"
+            b"stage 0\n F0.0\nprogram F:layer\nprogram B:layer\n",
+        ),
     ),
     Case(
         "schedule that is not executed",
@@ -200,13 +206,12 @@ CASES = [
         {"overlap": {"schedule_file": "forward.txt"}},
         prepare=_write(
             "forward.txt",
-            b"braid schedule 5\nname f\nstages 1\nchunks 1\nmicro_batches 4\nunit 0\npieces 1\n"
-            b"stage 0\n F0.0\n",
+            b"braid schedule 6\nname f\nstages 1\nchunks 1\nmicro_batches 4\nunit 0\nstage 0\n F0.0\n",
         ),
     ),
     Case(
         "schedule of another version",
-        ("braid schedule 5", "braid schedule 7"),
+        ("braid schedule 6", "braid schedule 7"),
         {"overlap": {"schedule_file": "old.txt"}},
         prepare=_write("old.txt", b"braid schedule 7\nname megatron\n"),
     ),

@@ -11,8 +11,9 @@ from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
 from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import LAYOUTS, PEERS, SCHEDULES, OverlapCase
+from braid.jobs.benchmarks.overlap_case import LAYOUTS, PEERS, SCHEDULES, OverlapCase, known_schedules
 from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.cluster import Link
 from braid.scheduling.lowering import named
@@ -47,7 +48,7 @@ class FakeLink:
         assert message_bytes == REPLICAS.message_bytes
         self.mbit = mbit
 
-    def places(self, ranks: int) -> Sequence[Place]:
+    def places(self, ranks: int, *, filled: bool = False) -> Sequence[Place]:
         return [Place()] * ranks
 
 
@@ -88,8 +89,30 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_unknown_layout_is_refused_in_one_line() -> None:
     with pytest.raises(
-        ConfigError, match=r"^--layout 'dp3' must be one of tp2, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2$"
+        ConfigError, match=r"^--layout 'dp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2$"
     ):
         bench_overlap(layout="dp3")
-    with pytest.raises(ConfigError, match=r"^--schedules: 'eager' must be one of megatron, .*braid$"):
+    with pytest.raises(
+        ConfigError, match=r"^--schedules: 'eager' must be one of megatron, .*braid_apart$"
+    ):
         bench_overlap(layout="dp2", schedules="megatron,eager")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "ddp", "ooo_backprop"])
+def test_baselines_on_the_data_axis(name: str) -> None:
+    """Those that are named by a stage are ``ddp`` under it, beside schedules of another one."""
+    config = REPLICAS.config(name)
+    assert config.layout().zero == (int(name[-1]) if name.startswith("zero") else 0)
+    assert config.overlap.schedule == ("ddp" if name.startswith("zero") else name)
+    assert name in known_schedules("dp2")
+    assert name == "ddp" or name not in known_schedules("tp2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_neighbours_share_a_host_where_there_are_two_on_each(layout: str) -> None:
+    ranks = replace(REPLICAS, layout=layout).config("megatron").layout().ranks
+    filled = replace(REPLICAS, layout=layout).filled
+    hosts = [place.machine for place in Paced().places(ranks, filled=filled)]
+    assert len(set(hosts)) == 2
+    assert (hosts[0] == hosts[1]) == filled
+    assert not filled or hosts == sorted(hosts)

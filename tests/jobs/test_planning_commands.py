@@ -145,9 +145,7 @@ def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
         assert "dp 2" in text
         assert "ZeRO 1" in text
         assert "does not have" not in text
-        assert "layer tier (Centauri): activation gradient first would gain" in text
-        assert text.count("tier (Centauri)") <= text.count("not executed yet")
-    assert "estimates: not simulated, not executed yet" in (folder / "plan.yaml").read_text()
+    assert "without the operation tier a step would take" in " ".join(explained.stdout.split())
 
 
 def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:

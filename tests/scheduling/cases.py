@@ -54,7 +54,7 @@ TOKENS = MICRO_BATCH * LLAMA.sequence
 UNPAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is None)
 PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.pairs is not None)
 PAIRED_W = ("wavelet", "dhelix", "braid", "braid_w")
-SPLIT = ("braid_v", "dualpipev", "zbv")
+SPLIT = ("braid_v", "dualpipev", "zbv", "ooo_backprop")
 """Schedules that put weight gradients off."""
 SEARCHED = tuple(name for name, kind in SCHEDULES.items() if kind.searched)
 STAGES = pytest.mark.parametrize("p", range(1, 7))
@@ -119,7 +119,11 @@ def parts_for(setting: Setting) -> dict[str, Part]:
     """The graphs that the programs of a setting's schedule are of."""
     members = model_parts(replace(setting.model, layers=LLAMA.layers), setting.layout.tp, setting.recompute)
     return scheduled_parts(
-        members, setting.layout, setting.model.kinds, unit_layers=setting.unit_layers, pieces=setting.pieces
+        members,
+        setting.layout,
+        setting.model.kinds,
+        unit_layers=setting.unit_layers,
+        partitions=setting.partitions,
     )
 
 

@@ -6,11 +6,29 @@ from pathlib import Path
 import pytest
 
 from braid.scheduling.draw import draw, summary
+from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.partition import parse_partition
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse, write
-from tests.scheduling.cases import named_schedule
+from tests.scheduling.cases import layout_for, named_schedule, parts_for, setting_for
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"
+
+CUT = (
+    "layer/attention_gather mesh 2x2 order 0,1 pieces 2 of tokens with 1",
+    "layer/mlp_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+    "layer/mlp_scatter pieces 3 of width with 1",
+    "tp/all_gather pieces 2 of tokens with 1",
+    "dp/all_reduce mesh 2x2 order 1,0",
+)
+
+
+def cut_schedule() -> Schedule:
+    """Of layers whose collectives run in stages and pieces, and replicas that share in stages."""
+    partitions = tuple(map(parse_partition, CUT))
+    own = setting_for("ddp", layout_for("ddp", 1, 4, 4), 2, partitions=partitions)
+    return training_schedule(own, parts_for(own))
+
 
 GOLDEN: dict[str, Schedule] = {
     "megatron-p1-m2": named_schedule("megatron", 1, 2),
@@ -26,6 +44,7 @@ GOLDEN: dict[str, Schedule] = {
     "braid_twins-p1-m4-tp2": named_schedule("braid_twins", 1, 4, 2),
     "dualpipev-p2-m6": named_schedule("dualpipev", 2, 6),
     "zbv-p2-m4-tp2": named_schedule("zbv", 2, 4, 2),
+    "ddp-p1-m2-tp4-dp4-cut": cut_schedule(),
 }
 """By file name."""
 

@@ -31,16 +31,17 @@ from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Allocate, Code, Operation, Release, Start
+from braid.scheduling.code import Code, Operation, Release, Wait
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.pieces import with_pieces
+from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory
 from braid.scheduling.operators import Part
+from braid.scheduling.partition import Partition, parse_partition
 from braid.scheduling.planner.decide import measured
 from braid.scheduling.planner.orders import decisions
 from braid.scheduling.schedule import Reduce, Step
@@ -155,11 +156,12 @@ def test_parameters_are_those_of_the_model(
 
 @contextmanager
 def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of a rank whose peers are not there."""
+    """The mesh of a rank whose peers, two on every node, are not there."""
     if layout.ranks > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
-        yield build_mesh(layout, rank, timeout=timedelta(seconds=1))
+        hosts = [f"node {number // 2}" for number in range(layout.ranks)]
+        yield build_mesh(layout, rank, timeout=timedelta(seconds=1), hosts=hosts)
     finally:
         if layout.ranks > 1:
             dist.destroy_process_group()
@@ -212,8 +214,11 @@ def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
                 ran, held = next(found)
                 assert ran is operation
                 gone = 0  # the update lets go at once of what the sweep still counts
-                if isinstance(operation, Release) or isinstance(getattr(operation, "what", None), Reduce):
-                    gone = 0 if isinstance(operation, Allocate | Start) else sweep.whole_bytes(operation.what)
+                what = getattr(operation, "what", None)
+                if isinstance(operation, Release) or (
+                    isinstance(operation, Wait) and isinstance(what, Reduce)
+                ):
+                    gone = sweep.whole_bytes(what) if what.move is None or what.move.last else 0
                 assert held == count - gone, f"stage {stage}, {stretch.instruction}: {operation}"
                 counts.append(count)
             assert said == max(counts, default=said)
@@ -225,14 +230,40 @@ def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, the layout that it runs on, most layers of a unit and pieces of collectives."""
+    """A schedule, the layout that it runs on, most layers of a unit and how collectives are cut."""
 
     name: str
     stages: int
     tp: int
     unit_layers: int = 0
-    pieces: int = 1
+    partitions: tuple[Partition, ...] = ()
 
+
+STAGED = tuple(
+    map(
+        parse_partition,
+        (
+            "layer/attention_gather mesh 2x2 order 0,1 pieces 3 of tokens with 1",
+            "layer/attention_scatter mesh 2x2 order 1,0 pieces 2 of width with 1",
+            "layer/mlp_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+            "layer/mlp_scatter pieces 5 of tokens with 1",
+            "layer/mlp_scatter.grad mesh 2x2 order 1,0 delivered of tokens with 1",
+            "layer/mlp_gather.grad mesh 2x2 order 0,1",
+            "layer/attention_scatter.grad pieces 3 of width with 1",
+            "layer/attention_gather.grad mesh 2x2 order 1,0 pieces 2 of tokens with 1",
+        ),
+    )
+)
+"""Stages and pieces of all kinds, of every collective of a layer its own."""
+OF_KINDS = tuple(
+    map(
+        parse_partition,
+        (
+            "tp/all_gather mesh 2x2 order 0,1 pieces 2 of width with 1",
+            "tp/reduce_scatter mesh 2x2 order 1,0 pieces 4 of tokens with 2",
+        ),
+    )
+)
 
 CASES = (
     Case("megatron", 1, 1),
@@ -240,8 +271,11 @@ CASES = (
     Case("eager", 2, 1, unit_layers=2),
     Case("folded", 2, 2),
     Case("interleaved", 2, 1),
-    Case("intra_batch", 1, 2, pieces=2),
-    Case("intra_batch", 2, 2, pieces=4),
+    Case("intra_batch", 1, 2, partitions=mega_scale(2)),
+    Case("intra_batch", 2, 2, partitions=mega_scale(4)),
+    Case("megatron", 1, 4, partitions=STAGED),
+    Case("braid_w", 1, 4, partitions=OF_KINDS),
+    Case("zbv", 2, 4, partitions=OF_KINDS),
     Case("wavelet", 2, 1),
     Case("dhelix", 2, 2),
     Case("dualpipev", 2, 1),
@@ -272,10 +306,12 @@ def codes(shape: ModelShape, case: Case, policy: str) -> list[Code]:
         schedule=case.name,
         recompute=policy,
         unit_layers=case.unit_layers,
-        pieces=case.pieces,
+        partitions=case.partitions,
     )
-    parts, spec = graphs(shape, layout, policy), cluster(gpus=layout.ranks, intra=1e8)
-    bench = measured(parts, analytic_profile(spec, layout, with_pieces(parts, case.pieces)))(setting)
+    nodes = layout.ranks // 2 if case.tp > 2 else 1
+    spec = cluster(nodes=nodes, gpus=layout.ranks // nodes, intra=1e8, inter=1e8)
+    parts = graphs(shape, layout, policy)
+    bench = measured(parts, analytic_profile(spec, layout, parts))(setting)
     return [
         linked(training_schedule(setting, bench.parts, choices), layout, shape.kinds, bench.parts)
         for choices, _ in decisions(bench)
@@ -306,6 +342,26 @@ def test_whole_buckets_of_what_ranks_hold_in_shares_are_counted_to_the_byte(
         for ahead, keep in ((0, 0), (3, 7)):
             schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
             assert_exact(shape, linked(schedule, setting.layout, shape.kinds, parts_for(setting)))
+
+
+@pytest.mark.parametrize(("name", "pp"), [("ddp", 1), ("zbv", 2)])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_buckets_that_travel_in_stages_are_counted_to_the_byte(
+    name: str, pp: int, zero: int, order: tuple[int, ...]
+) -> None:
+    """From the first stage of a gather, and until the last one of a sum; what is between stages, as all that
+    collectives take while they run, comes on top."""
+    shape = replace(LLAMA, layers=4)
+    layout = layout_for(name, pp, 1, 4, zero)
+    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
+    partitions = tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=order) for kind in kinds)
+    setting = setting_for(name, layout, 4, model=shape, partitions=partitions)
+    with patch.object(buckets, "LEAST_ELEMENTS", 5000):
+        schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
+        for ahead, keep in ((0, 0), (3, 7)):
+            schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+            assert_exact(shape, linked(schedule, layout, shape.kinds, parts_for(setting)))
 
 
 MIXED = [

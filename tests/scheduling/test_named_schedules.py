@@ -1,5 +1,6 @@
 """The table of named schedules, what they need, and what they refuse."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,8 +18,10 @@ from braid.scheduling.lowering.pipelines import (
     paired_w,
     twin_ended,
     two_beside_one,
+    weights_apart,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
+from braid.scheduling.planner.tiers import TIERS
 from braid.scheduling.spec import ParallelLayout, Placement
 from tests.scheduling.cases import code_of, exists, layout_for, parts_for, setting_for, several
 
@@ -83,6 +86,7 @@ def test_generators_want_their_layout() -> None:
     generators = {
         one_forward_one_backward: Placement.LINEAR,
         eager_one_forward_one_backward: Placement.LINEAR,
+        weights_apart: Placement.LINEAR,
         folded_w: Placement.FOLDED,
         paired_w: Placement.FOLDED,
         eager_paired_w: Placement.FOLDED,
@@ -105,9 +109,29 @@ def test_generators_want_their_layout() -> None:
 
 
 def test_braid_searches_the_pipelines_of_all_its_points() -> None:
-    points = [SCHEDULES[name] for name in POINTS]
+    points = [SCHEDULES[name] for name in POINTS if name not in TIERS.values()]
     assert {pipeline for kind in points for pipeline in kind.pipelines} == set(SCHEDULES["braid"].pipelines)
     assert all(len(kind.pipelines) == 1 and kind.searched for kind in points)
     alone = {kind.pipelines[0] for kind in points if kind.pairs is None}
     assert alone == {name for name, one in PIPELINES.items() if isinstance(one.generator, partial)}
     assert {kind.pairs for kind in points} == {PairMethod.ORDER, None}
+    for kind in points:
+        assert (kind.partitions, kind.reorders, kind.early_sums) == (True, True, True)
+
+
+def test_without_a_tier_braid_is_otherwise_the_same() -> None:
+    """Without the operation tier nothing is cut, without the layer tier backward passes by themselves run as
+    they are, without the model tier sums wait for the end of a step, whose micro-batches go one by one."""
+    braid = SCHEDULES["braid"]
+    assert {tier: SCHEDULES[name] for tier, name in TIERS.items()} == {
+        "operation": replace(braid, partitions=False),
+        "layer": replace(braid, reorders=False),
+        "model": replace(
+            braid,
+            early_sums=False,
+            pipelines=tuple(name for name in braid.pipelines if not name.startswith("together")),
+        ),
+    }
+    assert set(TIERS.values()) < set(POINTS)
+    others = [kind for name, kind in SCHEDULES.items() if name != "braid" and name not in POINTS]
+    assert not any(kind.searched or kind.partitions or kind.reorders for kind in others)

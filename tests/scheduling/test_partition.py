@@ -1,5 +1,6 @@
 """The partition space: every scheme gives what the whole collective gives, and what is left out is said."""
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Group, Level, Link
 from braid.scheduling.collectives import collective_ns
+from braid.scheduling.mesh import sub_groups
 from braid.scheduling.operators import Kind
+from braid.scheduling.partition import parse_partition
 from braid.scheduling.planner.chain import ChainOperator, Dim, Role, matmul, pointwise
 from braid.scheduling.planner.partition import (
     PIECE_COUNTS,
@@ -23,7 +26,6 @@ from braid.scheduling.planner.partition import (
     partition_space,
     primitive_ns,
     stage_ns,
-    sub_groups,
 )
 from braid.scheduling.records import from_mapping, to_mapping
 
@@ -303,7 +305,75 @@ def test_cuts_stop_where_the_dims_do() -> None:
     assert reasons["cut along out of 3 operators and more"] == "norm is coupled along it"
     assert reasons["cut along head of 1 operators and more"] == "product has no such dim"
     assert "contracts it" in reasons["cut along in of 2 operators and more"]
-    assert reasons["4 pieces along rows of product"] == "4 does not divide 6"
+    assert reasons["8 pieces along rows of product"] == "there are 6"
+
+
+def test_pieces_are_as_many_as_there_are_rows_at_most() -> None:
+    """They need not be equal."""
+    space = whole_space(Kind.ALL_GATHER, GROUPS[3], CHAIN, ("rows", "in"))
+    even = [scheme for scheme in space.schemes if not scheme.uneven]
+    for dim, pieces in {"rows": {2, 4}, "in": {2, 4, 8}}.items():
+        assert {scheme.pieces for scheme in even if scheme.dim == dim} == pieces
+
+
+@pytest.mark.parametrize("dims", [("rows", "in"), ("rows", "out"), ("in", "out")])
+def test_what_is_cut_as_stages_deliver_is_cut_along_the_rows(dims: tuple[str, str]) -> None:
+    """Stages of gathers bring rows of ranks, all columns of them."""
+    for kind in KINDS:
+        uneven = [s for s in whole_space(kind, GROUPS[3], CHAIN, dims).schemes if s.uneven]
+        assert {scheme.dim for scheme in uneven} == ({dims[0]} if kind is Kind.ALL_GATHER else set())
+        assert all(scheme.pieces == 1 and len(scheme.stages) > 1 for scheme in uneven)
+
+
+@pytest.mark.parametrize("dims", [("rows", "in"), ("in", "out")])
+def test_products_of_parts_of_a_contraction_are_added_up(dims: tuple[str, str]) -> None:
+    """Whatever decides the parts. Equal ones have all rows, which an interleaved gather brings in two."""
+    schemes = whole_space(Kind.ALL_GATHER, GROUPS[3], CHAIN, dims).schemes
+    assert {scheme.reduces for scheme in schemes} == {False, True}
+    for scheme in schemes:
+        assert scheme.reduces == (scheme.dim == "in"), scheme.describe()
+        interleaved = any(stage.coverage is Coverage.REMOTE for stage in scheme.stages)
+        assert not (interleaved and scheme.reduces) or scheme.uneven
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_scheme_is_a_partition_that_a_schedule_can_say(kind: Kind) -> None:
+    """None of them twice, and the whole collective none."""
+    dims = ("rows", "out")
+    schemes = whole_space(kind, GROUPS[3], CHAIN[:1], dims).schemes
+    found = [scheme.partition("layer/it", dims) for scheme in schemes]
+    whole = [scheme for scheme, one in zip(schemes, found, strict=True) if one is None]
+    own = (Primitive(kind.value),)
+    if kind is Kind.ALL_REDUCE:  # scattered and gathered, it is the same where nothing is divided
+        assert {scheme.substitution for scheme in whole} >= {own}
+    else:
+        assert [scheme.describe() for scheme in whole] == [schemes[0].describe()]
+        assert len({str(one) for one in found}) == len(found)
+    for scheme, one in zip(schemes, found, strict=True):
+        if one is None:
+            assert (len(scheme.mesh), scheme.pieces, scheme.dim) == (1, 1, None)
+            continue
+        assert parse_partition(str(one)) == one
+        assert one.mesh == (scheme.mesh if len(scheme.mesh) > 1 else ())
+        assert (one.pieces, one.operators, one.delivered) == (scheme.pieces, scheme.operators, scheme.uneven)
+        assert one.dim == {None: "", "rows": "tokens", "out": "width"}[scheme.dim]
+        if one.mesh:
+            visited = [stage.mesh_dim for stage in scheme.stages]
+            assert list(one.order) == visited[: len(one.order)]
+            assert len(visited) in (len(one.order), 2 * len(one.order))
+        if one.about_own:
+            assert [stage.coverage for stage in scheme.stages] == [
+                Coverage.LOCAL,
+                Coverage.WHOLE,
+                Coverage.REMOTE,
+            ]
+
+
+def test_rooted_primitives_are_no_partition() -> None:
+    (whole, *_) = whole_space(Kind.ALL_GATHER, GROUPS[1]).schemes
+    rooted = replace(whole, substitution=(Primitive.GATHER, Primitive.BROADCAST), pieces=2)
+    with pytest.raises(ValueError, match=r"^gather\+broadcast 4, 2 pieces is not executed$"):
+        rooted.partition("layer/it", ())
 
 
 def test_schemes_are_data() -> None:

@@ -12,8 +12,8 @@ from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.memory import model_flops
 from braid.scheduling.pattern import is_layer, kinds_of, pattern_of
 from braid.scheduling.planner.candidates import Search, candidates
-from braid.scheduling.planner.decide import PART_BY_PART, Outcome, decide, modelled, within
-from braid.scheduling.planner.tiers import collective_notes, tier_notes
+from braid.scheduling.planner.decide import PART_BY_PART, Outcome, decide, measured, modelled, within
+from braid.scheduling.planner.tiers import operation_tier
 from braid.scheduling.profile import Profile
 from braid.scheduling.rounds import rounds
 from braid.scheduling.schedule import Block, PassKind
@@ -181,11 +181,18 @@ def test_plans_of_mixed_models_price_every_kind() -> None:
     for key, one in steps[1].items():
         between = sorted((steps[0][key].step_ns, steps[2][key].step_ns))
         assert between[0] <= one.step_ns <= between[1]
-    outcome = outcome_of("braid", 2)
-    notes = collective_notes(outcome.bench, spec)
-    assert {note.collective.partition("/")[0] for note in notes} == {"dense", "layer"}
-    decisions = [note.decision for note in tier_notes(outcome.bench, outcome.simulation, spec)]
-    assert [text.partition(":")[0] for text in decisions[:2]] == ["dense", "layer"]
+
+
+def test_collectives_of_every_kind_of_layer_are_cut() -> None:
+    """Where links are slow; the graphs of both have pieces then."""
+    setting = outcome_of("megatron", 2).setting
+    bench = modelled(cluster(gpus=4, intra=1e8))(setting)
+    bench_of = measured(bench.members, bench.profile)
+    cut = operation_tier(bench, bench_of)
+    assert {one.what.partition("/")[0] for one in cut} == {"dense", "layer"}
+    members = bench_of(replace(setting, partitions=cut)).members
+    for name in ("dense", "layer"):
+        assert any(op.piece is not None for op in members[name].forward.operators)
 
 
 def test_operators_are_told_with_their_kind_where_there_are_several() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -9,12 +10,21 @@ from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout, plan_of
-from braid.scheduling.planner.decide import PART_BY_PART, evaluate, replay, variants
+from braid.scheduling.planner.decide import (
+    COARSE,
+    PART_BY_PART,
+    evaluate,
+    replay,
+    variants,
+    with_schedule,
+)
 from braid.scheduling.planner.explain import explain
+from braid.scheduling.planner.tiers import TIERS
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import SMALL, cluster, setting
 
 
+@cache
 def made(schedule: str = "braid") -> Plan:
     """A plan of the small model on eight GPUs."""
     spec = cluster(nodes=2, gpus=4)
@@ -35,7 +45,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "message"),
     [
-        (r"braid_plan: 5", "braid_plan: 7", r"braid_plan=7 is not version 5; make the plan anew"),
+        (r"braid_plan: 6", "braid_plan: 5", r"braid_plan=5 is not version 6; make the plan anew"),
         (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
@@ -57,8 +67,21 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
         (r"  pipeline: \w+", "  pipeline: zigzag", r"pipeline='zigzag' must be one of w, twins, eager_w, v"),
         (r"  pipeline: \w+", "  pipeline: 1f1b", r"pipeline='1f1b' must be one of w, twins, eager_w, v"),
         (r"  hop: \d", "  hop: 9", r"hop=9 must be one of "),
-        (r"  unit_layers: 0", "  fused: 4", r"'fused' is called 'unit_layers'; write that and braid_plan: 5"),
-        (r"  pieces: 1", "  split: 2", r"'split' is called 'pieces'; write that and braid_plan: 5"),
+        (
+            r"  partitions: \[\]",
+            "  pieces: 2",
+            r"'pieces' are partitions now \(of what: tp/all_gather\); make the plan anew",
+        ),
+        (
+            r"  partitions: \[\]",
+            "  partitions:\n  - what: tp/all_gather\n    pieces: 0",
+            r"plan.yaml.setting.partitions.0.*: partition tp/all_gather: pieces=0 must be between 1 and 64",
+        ),
+        (
+            r"  partitions: \[\]",
+            "  partitions:\n  - what: tp/all_gather\n    piece: 2",
+            r"unknown key 'piece'; did you mean 'pieces'\?",
+        ),
         (r"  unit_layers: 0", "  unit_layers: 9", r"unit_layers=9 must be between 0 and 8 layers"),
         (r"  schedule: braid", "  scedule: braid", r"unknown key 'scedule'; did you mean 'schedule'\?"),
         (r"global_batch: 8", "global_batch: 7", None),
@@ -139,11 +162,11 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     for other in plan.runners_up:
         if not other.reason.startswith("needs"):
             assert other.step_seconds >= plan.score.step_seconds
-    # Every candidate that fits, simulated: the search looks at a part of them and must not miss by much.
+    # Candidates that fit, simulated: the search looks at a part of them and must not miss by much.
     fitting = [c for c in candidates(search, spec) if c.bytes <= spec.usable_bytes]
     steps = []
     for candidate in fitting[:: max(1, len(fitting) // 40)]:
-        outcome = evaluate(candidate.setting, spec)
+        outcome = evaluate(candidate.setting, spec, space=COARSE)
         if outcome.numbers.peak_bytes <= spec.usable_bytes:
             steps.append(outcome.numbers.step_seconds)
     assert plan.score.step_seconds <= min(steps) * 1.05
@@ -195,7 +218,7 @@ def test_explain_says_what_would_help(schedule: str) -> None:
     """Of plans in which hops and chunks are decided, too: they are decided anew."""
     plan = made(schedule)
     assert bool(plan.setting.hop) is (schedule == "braid_eager")
-    assert (plan.setting.pieces > 1) is (schedule == "intra_batch")
+    assert bool(plan.setting.partitions) is (schedule == "intra_batch")
     explanation = explain(plan, cluster(nodes=2, gpus=4))
     assert explanation.ideal_overlap_seconds < plan.score.step_seconds
     changes = {answer.change: answer for answer in explanation.what_if}
@@ -203,6 +226,20 @@ def test_explain_says_what_would_help(schedule: str) -> None:
     assert [a.speedup for a in explanation.what_if] == sorted(
         (a.speedup for a in explanation.what_if), reverse=True
     )
+
+
+@pytest.mark.slow
+def test_explain_says_what_each_tier_is_worth() -> None:
+    """Of a plan in which all three are at work; what a schedule does not have is not left out of it."""
+    plan, spec = made("braid"), cluster(nodes=2, gpus=4)
+    found = {answer.change: answer for answer in explain(plan, spec).tiers}
+    assert list(found) == [f"without the {tier} tier" for tier in ("operation", "layer", "model")]
+    for answer in found.values():
+        assert answer.speedup == pytest.approx(plan.score.step_seconds / answer.step_seconds)
+    without = evaluate(with_schedule(plan.setting, TIERS["model"]), spec)
+    assert found["without the model tier"].step_seconds == pytest.approx(without.numbers.step_seconds)
+    assert found["without the operation tier"].speedup <= 1
+    assert explain(made("megatron"), spec).tiers == ()
 
 
 def test_more_hops_than_decided_are_not_tried() -> None:

@@ -47,6 +47,7 @@ from braid.scheduling.schedule_text import (
     write_step,
 )
 from tests.scheduling.cases import PAIRED, named_schedule, valid_schedules
+from tests.scheduling.partition_cases import PARTITIONS
 
 NUMBERS = st.integers(0, 10_000)
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
@@ -98,19 +99,18 @@ SCHEDULES = st.builds(
     stages=st.lists(st.lists(INSTRUCTIONS, max_size=30).map(tuple), max_size=4).map(tuple),
     programs=programs(),
     unit_layers=st.integers(0, 8),
-    pieces=st.integers(1, 64),
+    partitions=st.lists(PARTITIONS, max_size=3, unique_by=lambda one: one.what).map(tuple),
     prefetch=st.integers(0, 64),
     keep=st.integers(0, 64),
 )
 
 SMALL = """\
-braid schedule 5
+braid schedule 6
 name small
 stages 2
 chunks 2
 micro_batches 1
 unit 0
-pieces 1
 
 stage 0
   F0.0 SEND(F0.1>1)

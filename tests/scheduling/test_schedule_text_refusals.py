@@ -91,7 +91,7 @@ NO_TRANSFER = "waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)
     ],
 )
 def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
-    assert refused(SMALL.replace("F0.0 SEND", f"F0.0 {token} SEND")) == f"schedule, line 10: {cause}"
+    assert refused(SMALL.replace("F0.0 SEND", f"F0.0 {token} SEND")) == f"schedule, line 9: {cause}"
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,7 @@ def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
         ("stages 2", 3, "expected 'stages' and a number, found 'chunks 2'"),
         ("chunks 2", 4, "expected 'chunks' and a number, found 'micro_batches 1'"),
         ("micro_batches 1", 5, "expected 'micro_batches' and a number, found 'unit 0'"),
-        ("unit 0", 6, "expected 'unit' and a number, found 'pieces 1'"),
-        ("pieces 1", 8, "expected 'pieces' and a number, found 'stage 0'"),
+        ("unit 0", 7, "expected 'unit' and a number, found 'stage 0'"),
     ],
 )
 def test_missing_header_lines(line: str, number: int, cause: str) -> None:
@@ -118,34 +117,32 @@ def test_missing_header_lines(line: str, number: int, cause: str) -> None:
         ("chunks 2", "chunks -2", "line 4: expected 'chunks' and a number, found 'chunks -2'"),
         ("chunks 2", "chunks ٢", "line 4: expected 'chunks' and a number, found 'chunks ٢'"),
         ("micro_batches 1", "micro_batches 1 2", "line 5: expected 'micro_batches' and a number, found"),
-        ("unit 0", "fused 4", "line 6: expected 'unit' and a number, found 'fused 4'; write 'unit 4'"),
+        ("unit 0", "fused 4", "line 6: expected 'unit' and a number, found 'fused 4'"),
         ("unit 0", "unit two", "line 6: expected 'unit' and a number, found 'unit two'"),
-        ("pieces 1", "split 2", "line 7: expected 'pieces' and a number, found 'split 2'; write 'pieces 2'"),
-        ("pieces 1", "pieces 0", "line 7: a collective is in 1 piece or more"),
-        ("pieces 1", "pieces 02", "line 7: expected 'pieces' and a number, found 'pieces 02'"),
-        ("pieces 1", "pieces 1\npieces 2", "line 8: expected 'stage 0', found 'pieces 2'"),
+        ("unit 0", "unit 0\nunit 0", "line 7: expected 'stage 0', found 'unit 0'"),
+        ("unit 0", "unit 0\npieces 2", "line 7: expected 'stage 0', found 'pieces 2'"),
         ("stages 2", "stages 3", "line 3: the header says 3 stages, 2 follow"),
         ("stages 2", "stages 1", "line 3: the header says 1 stages, 2 follow"),
-        ("stage 0\n", "", "line 9: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),
-        ("stage 0", "stage 1", "line 9: expected 'stage 0', found 'stage 1'"),
-        ("stage 1", "stage 2", "line 20: expected 'stage 1', found 'stage 2'"),
-        ("stage 1", "stage 01", "line 20: expected 'stage 1', found 'stage 01'"),
-        ("stage 1", "stage", "line 20: expected 'stage 1', found 'stage'"),
-        ("stage 1", "stage 1 STEP", "line 20: expected 'stage 1', found 'stage 1 STEP'"),
-        ("program B:layer", "program F:layer", "line 29: program F:layer stands twice"),
-        ("program B:layer", "program X:layer", "line 29: 'X:layer' does not say what the program is for"),
-        ("program B:layer", "program layer", "line 29: 'layer' does not say what the program is for"),
-        ("program B:layer", "program", "line 29: expected 'program' and what it is for, found 'program'"),
-        ("program B:layer", "program layer B", "line 29: expected 'program' and what it is for, found"),
-        ("program F:layer", "program F:layer|B:layer", "line 25: 'norm': operators of 2 passes are written"),
-        ("compute norm\n", "barrier\n", "line 25: 'barrier' is not an action"),
-        ("program B:layer", "stage 2", "line 29: 'stage 2' after a program; stages come first"),
-        ("on intra", "on network", "line 26: 'network' is not a stream; use one of compute, intra, inter"),
-        (" on intra", "", "line 26: 'start gather' is not an action"),
-        ("compute norm\n", "compute norm now\n", "line 25: 'compute norm now' is not an action"),
-        ("compute norm\n", "F0.0\n", "line 25: 'F0.0' is not an action"),
-        ("compute norm\n", "run norm\n", "line 25: 'run norm' is not an action"),
-        ("STEP\n\n", "STEP,\n\n", "line 18: 'STEP,' is not an instruction"),
+        ("stage 0\n", "", "line 8: expected 'stage 0', found 'F0.0 SEND(F0.1>1)'"),
+        ("stage 0", "stage 1", "line 8: expected 'stage 0', found 'stage 1'"),
+        ("stage 1", "stage 2", "line 19: expected 'stage 1', found 'stage 2'"),
+        ("stage 1", "stage 01", "line 19: expected 'stage 1', found 'stage 01'"),
+        ("stage 1", "stage", "line 19: expected 'stage 1', found 'stage'"),
+        ("stage 1", "stage 1 STEP", "line 19: expected 'stage 1', found 'stage 1 STEP'"),
+        ("program B:layer", "program F:layer", "line 28: program F:layer stands twice"),
+        ("program B:layer", "program X:layer", "line 28: 'X:layer' does not say what the program is for"),
+        ("program B:layer", "program layer", "line 28: 'layer' does not say what the program is for"),
+        ("program B:layer", "program", "line 28: expected 'program' and what it is for, found 'program'"),
+        ("program B:layer", "program layer B", "line 28: expected 'program' and what it is for, found"),
+        ("program F:layer", "program F:layer|B:layer", "line 24: 'norm': operators of 2 passes are written"),
+        ("compute norm\n", "barrier\n", "line 24: 'barrier' is not an action"),
+        ("program B:layer", "stage 2", "line 28: 'stage 2' after a program; stages come first"),
+        ("on intra", "on network", "line 25: 'network' is not a stream; use one of compute, intra, inter"),
+        (" on intra", "", "line 25: 'start gather' is not an action"),
+        ("compute norm\n", "compute norm now\n", "line 24: 'compute norm now' is not an action"),
+        ("compute norm\n", "F0.0\n", "line 24: 'F0.0' is not an action"),
+        ("compute norm\n", "run norm\n", "line 24: 'run norm' is not an action"),
+        ("STEP\n\n", "STEP,\n\n", "line 17: 'STEP,' is not an instruction"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(old: str, new: str, message: str) -> None:
@@ -162,7 +159,7 @@ PROGRAMS = SMALL.index("program F:layer")
 def test_what_is_nothing_that_a_program_is_for(sides: str) -> None:
     message = refused(SMALL[:PROGRAMS] + f"program {sides}\n")
     assert message == (
-        f"schedule, line 24: {sides!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)"
+        f"schedule, line 23: {sides!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)"
     )
 
 
@@ -171,16 +168,16 @@ def test_what_is_nothing_that_a_program_is_for(sides: str) -> None:
     [
         (
             ["compute 0:norm", "compute norm"],
-            26,
+            25,
             "'norm': operators of 3 passes are written 0:NAME to 2:NAME",
         ),
-        (["start 3:gather on intra"], 25, "'3:gather': operators of 3 passes are written 0:NAME to 2:NAME"),
-        (["start -1:gather on intra"], 25, "'-1:gather': operators of 3 passes are written"),
-        (["compute 01:norm"], 25, "'01:norm': operators of 3 passes are written"),
-        (["compute F:norm"], 25, "'F:norm': operators of 3 passes are written"),
-        (["wait 1:"], 25, "'1:': operators of 3 passes are written"),
-        (["barrier now"], 25, "'barrier now' is not an action"),
-        (["", "program F:layer|B:layer|L:layer"], 26, "program F:layer|B:layer|L:layer stands twice"),
+        (["start 3:gather on intra"], 24, "'3:gather': operators of 3 passes are written 0:NAME to 2:NAME"),
+        (["start -1:gather on intra"], 24, "'-1:gather': operators of 3 passes are written"),
+        (["compute 01:norm"], 24, "'01:norm': operators of 3 passes are written"),
+        (["compute F:norm"], 24, "'F:norm': operators of 3 passes are written"),
+        (["wait 1:"], 24, "'1:': operators of 3 passes are written"),
+        (["barrier now"], 24, "'barrier now' is not an action"),
+        (["", "program F:layer|B:layer|L:layer"], 25, "program F:layer|B:layer|L:layer stands twice"),
     ],
 )
 def test_what_is_wrong_in_a_program_of_several_passes(lines: list[str], number: int, cause: str) -> None:
@@ -214,31 +211,24 @@ program layer|layer
 
 def test_text_of_version_3_is_refused_with_a_remedy() -> None:
     assert refused(VERSION_3) == (
-        "schedule, line 1: expected 'braid schedule 5', found 'braid schedule 3'; "
+        "schedule, line 1: expected 'braid schedule 6', found 'braid schedule 3'; "
         "if another version of Braid wrote the file, make it anew with 'braid schedule'"
-    )
-
-
-def test_text_of_version_4_is_refused_with_what_to_write() -> None:
-    assert refused(SMALL.replace("braid schedule 5", "braid schedule 4")) == (
-        "schedule, line 1: 'braid schedule 4' has other keywords; "
-        "write 'unit' for 'fused', 'pieces' for 'split' and 'braid schedule 5'"
     )
 
 
 @pytest.mark.parametrize(
     "first",
-    ["braid schedule 3", "braid schedule 6", "braid schedule 50", "braid schedule", "schedule 5", "F0.0"],
+    ["braid schedule 5", "braid schedule 7", "braid schedule 60", "braid schedule", "schedule 6", "F0.0"],
 )
 def test_another_version_is_refused_with_a_remedy(first: str) -> None:
-    message = refused(SMALL.replace("braid schedule 5", first))
-    assert message.startswith(f"schedule, line 1: expected 'braid schedule 5', found {first!r}; ")
+    message = refused(SMALL.replace("braid schedule 6", first))
+    assert message.startswith(f"schedule, line 1: expected 'braid schedule 6', found {first!r}; ")
     assert message.endswith("if another version of Braid wrote the file, make it anew with 'braid schedule'")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_an_empty_text_is_refused(text: str) -> None:
-    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 5', found ''; ")
+    assert refused(text).startswith("schedule, line 1: expected 'braid schedule 6', found ''; ")
 
 
 def test_a_text_that_ends_in_the_header_is_refused() -> None:

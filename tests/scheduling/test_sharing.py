@@ -395,32 +395,35 @@ ALL = [
 ]
 
 
+def check_shared(code: Code) -> None:
+    """All that `Walk` demands; buckets are let go of once, exactly where nothing uses them soon enough."""
+    zero, ahead, keep = code.layout.zero, code.schedule.prefetch, code.schedule.keep
+    for stage in range(code.layout.pp):
+        walk = walked(code, stage)
+        assert walk.counts["adds"]
+        read = {use.key for use in walk.uses}
+        assert read == {key for key in code.buckets.keys if key[0] in code.layout.chunks_of(stage)}
+        if zero < 3:
+            assert walk.counts["gathers"] == (len(read) if zero else 0)
+            assert not walk.counts["releases"]
+            continue
+        assert not walk.there
+        assert walk.counts["gathers"] == walk.counts["releases"]
+        last: dict[BucketKey, int] = {}
+        for number in reversed(range(len(walk.uses))):
+            use = walk.uses[number]
+            again = last.get(use.key)
+            assert use.released == (again is None or again - number > max(keep, ahead, 1))
+            last[use.key] = number
+
+
 @pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
 @pytest.mark.slow
 def test_what_is_read_is_there_and_what_is_added_is_summed(
     name: str, pp: int, tp: int, zero: int, tied: bool
 ) -> None:
-    """All that `Walk` demands; buckets are let go of once, exactly where nothing uses them soon enough."""
     for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
-        code = code_with(name, pp, tp, zero, distances, tied=tied)
-        ahead, keep = code.schedule.prefetch, code.schedule.keep
-        for stage in range(pp):
-            walk = walked(code, stage)
-            assert walk.counts["adds"]
-            read = {use.key for use in walk.uses}
-            assert read == {key for key in code.buckets.keys if key[0] in code.layout.chunks_of(stage)}
-            if zero < 3:
-                assert walk.counts["gathers"] == len(read)
-                assert not walk.counts["releases"]
-                continue
-            assert not walk.there
-            assert walk.counts["gathers"] == walk.counts["releases"]
-            last: dict[BucketKey, int] = {}
-            for number in reversed(range(len(walk.uses))):
-                use = walk.uses[number]
-                again = last.get(use.key)
-                assert use.released == (again is None or again - number > max(keep, ahead, 1))
-                last[use.key] = number
+        check_shared(code_with(name, pp, tp, zero, distances, tied=tied))
 
 
 @pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
@@ -574,7 +577,7 @@ def test_text_round_trips_with_distances(name: str, zero: int, ahead: int, keep:
     assert parse(text) == schedule
     assert write(parse(text)) == text
     header = text.split("\n\n")[0].splitlines()
-    assert header[-1 - bool(ahead) - bool(keep)] == "pieces 1"
+    assert header[-1 - bool(ahead) - bool(keep)] == "unit 0"
     assert (f"prefetch {ahead}" in header) == bool(ahead)
     assert (f"keep {keep}" in header) == bool(keep)
     gathers = [one for stage in schedule.stages for i in stage if isinstance(i, Block) for one in i.gathers]
@@ -583,25 +586,25 @@ def test_text_round_trips_with_distances(name: str, zero: int, ahead: int, keep:
     assert text.count("PREFETCH\n") == 2
 
 
-HEAD = "pieces 1\n"
+HEAD = "unit 0\n"
 
 
 @pytest.mark.parametrize(
     ("lines", "number", "cause"),
     [
-        ("prefetch 0", 8, "expected 'prefetch' and a number above 0, found 'prefetch 0'"),
-        ("keep 0", 8, "expected 'keep' and a number above 0, found 'keep 0'"),
-        ("prefetch", 8, "expected 'prefetch' and a number above 0, found 'prefetch'"),
-        ("prefetch two", 8, "expected 'prefetch' and a number above 0, found 'prefetch two'"),
-        ("prefetch 02", 8, "expected 'prefetch' and a number above 0, found 'prefetch 02'"),
-        ("prefetch -2", 8, "expected 'prefetch' and a number above 0, found 'prefetch -2'"),
-        ("prefetch 2 2", 8, "expected 'prefetch' and a number above 0, found 'prefetch 2 2'"),
-        ("prefetch 2\nkeep x", 9, "expected 'keep' and a number above 0, found 'keep x'"),
-        ("keep 2\nprefetch 2", 9, "expected 'stage 0', found 'prefetch 2'"),
-        ("keep 2\nkeep 2", 9, "expected 'stage 0', found 'keep 2'"),
-        ("prefetch 2\nprefetch 2", 9, "expected 'stage 0', found 'prefetch 2'"),
-        ("Prefetch 2", 8, "expected 'stage 0', found 'Prefetch 2'"),
-        ("ahead 2", 8, "expected 'stage 0', found 'ahead 2'"),
+        ("prefetch 0", 7, "expected 'prefetch' and a number above 0, found 'prefetch 0'"),
+        ("keep 0", 7, "expected 'keep' and a number above 0, found 'keep 0'"),
+        ("prefetch", 7, "expected 'prefetch' and a number above 0, found 'prefetch'"),
+        ("prefetch two", 7, "expected 'prefetch' and a number above 0, found 'prefetch two'"),
+        ("prefetch 02", 7, "expected 'prefetch' and a number above 0, found 'prefetch 02'"),
+        ("prefetch -2", 7, "expected 'prefetch' and a number above 0, found 'prefetch -2'"),
+        ("prefetch 2 2", 7, "expected 'prefetch' and a number above 0, found 'prefetch 2 2'"),
+        ("prefetch 2\nkeep x", 8, "expected 'keep' and a number above 0, found 'keep x'"),
+        ("keep 2\nprefetch 2", 8, "expected 'stage 0', found 'prefetch 2'"),
+        ("keep 2\nkeep 2", 8, "expected 'stage 0', found 'keep 2'"),
+        ("prefetch 2\nprefetch 2", 8, "expected 'stage 0', found 'prefetch 2'"),
+        ("Prefetch 2", 7, "expected 'stage 0', found 'Prefetch 2'"),
+        ("ahead 2", 7, "expected 'stage 0', found 'ahead 2'"),
     ],
 )
 def test_wrong_distances_are_refused_with_their_line(lines: str, number: int, cause: str) -> None:

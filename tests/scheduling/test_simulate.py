@@ -256,7 +256,7 @@ def layer_beside(
     compute: int, moved: int, oef: float, *, together: bool = True, **costs: dict[str, int]
 ) -> float:
     """What a layer takes in which nothing costs but a gather and a GEMM, one beside the other or after it."""
-    own = setting("intra_batch", tp=2, micro_batches=1, pieces=1)
+    own = setting("intra_batch", tp=2, micro_batches=1)
     bench = with_free_ends(modelled(cluster(gpus=2, oef=oef))(own))
     solo = dict.fromkeys(bench.profile.solo_ns, 0) | {GATHER: moved, GEMM: compute}
     alone = replace(bench, profile=replace(bench.profile, solo_ns=solo, **costs))

@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.scheduling.analytic import axis_streams
-from braid.scheduling.mesh import MeshShape
+from braid.scheduling.cluster import group_of, node_mesh
+from braid.scheduling.mesh import MeshShape, place_in, sub_groups
 from braid.scheduling.operators import Stream
+from braid.scheduling.partition import Factor
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
+from tests.scheduling.partition_cases import SIZES
 
 FACTORS = ("pp", "dp", "tp")
 
@@ -55,3 +58,69 @@ def test_ranks_that_fill_nodes_in_order_lie_where_the_planner_takes_them_to(
     found = Topology(layout.mesh, hosts).streams().get("tp", Stream.INTRA)
     # A tensor-parallel degree that does not divide a node's GPUs has some groups inside, some over two nodes.
     assert found is planned or per_node % tp
+
+
+# -- nodes x ranks of each -----------------------------------------------------------------------------------
+
+
+@given(SIZES)
+def test_ranks_along_a_dim_differ_in_its_place_alone(mesh: tuple[int, ...]) -> None:
+    """Groups along a dim are those ranks, in the order of their places; the last dim runs fastest."""
+    places = list(product(*map(range, mesh)))
+    assert [place_in(mesh, rank) for rank in range(len(places))] == places
+    for dim, size in enumerate(mesh):
+        groups = sub_groups(mesh, dim)
+        assert sorted(rank for group in groups for rank in group) == list(range(len(places)))
+        for group in groups:
+            assert [places[rank][dim] for rank in group] == list(range(size))
+            assert len({(*places[rank][:dim], *places[rank][dim + 1 :]) for rank in group}) == 1
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2, 4, 8]))
+def test_groups_over_nodes_are_meshes_where_the_planner_takes_them_to_be(
+    tp: int, dp: int, pp: int, per_node: int
+) -> None:
+    """With ranks that fill nodes in order, and every group the same."""
+    layout = ParallelLayout(tp=tp, dp=dp, pp=pp)
+    if per_node % tp or layout.ranks % per_node:
+        return
+    topology = Topology(layout.mesh, [f"node {rank // per_node}" for rank in range(layout.ranks)])
+    for axis, stride in (("tp", 1), ("dp", tp)):
+        found = topology.node_mesh(axis)
+        wanted = node_mesh(group_of(stride, layout.degree(axis), per_node))
+        if found is not None or layout.degree(axis) % (per_node // stride) == 0:
+            assert found == wanted
+
+
+@given(topologies())
+def test_factors_divide_ranks_into_nodes_and_ranks_of_each(topology: Topology) -> None:
+    """Along the last dim every group is on one host, along the first no two ranks are."""
+    hosts, streams = topology.hosts, topology.streams()
+    for factor in topology.factors():
+        groups = topology.factor_groups(factor)
+        assert sorted(rank for group in groups for rank in group) == list(range(topology.mesh.ranks))
+        for group in groups:
+            assert len(group) == factor.size > 1
+            assert len({hosts[rank] for rank in group}) == (1 if factor.inside else len(group))
+        assert streams[str(factor)] is (Stream.INTRA if factor.inside else Stream.INTER)
+    meshes = {axis: topology.node_mesh(axis) for axis in ("tp", "dp")}
+    assert topology.factors() == [
+        Factor(axis, mesh, dim) for axis, mesh in meshes.items() if mesh for dim in (0, 1)
+    ]
+
+
+def test_nodes_of_different_numbers_of_ranks_are_no_mesh() -> None:
+    mesh = MeshShape((("dp", 4),))
+    for hosts, wanted in (
+        ("aabb", (2, 2)),
+        ("abab", None),
+        ("aaab", None),
+        ("aaaa", None),
+        ("abcd", None),
+        ("aabc", None),
+    ):
+        assert Topology(mesh, tuple(hosts)).node_mesh("dp") == wanted
+    two = MeshShape((("dp", 2), ("tp", 4)), cut=("tp",))
+    assert Topology(two, tuple("aabbccdd")).node_mesh("tp") == (2, 2)
+    assert Topology(two, tuple("aabbcccc")).node_mesh("tp") is None, "groups differ"
+    assert Topology(two, ()).factors() == []

@@ -105,7 +105,7 @@ class Job:
         """What a schedule of this job is run as."""
         kinds = self.shape.kinds
         units = scheduled_parts(
-            self.graphs, self.layout, kinds, unit_layers=schedule.unit_layers, pieces=schedule.pieces
+            self.graphs, self.layout, kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
         )
         return linked(schedule, self.layout, kinds, units)
 

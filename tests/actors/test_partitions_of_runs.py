@@ -1,5 +1,6 @@
-"""Into how many pieces a run's schedule cuts collectives: by default, by profile, by plan, by file."""
+"""How a run's schedule cuts collectives: by default, by profile, by plan, by file."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from braid.actors.stage.messages import Samples
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.pieces import with_pieces
+from braid.scheduling.lowering.partitions import mega_scale, with_partitions
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.cluster import plan_of
@@ -56,27 +57,28 @@ def profile_of(config: Config, rate: float) -> Profile:
 
 def simulated(config: Config, rate: float, pieces: int) -> float:
     """Nanoseconds of a step with so many pieces."""
-    setting = replace(setting_of(config, shape_of(config)), pieces=pieces)
+    setting = replace(setting_of(config, shape_of(config)), partitions=mega_scale(pieces))
     bench = measured(model_graphs(config, shape_of(config)), profile_of(config, rate))(setting)
     return outcome_of(bench, Choices(), None, anything).step_ns
 
 
 def test_two_pieces_without_a_profile_none_without_gathers() -> None:
     config = configured()
-    assert build_schedule(config, shape_of(config)).pieces == 2
+    assert build_schedule(config, shape_of(config)).partitions == mega_scale(2)
     alone = configured(tp=1)
-    assert build_schedule(alone, shape_of(alone)).pieces == 1
+    assert build_schedule(alone, shape_of(alone)).partitions == ()
     whole = configured(schedule="megatron")
-    assert build_schedule(whole, shape_of(whole)).pieces == 1
+    assert build_schedule(whole, shape_of(whole)).partitions == ()
 
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("sequence", [64, 12])
-def test_with_a_profile_the_best_number_that_divides(rate: float, sequence: int) -> None:
+def test_with_a_profile_the_best_number(rate: float, sequence: int) -> None:
+    """Pieces need not be equal."""
     config = configured(sequence=sequence)
-    found = build_schedule(config, shape_of(config), profile_of(config, rate)).pieces
-    times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8) if sequence % pieces == 0}
-    assert times[found] == min(times.values())
+    (found,) = build_schedule(config, shape_of(config), profile_of(config, rate)).partitions
+    times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8)}
+    assert times[found.pieces] == min(times.values())
 
 
 def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None:
@@ -104,53 +106,91 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
     profile = combine([samples], parts)
     fit = profile.transfers["tp/all_gather"]
     assert (fit.latency_ns, fit.ns_per_byte, fit.stream) == (pytest.approx(1000), 1.0, Stream.INTRA)
-    costs = with_piece_costs(profile, with_pieces(parts, 4).values())
+    cut = with_partitions(parts, mega_scale(4), config.layout())
+    costs = with_piece_costs(profile, cut.values())
     assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
     assert costs.solo_ns["layer/mlp_in.2of4"] == 5000 // 4
 
 
-def test_a_plan_says_how_many(tmp_path: Path) -> None:
+def test_a_plan_says_how(tmp_path: Path) -> None:
     config = configured()
     spec = cluster(gpus=2, intra=2e8)
     plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    (partition,) = plan.setting.partitions
+    text = plan.to_yaml()
+    now = f"pieces: {partition.pieces}\n"
+    assert text.count(now) == 1
     file = tmp_path / "plan.yaml"
-    for pieces in (2, 8):
-        file.write_text(plan.to_yaml().replace(f"pieces: {plan.setting.pieces}\n", f"pieces: {pieces}\n"))
+    for pieces in (2, 3, 8):
+        file.write_text(text.replace(now, f"pieces: {pieces}\n"))
         planned = configured(plan=str(file))
-        assert build_schedule(planned, shape_of(planned)).pieces == pieces
+        assert build_schedule(planned, shape_of(planned)).partitions == mega_scale(pieces)
     short = configured(sequence=12, plan=str(file))
     with pytest.raises(ConfigError, match=r"^overlap\.plan=.* is for model=sequence 64, the configuration"):
         build_schedule(short, shape_of(short))
-    file.write_text(plan.to_yaml().replace(f"pieces: {plan.setting.pieces}\n", "pieces: 3\n"))
-    with pytest.raises(ValueError, match=r"pieces=3 does not divide a rank's 64 tokens"):
-        build_schedule(planned, shape_of(planned))
 
 
-def test_a_file_says_how_many(tmp_path: Path) -> None:
+NONSENSE = {
+    "pieces: 0": (r"pieces: \d+", "pieces: 0", "partition tp/all_gather: pieces=0 must be between 1 and 64"),
+    "dim": ("dim: tokens", "dim: depth", "partition tp/all_gather: dim='depth' must be one of tokens, width"),
+    "kind": ("tp/all_gather", "tp/send_receive", "partition tp/send_receive: over tp it can be of"),
+    "axis": ("tp/all_gather", "xp/all_gather", "partition xp/all_gather: there is no such part or axis"),
+    "name": ("tp/all_gather", "layer/qkv", "partition layer/qkv: that is no all-gather or reduce-scatter"),
+    "mesh": ("mesh: \\[\\]", "mesh: [2, 2]", "order= must have every dim of the mesh once, 0,1 in any order"),
+    "ranks": (
+        r"mesh: \[\]\s+order: \[\]",
+        "mesh: [2, 2]\n    order: [0, 1]",
+        "partition tp/all_gather: mesh=2x2 has 4 ranks, the axis tp has 2",
+    ),
+    "operators": (
+        "operators: 1",
+        "operators: 0",
+        "operators=0 are cut along dim='tokens'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("was", "now", "cause"), NONSENSE.values(), ids=NONSENSE)
+def test_a_plan_edited_into_nonsense(tmp_path: Path, was: str, now: str, cause: str) -> None:
+    config = configured()
+    spec = cluster(gpus=2, intra=2e8)
+    plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    text, count = re.subn(was, now, plan.to_yaml(), count=1)
+    assert count == 1
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    planned = configured(plan=str(file))
+    for profile in (None, profile_of(config, RATES[0])):
+        with pytest.raises(ConfigError, match=r"^overlap\.plan") as caught:
+            build_schedule(planned, shape_of(planned), profile)
+        assert cause in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_says_how(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(write(build_schedule(config := configured(), shape_of(config))))
     own = configured(schedule_file=str(file))
-    assert build_schedule(own, shape_of(own)).pieces == 2
+    assert build_schedule(own, shape_of(own)).partitions == mega_scale(2)
     odd = configured(sequence=31, micro_batch=2, schedule_file=str(file))
-    with pytest.raises(
-        ConfigError, match=r"^overlap\.schedule_file=.* in 2 pieces, but a rank holds 31 tokens"
-    ):
-        build_schedule(odd, shape_of(odd))
+    assert build_schedule(odd, shape_of(odd)).partitions == mega_scale(2)
     text = file.read_text()
-    for pieces in (1, 4):
-        file.write_text(text.replace("pieces 2\n", f"pieces {pieces}\n"))
+    for pieces in ("", "partition tp/all_gather pieces 4 of tokens with 1\n"):
+        file.write_text(text.replace("partition tp/all_gather pieces 2 of tokens with 1\n", pieces))
         with pytest.raises(ValueError, match=r"F:layer: the graph has no operator 'attention_gather\.1of2'"):
             build_schedule(own, shape_of(own))
+    file.write_text(text.replace("pieces 2 of", "pieces 2 on"))
+    with pytest.raises(ConfigError, match=r"^overlap\.schedule_file=.*, line 7: partition .* is not WHAT"):
+        build_schedule(own, shape_of(own))
 
 
-def test_tokens_that_cannot_be_cut_are_named_with_a_remedy() -> None:
-    config = configured(sequence=31)
-    with pytest.raises(ConfigError) as caught:
-        build_schedule(config, shape_of(config))
-    assert str(caught.value) == (
-        "overlap.schedule=intra_batch cuts a micro-batch in 2 pieces, but a rank holds 31 tokens of it "
-        "(train.micro_batch=2 x model.sequence=31 / parallel.tp=2); make that a multiple of 2 or use another "
-        "overlap.schedule"
-    )
-    with pytest.raises(ConfigError, match="a rank holds 31 tokens of it"):
-        build_schedule(config, shape_of(config), profile_of(config, RATES[0]))
+def test_more_pieces_than_tokens_are_refused(tmp_path: Path) -> None:
+    config = configured(sequence=4, micro_batch=1)
+    file = tmp_path / "mine.txt"
+    text = write(build_schedule(config, shape_of(config)))
+    file.write_text(text.replace("pieces 2 of", "pieces 3 of"))
+    own = configured(sequence=4, micro_batch=1, schedule_file=str(file))
+    with pytest.raises(
+        ConfigError, match=r"pieces=3 of 2 tokens of 256 elements leave some empty; use fewer"
+    ):
+        build_schedule(own, shape_of(own))

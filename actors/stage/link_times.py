@@ -1,0 +1,147 @@
+"""What transfers outside layers take: of what replicas share, of stages over nodes and inside, of messages
+between pipeline stages."""
+
+from collections import defaultdict
+from functools import partial
+from random import Random
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.messages import MESSAGE, SUM, Together
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.streams import Streams, Transfer
+from braid.kernels.collectives.primitives import Launch
+
+_ALONG: Final = ("tp", "pp", "dp", "replica")
+"""Axes over which gradients, or squares of them, are summed."""
+
+
+class LinkTimes:
+    """Measures on one rank; all ranks call the same at the same time."""
+
+    def __init__(self, mesh: Mesh, streams: Streams, model: StageModel) -> None:
+        self._mesh, self._streams = mesh, streams
+        context = model.context
+        self._shape = context.sizes.local_tokens, model.shape.hidden
+        self._like = torch.empty(0, device=context.device, dtype=context.dtype)
+        self._factors = [str(factor) for factor in mesh.topology.factors()]
+        self._group = mesh.lines.get("tp")
+        # As many gradients as a message has elements: a layer's would take the time of many operators.
+        elements = self._shape[0] * self._shape[1]
+        axes = {SUM: "dp", **{f"{factor}/sum": factor for factor in self._factors}}
+        self._sums = {
+            name: (axis, torch.zeros(elements, device=context.device))
+            for name, axis in axes.items()
+            if axis in mesh.lines
+        }
+        # A message each way between two neighbouring stages; the last of an odd number has no partner.
+        self._message: tuple[Tensor, int] | None = None
+        stage, stages = mesh.position["pp"], mesh.layout.pp
+        if stages > 1 and stages % 2 == 0:
+            self._message = self._like.new_zeros(self._shape), stage ^ 1
+
+    @property
+    def names(self) -> list[str]:
+        """Transfers that can be started at any time, `start`: sums, and a message."""
+        return [*self._sums, *([MESSAGE] if self._message is not None else [])]
+
+    @property
+    def axes(self) -> list[str]:
+        """All that ranks exchange along."""
+        return [*(axis for axis, size in self._mesh.place.mesh.factors if size > 1), *self._factors]
+
+    def start(self, name: str) -> Transfer:
+        """Start one of `names`."""
+        if name == MESSAGE:
+            assert self._message is not None
+            x, peer = self._message
+            launch, stream = self._mesh.neighbours.swap(x, peer), self._mesh.stream_to(peer)
+            return self._streams.start(stream, launch, awaited_next=False, lane="profile")
+        axis, gradients = self._sums[name]
+        launch = self._mesh.lines[axis].all_reduce(gradients)
+        return self._streams.start(self._mesh.stream(axis), launch, awaited_next=False, lane="data")
+
+    def meet(self) -> None:
+        """Let all ranks of the tensor-parallel group begin together, as they do after every collective, and
+        all replicas."""
+        self._streams.lead()
+        for axis in ("tp", "dp"):
+            if axis in self._mesh.lines:
+                self._mesh.lines[axis].align()
+
+    def beside_each_other(self, rounds: int) -> list[tuple[tuple[str, str], Together]]:
+        """Sums inside nodes and between them, started at the same time."""
+        found = []
+        for inner, outer in zip(self._factors[1::2], self._factors[::2], strict=True):
+            names = f"{inner}/sum", f"{outer}/sum"
+            for _ in range(rounds):
+                self.meet()
+                begin = self._streams.mark()
+                first, second = transfers = [self.start(name) for name in reversed(names)]
+                for transfer in transfers:
+                    self._streams.wait(transfer)
+                ends = [self._between(begin, transfer.end) for transfer in (second, first)]
+                for transfer in transfers:
+                    transfer.take()
+                found.append((names, Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))))
+        return found
+
+    def alone(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
+        """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind."""
+        measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        elements = self._shape[0] * self._shape[1]
+        lines, shared = self._mesh.lines, ("dp", *self._factors)
+        for _ in range(rounds):
+            for count in (elements, max(1, elements // 8)):
+                x = self._like.new_zeros(count)
+                if self._mesh.layout.pp > 1:
+                    measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
+                for axis in (axis for axis in (*_ALONG, *self._factors) if axis in lines):
+                    ns = self._time(axis, lines[axis].all_reduce(x))
+                    measured[f"{axis}/all_reduce"].append((x.nbytes, ns))
+                for axis in (axis for axis in ("tp", *shared) if axis in lines):
+                    line = lines[axis]
+                    ns = self._time(axis, line.all_gather(x))
+                    measured[f"{axis}/all_gather"].append((x.nbytes * line.size, ns))
+                    if axis in shared:
+                        whole = x[: max(1, count // line.size) * line.size]
+                        ns = self._time(axis, line.reduce_scatter(whole))
+                        measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
+        return dict(measured)
+
+    def drawn(self, random: Random, others: list[str]) -> list[str]:
+        """All of `names` and others, in an order that is drawn."""
+        names = sorted(others) + self.names
+        return random.sample(names, len(names))
+
+    def _time(self, axis: str, launch: Launch) -> int:
+        self._streams.lead()
+        self._mesh.lines[axis].align()
+        begin = self._streams.mark()
+        transfer = self._streams.start(self._mesh.stream(axis), launch, awaited_next=True)
+        self._streams.wait(transfer)
+        transfer.take()
+        return self._between(begin, self._streams.mark())
+
+    def _there_and_back(self, x: Tensor) -> int:
+        """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
+        stage, stages = self._mesh.position["pp"], self._mesh.layout.pp
+        other = stage ^ 1
+        self._streams.lead()
+        self._mesh.lines["pp"].align()
+        if other >= stages:
+            return 0
+        line = self._mesh.neighbours
+        begin = self._streams.mark()
+        out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
+        for turn in (out, back) if stage < other else (back, out):
+            transfer = self._streams.start(self._mesh.stream_to(other), turn(), awaited_next=True)
+            self._streams.wait(transfer)
+            transfer.take()
+        return self._between(begin, self._streams.mark()) // 2
+
+    def _between(self, begin: Any, end: Any) -> int:
+        return self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)

@@ -1,0 +1,77 @@
+"""Regions of partitions as blocks of tensors, against rows looked up one by one."""
+
+from itertools import product
+from math import prod
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from braid.actors.stage.regions import Rows
+from braid.scheduling.mesh import place_in
+from braid.scheduling.partition import WHOLE, Region, Share, Span, bounds
+
+MESHES = st.sampled_from([(2,), (3,), (2, 2), (2, 3), (3, 2), (2, 2, 2)])
+
+
+def ranks_of(spans: tuple[Span, ...], mesh: tuple[int, ...], own: tuple[int, ...]) -> list[int]:
+    """Numbers of the ranks that a region has rows of, in order."""
+    dims = []
+    for span, size, place in zip(spans, mesh, own, strict=True):
+        known = {Span.ALL: set(range(size)), Span.OWN: {place}, Span.OTHERS: set(range(size)) - {place}}
+        dims.append(sorted(known[span]))
+    found = []
+    for places in product(*dims):
+        number = 0
+        for place, size in zip(places, mesh, strict=True):
+            number = number * size + place
+        found.append(number)
+    return found
+
+
+def taken(whole: Tensor, region: Region, own: tuple[int, ...], each: int) -> Tensor:
+    """The region of a tensor of all ranks' rows, row by row."""
+    first, end = bounds(region.rows, each)
+    left, right = bounds(region.columns, whole.shape[1])
+    rows = [
+        rank * each + row for rank in ranks_of(region.spans, region.mesh, own) for row in range(first, end)
+    ]
+    return whole[rows][:, left:right]
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> Share:
+    ways = draw(st.integers(1, 4))
+    return draw(st.integers(1, ways)), ways
+
+
+@given(st.data(), MESHES, st.integers(4, 7), shares(), st.one_of(st.just(WHOLE), shares()))
+@settings(max_examples=200, deadline=None)
+def test_rows_are_taken_and_put_back(
+    data: st.DataObject, mesh: tuple[int, ...], each: int, rows: Share, columns: Share
+) -> None:
+    own = place_in(mesh, data.draw(st.integers(0, prod(mesh) - 1)))
+    wanted = tuple(data.draw(st.sampled_from(list(Span))) for _ in mesh)
+    held = tuple(one if data.draw(st.booleans()) else Span.ALL for one in wanted)
+    everything = torch.arange(prod(mesh) * each * 5, dtype=torch.float64).view(-1, 5)
+    has = Region("tp", mesh, held)
+    wants = Region("tp", mesh, wanted, rows, columns)
+    given_rows = taken(everything, has, own, each)
+    lookup = Rows(has, wants, own)
+    part = lookup.take(given_rows)
+    assert torch.equal(part, taken(everything, wants, own, each))
+    whole = torch.zeros_like(given_rows)
+    lookup.place(whole, part)
+    assert torch.equal(lookup.take(whole), part)
+    assert whole.count_nonzero() == part.count_nonzero(), "nothing else is touched"
+
+
+def test_a_part_of_what_stages_have_brought() -> None:
+    """Of the own rank's rows of all nodes those of other nodes, which are not gathered twice (figure 5e)."""
+    mesh, own = (3, 2), (1, 0)
+    brought = Region("tp", mesh, (Span.ALL, Span.OWN), (2, 3))
+    x = torch.arange(6.0).view(3, 2)  # two rows of each node
+    x = x.reshape(6, 1)
+    others = Rows(brought, Region("tp", mesh, (Span.OTHERS, Span.OWN), (2, 3)), own).take(x)
+    assert others.flatten().tolist() == [0.0, 1.0, 4.0, 5.0]

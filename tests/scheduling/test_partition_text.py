@@ -1,0 +1,395 @@
+"""What a schedule says of how collectives are cut: it round-trips, and nonsense is refused with its cause."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.scheduling.lowering.partitions import mega_scale, with_partitions
+from braid.scheduling.partition import (
+    ABOUT_OWN,
+    Factor,
+    Partition,
+    Region,
+    Span,
+    bounds,
+    chosen,
+    factor_of,
+    parse_partition,
+    whole_axis,
+)
+from braid.scheduling.records import from_mapping, to_mapping
+from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.spec import ParallelLayout
+from tests.scheduling.cases import LLAMA, model_parts, named_schedule, setting_for
+from tests.scheduling.partition_cases import PARTITIONS, SIZES
+
+LAYOUT = ParallelLayout(tp=4, dp=6)
+ORDER = "must have every dim of the mesh once"
+DELIVERED = "what is cut as delivered needs a mesh, dim=tokens and pieces=1"
+NOWHERE = "there is no such part or axis; parts are embedding, layer, head, axes tp, dp"
+PARTS = model_parts(LLAMA, 4)
+
+
+# -- text ----------------------------------------------------------------------------------------------------
+
+
+@given(PARTITIONS)
+@settings(max_examples=300)
+def test_text_round_trips(one: Partition) -> None:
+    text = str(one)
+    assert parse_partition(text) == one
+    assert text.split() == text.split(" ")
+    assert from_mapping(Partition, to_mapping(one), "partition") == one
+
+
+@given(PARTITIONS, PARTITIONS)
+def test_different_partitions_read_differently(one: Partition, other: Partition) -> None:
+    other = replace(other, what=one.what)
+    assert (str(one) == str(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("text", "partition"),
+    [
+        (
+            "tp/all_gather pieces 4 of tokens with 1",
+            Partition(what="tp/all_gather", pieces=4, dim="tokens", operators=1),
+        ),
+        ("layer/mlp_scatter pieces 2", Partition(what="layer/mlp_scatter", pieces=2)),
+        (
+            "layer/mlp_gather mesh 2x4 order 1,0,1 delivered of tokens with 2",
+            Partition(
+                what="layer/mlp_gather",
+                mesh=(2, 4),
+                order=ABOUT_OWN,
+                delivered=True,
+                dim="tokens",
+                operators=2,
+            ),
+        ),
+        (
+            "dp/reduce_scatter mesh 2x2x3 order 2,0,1",
+            Partition(what="dp/reduce_scatter", mesh=(2, 2, 3), order=(2, 0, 1)),
+        ),
+    ],
+)
+def test_a_partition_reads_like_this(text: str, partition: Partition) -> None:
+    assert str(partition) == text
+    assert parse_partition(text) == partition
+
+
+def test_what_intra_batch_cuts() -> None:
+    assert [str(one) for one in mega_scale(4)] == ["tp/all_gather pieces 4 of tokens with 1"]
+    assert mega_scale(1) == ()
+
+
+# -- nonsense ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("gather pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
+        ("a/b/c pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
+        ("/b pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
+        ("a/b mesh 4 order 0", "mesh=4 needs two dims or more, of 2 ranks or more"),
+        ("a/b mesh 4x1 order 0,1", "mesh=4x1 needs two dims or more, of 2 ranks or more"),
+        ("a/b mesh 2x2 order 0", f"order=0 {ORDER}, 0,1 in any order"),
+        ("a/b mesh 2x2 order 0,0", f"order=0,0 {ORDER}, 0,1 in any order"),
+        ("a/b mesh 2x2 order 1,2", f"order=1,2 {ORDER}, 0,1 in any order"),
+        ("a/b mesh 2x2 order 0,1,0", f"order=0,1,0 {ORDER}, 0,1 in any order"),
+        (
+            "a/b mesh 2x2x2 order 1,0,1",
+            f"order=1,0,1 {ORDER}, 0,1,2 in any order",
+        ),
+        ("a/b pieces 0", "pieces=0 must be between 1 and 64"),
+        ("a/b pieces 65", "pieces=65 must be between 1 and 64"),
+        ("a/b pieces 2 of rows with 1", "dim='rows' must be one of tokens, width, or left out"),
+        ("a/b pieces 2 of tokens with 0", "operators=0 are cut along dim='tokens'; give both or none"),
+        ("a/b pieces 2 of width with 2", "operators=2: along the width it can be 1 alone"),
+        ("a/b delivered of tokens with 1", DELIVERED),
+        ("a/b mesh 2x2 order 0,1 delivered", DELIVERED),
+        ("a/b mesh 2x2 order 0,1 delivered of width with 1", DELIVERED),
+        ("a/b", "it cuts nothing; give pieces or a mesh, or leave it out"),
+        ("a/b of tokens with 1", "it cuts nothing; give pieces or a mesh, or leave it out"),
+    ],
+)
+def test_what_cuts_nothing_or_cannot_cut_is_refused(text: str, cause: str) -> None:
+    """By the words of the partition itself, wherever it stands."""
+    with pytest.raises(ValueError) as error:
+        parse_partition(text)
+    assert str(error.value) == f"partition {text.split()[0]}: {cause}"
+
+
+def test_what_text_cannot_say_is_refused_too() -> None:
+    for wrong, cause in (
+        ({"order": (0, 1)}, f"order=0,1 {ORDER}; without a mesh it is empty"),
+        ({"operators": 1}, "operators=1 are cut along dim=''; give both or none"),
+        ({"dim": "tokens", "operators": -1}, "operators=-1 are cut along dim='tokens'; give both or none"),
+    ):
+        with pytest.raises(ValueError) as error:
+            Partition(what="a/b", pieces=2, **wrong)  # type: ignore[arg-type]
+        assert str(error.value) == f"partition a/b: {cause}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a/b mesh 2x2",
+        "a/b order 0,1",
+        "a/b order 0,1 mesh 2x2",
+        "a/b mesh 2by2 order 0,1",
+        "a/b mesh 2x2 order 0;1",
+        "a/b pieces",
+        "a/b pieces two",
+        "a/b pieces -2",
+        "a/b pieces 2 delivered",
+        "a/b pieces 2 of tokens",
+        "a/b pieces 2 with 1",
+        "a/b with 1 pieces 2",
+        "a/b  pieces 2",
+        "a/b pieces 2 now",
+        "a/b pieces 02",
+        "a/b mesh 02x2 order 0,1",
+        "a/b mesh 2xx2 order 0,1",
+        "a/b mesh 2x2x order 0,1",
+        "a/b mesh 2x2 order 0,,1",
+        "a/b mesh 2x2 order 0,1 pieces 1",
+        "a/b pieces 2 of tokens with 01",
+    ],
+)
+def test_other_words_are_refused_with_how_to_write_them(text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_partition(text)
+    usage = "WHAT [mesh 2x4 order 0,1] [pieces 4 | delivered] [of tokens with 1]"
+    assert str(error.value) == f"partition {text!r} is not {usage}"
+
+
+@given(st.text(alphabet="tp/all_gather mesh 2x4 order 0,1 pieces of tokens with delivered", max_size=50))
+def test_nothing_but_value_errors(noise: str) -> None:
+    try:
+        found = parse_partition(noise)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"^partition "):
+            parse_partition(noise)
+    else:
+        assert parse_partition(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("tp/all_gather mesh 2x4 order 0,1", "mesh=2x4 has 8 ranks, the axis tp has 4"),
+        ("layer/mlp_gather mesh 2x4 order 0,1", "mesh=2x4 has 8 ranks, the axis tp has 4"),
+        ("dp/all_reduce mesh 2x2 order 0,1", "mesh=2x2 has 4 ranks, the axis dp has 6"),
+        ("encoder/mlp_gather pieces 2", NOWHERE),
+        ("pp/all_gather pieces 2", NOWHERE),
+        ("tp/gather pieces 2", NOWHERE),
+        ("tp/all_reduce pieces 2", "over tp it can be of all_gather, reduce_scatter"),
+        ("tp/all_to_all pieces 2", "over tp it can be of all_gather, reduce_scatter"),
+        ("dp/all_to_all mesh 2x3 order 0,1", "over dp it can be of all_gather, reduce_scatter, all_reduce"),
+        (
+            "layer/qkv pieces 2",
+            "that is no all-gather or reduce-scatter of a layer; layer has attention_gather, "
+            "attention_scatter, mlp_gather, mlp_scatter, mlp_scatter.grad, mlp_gather.grad, "
+            "attention_scatter.grad, attention_gather.grad",
+        ),
+        ("head/logits_gather pieces 2", "that is no all-gather or reduce-scatter of a layer; head has none"),
+        ("layer/mlp_gather pieces 2 of tokens with 3", "operators=3, but 2 beside it can be cut"),
+        ("layer/attention_gather pieces 2 of tokens with 2", "operators=2, but 1 beside it can be cut"),
+        *[
+            (f"dp/{kind} {how}", "what replicas share is cut in buckets; give a mesh and an order alone")
+            for kind in ("all_gather", "reduce_scatter", "all_reduce")
+            for how in (
+                "pieces 2",
+                "mesh 2x3 order 0,1 pieces 2",
+                "mesh 2x3 order 1,0,1",
+                "mesh 2x3 order 0,1 delivered of tokens with 1",
+            )
+        ],
+    ],
+)
+def test_what_does_not_fit_model_and_layout_is_refused(text: str, cause: str) -> None:
+    with pytest.raises(ValueError) as error:
+        with_partitions(PARTS, (parse_partition(text),), LAYOUT)
+    assert str(error.value) == f"partition {text.split()[0]}: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (ParallelLayout(dp=6), 6),
+        (ParallelLayout(dp=6, cp=2), 12),
+        (ParallelLayout(dp=6, zero=1), 6),
+        (ParallelLayout(dp=6, cp=2, zero=2), 12),
+        (ParallelLayout(dp=6, zero=3, shards=2), 2),
+    ],
+)
+def test_replicas_share_over_as_many_ranks_as_hold_shares(layout: ParallelLayout, ranks: int) -> None:
+    """Hybrid sharding sums over the others by itself."""
+    kind = "reduce_scatter" if layout.zero else "all_reduce"
+    wrong = Partition(what=f"dp/{kind}", mesh=(5, 2), order=(0, 1))
+    with pytest.raises(ValueError, match=rf"mesh=5x2 has 10 ranks, the axis dp has {ranks}$"):
+        with_partitions(PARTS, (wrong,), layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "columns"),
+    [
+        ("layer/mlp_gather pieces 9", 8, 64),
+        ("layer/mlp_scatter pieces 9", 8, 64),
+        ("layer/mlp_gather pieces 9 of tokens with 2", 8, 64),
+        ("tp/reduce_scatter pieces 16 of tokens with 1", 8, 64),
+        ("layer/mlp_gather mesh 2x2 order 1,0,1 pieces 9", 8, 64),
+    ],
+)
+def test_empty_pieces_are_refused(text: str, tokens: int, columns: int) -> None:
+    one = parse_partition(text)
+    with pytest.raises(ValueError) as error:
+        with_partitions(PARTS, (one,), LAYOUT)
+    assert str(error.value) == (
+        f"partition {one.what}: pieces={one.pieces} of {tokens} tokens of {columns} elements leave some "
+        f"empty; use fewer pieces"
+    )
+    fitting = replace(one, pieces=8)
+    assert with_partitions(PARTS, (fitting,), LAYOUT)["layer"] != PARTS["layer"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layer/mlp_scatter mesh 2x2 order 1,0,1",
+        "layer/mlp_gather.grad mesh 2x2 order 1,0,1 pieces 2 of tokens with 1",
+        "tp/reduce_scatter mesh 2x2 order 1,0,1",
+        "layer/mlp_gather mesh 2x2 order 1,0,1 of width with 1",
+        "tp/all_gather mesh 2x2 order 1,0,1 pieces 2 of width with 1",
+        "layer/mlp_scatter mesh 2x2 order 1,0 delivered of tokens with 1",
+        "tp/reduce_scatter mesh 2x2 order 1,0 delivered of tokens with 1",
+    ],
+)
+def test_what_would_compute_something_else_is_refused(text: str) -> None:
+    """Sums are not gathered in two ways at once, and delivered by no stage before the last; a product along
+    the width needs all rows at once."""
+    one = parse_partition(text)
+    with pytest.raises(ValueError, match=f"^partition {re.escape(one.what)}: "):
+        with_partitions(PARTS, (one,), LAYOUT)
+
+
+def test_two_for_the_same_collective_are_refused() -> None:
+    """As in the text of a schedule, which could not be read again."""
+    twice = tuple(Partition(what="tp/all_gather", pieces=pieces) for pieces in (2, 4))
+    with pytest.raises(ValueError, match="partition tp/all_gather"):
+        setting_for("megatron", ParallelLayout(tp=4), 2, partitions=twice)
+
+
+# -- in the text of a schedule -------------------------------------------------------------------------------
+
+TEXT = write(named_schedule("ddp", 1, 2, 2, zero=3))
+HEAD = "keep 4\n"
+
+
+def test_partitions_stand_behind_the_header() -> None:
+    schedule = replace(
+        parse(TEXT),
+        partitions=(
+            Partition(what="tp/all_gather", pieces=2),
+            Partition(what="dp/all_gather", mesh=(2, 2), order=(1, 0)),
+        ),
+    )
+    text = write(schedule)
+    lines = "partition tp/all_gather pieces 2\npartition dp/all_gather mesh 2x2 order 1,0\n"
+    assert text == TEXT.replace(HEAD, HEAD + lines)
+    assert parse(text) == schedule
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "cause"),
+    [
+        ("partition a/b pieces 2\npartition a/b pieces 2", 9, "partition a/b stands twice"),
+        (
+            "partition c/d pieces 3\npartition a/b pieces 2\npartition a/b pieces 4",
+            10,
+            "partition a/b stands twice",
+        ),
+        ("partition a/b pieces 0", 9, "partition a/b: pieces=0 must be between 1 and 64"),
+        (
+            "partition a/b pieces 2\npartition a/b",
+            10,
+            "partition a/b: it cuts nothing; give pieces or a mesh",
+        ),
+        ("partition", 9, "partition '' is not WHAT [mesh 2x4 order 0,1]"),
+        ("partitions a/b pieces 2", 9, "expected 'stage 0', found 'partitions a/b pieces 2'"),
+        ("partition a/b pieces 2\nkeep 4", 10, "expected 'stage 0', found 'keep 4'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(lines: str, number: int, cause: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'schedule, line {number}: {cause}')}"):
+        parse(TEXT.replace(HEAD, f"{HEAD}{lines}\n"))
+
+
+def test_a_partition_stands_before_the_stages() -> None:
+    line = "partition a/b pieces 2\n"
+    for place in ("stage 0\n", "program F:layer\n"):
+        with pytest.raises(
+            ValueError, match=r"^schedule, line \d+: .*'partition(' is not| a/b pieces 2' is not)"
+        ):
+            parse(TEXT.replace(place, place + line))
+
+
+# -- parts of wholes -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(1, 64))
+def test_shares_are_as_equal_as_can_be_and_cover_everything(size: int, ways: int) -> None:
+    found = [bounds((number, ways), size) for number in range(1, ways + 1)]
+    assert [row for begin, end in found for row in range(begin, end)] == list(range(size))
+    counts = {end - begin for begin, end in found}
+    assert max(counts) - min(counts) <= 1
+
+
+@given(SIZES, st.data())
+def test_regions_count_what_they_have(mesh: tuple[int, ...], data: st.DataObject) -> None:
+    spans = tuple(data.draw(st.sampled_from(Span)) for _ in mesh)
+    own = [data.draw(st.integers(0, size - 1)) for size in mesh]
+    ranks = 1
+    for span, size, place in zip(spans, mesh, own, strict=True):
+        there = {
+            Span.ALL: range(size),
+            Span.OWN: [place],
+            Span.OTHERS: [n for n in range(size) if n != place],
+        }
+        ranks *= len(list(there[span]))
+    region = Region("tp", mesh, spans)
+    assert region.ranks == ranks
+    rows, columns, ways = (
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(1, 9)),
+    )
+    assert region.elements(rows, columns) == ranks * rows * columns
+    for cut in ("rows", "columns"):
+        pieces = [replace(region, **{cut: (n, ways)}) for n in range(1, ways + 1)]
+        assert sum(one.elements(rows, columns) for one in pieces) == ranks * rows * columns
+
+
+@given(st.sampled_from(["tp", "dp", "edp"]), SIZES, st.data())
+def test_factors_are_axes_by_name(axis: str, mesh: tuple[int, ...], data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(mesh) - 1))
+    factor = Factor(axis, mesh, dim)
+    assert factor_of(str(factor)) == factor
+    assert factor.size == mesh[dim]
+    assert factor.inside == (dim == len(mesh) - 1)
+    assert whole_axis(str(factor)) == whole_axis(axis) == axis
+    assert factor_of(axis) is None
+
+
+def test_the_first_name_that_has_a_partition_counts() -> None:
+    own, of_kind = Partition(what="layer/mlp_gather", pieces=2), Partition(what="tp/all_gather", pieces=4)
+    for order in ((own, of_kind), (of_kind, own)):
+        assert chosen(order, "layer/mlp_gather", "tp/all_gather") is own
+        assert chosen(order, "layer/attention_gather", "tp/all_gather") is of_kind
+        assert chosen(order, "layer/mlp_scatter", "tp/reduce_scatter") is None

@@ -1,0 +1,400 @@
+"""Stages of what replicas share: they come to what the whole collective does, one after the other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cache
+from itertools import permutations, product
+from math import prod
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid.kernels.collectives.primitives import Launch, gathered, scattered
+from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
+from braid.scheduling import buckets
+from braid.scheduling.code import Body, Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.mesh import place_in, sub_groups
+from braid.scheduling.operators import Kind
+from braid.scheduling.partition import Partition
+from braid.scheduling.schedule import Gather, Norm, Prefetch, Reduce
+from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stages import Move, moves_of
+from braid.scheduling.validate import linked
+from tests.scheduling.cases import LLAMA, choices_for, layout_for, parts_for, setting_for
+from tests.scheduling.test_sharing import LEAST, check_shared
+
+KINDS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+MESHES = ((2, 2), (2, 3), (3, 2), (2, 2, 3))
+ORDERS = [(mesh, order) for mesh in MESHES for order in permutations(range(len(mesh)))]
+
+
+def staged(kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...]) -> tuple[Move, ...]:
+    """The stages of a collective of replicas."""
+    return moves_of(kind, (Partition(what=f"dp/{kind.value}", mesh=mesh, order=order),), "dp")
+
+
+# -- stages by themselves ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mesh", "order"), ORDERS)
+def test_parts_that_are_moved_add_up(kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """All stages together send as much as the whole collective, as rings do; they are numbered."""
+    moves = staged(kind, mesh, order)
+    ranks, twice = prod(mesh), 1 + (kind is Kind.ALL_REDUCE)
+    sent = sum(
+        Fraction(one.factor.size - 1, one.factor.size) / one.part * (1 + (one.kind is Kind.ALL_REDUCE))
+        for one in moves
+    )
+    assert sent == twice * Fraction(ranks - 1, ranks)
+    assert [one.number for one in moves] == [*range(len(moves))]
+    assert {one.stages for one in moves} == {len(moves)}
+    assert [one.last for one in moves] == [*[False] * (len(moves) - 1), True]
+    assert {(one.factor.axis, one.factor.mesh) for one in moves} == {("dp", mesh)}
+    dims = [one.factor.dim for one in moves]
+    assert dims == [*order, *order[-2::-1]] if kind is Kind.ALL_REDUCE else dims == [*order]
+
+
+def test_an_all_reduce_is_scattered_summed_and_gathered() -> None:
+    """Between nodes goes the least where the ranks of a node scatter first."""
+    moves = staged(Kind.ALL_REDUCE, (2, 4), (1, 0))
+    assert [(one.kind, str(one.factor), one.part) for one in moves] == [
+        (Kind.REDUCE_SCATTER, "dp.2x4.1", 1),
+        (Kind.ALL_REDUCE, "dp.2x4.0", 4),
+        (Kind.ALL_GATHER, "dp.2x4.1", 1),
+    ]
+    other = staged(Kind.ALL_REDUCE, (2, 4), (0, 1))
+    assert [(one.kind, str(one.factor), one.part) for one in other] == [
+        (Kind.REDUCE_SCATTER, "dp.2x4.0", 1),
+        (Kind.ALL_REDUCE, "dp.2x4.1", 2),
+        (Kind.ALL_GATHER, "dp.2x4.0", 1),
+    ]
+
+
+def test_what_is_not_divided_has_no_stages() -> None:
+    partitions = (
+        Partition(what="dp/all_gather", mesh=(2, 2), order=(0, 1)),
+        Partition(what="tp/reduce_scatter", mesh=(2, 2), order=(0, 1)),
+    )
+    assert not moves_of(Kind.REDUCE_SCATTER, partitions, "dp")
+    assert not moves_of(Kind.ALL_REDUCE, partitions, "dp")
+    assert len(moves_of(Kind.ALL_GATHER, partitions, "dp")) == 2
+
+
+# -- what they come to ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """Ranks on a mesh, whose collectives are carried out when all of them have been launched."""
+
+    mesh: tuple[int, ...]
+    launched: list[tuple[Kind, "FakeLine", Tensor, Tensor]] = field(default_factory=list)
+
+    def line(self, rank: int, dim: int) -> "FakeLine":
+        """That of a rank along a dim."""
+        (group,) = [tuple(group) for group in sub_groups(self.mesh, dim) if rank in group]
+        return FakeLine(self, group, group.index(rank))
+
+    def carry_out(self) -> None:
+        """Do what has been launched."""
+        for group in dict.fromkeys(line.group for _, line, _, _ in self.launched):
+            own = sorted((one for one in self.launched if one[1].group == group), key=lambda one: one[1].rank)
+            assert [line.rank for _, line, _, _ in own] == [*range(len(group))]
+            ((kind),) = {kind for kind, _, _, _ in own}
+            sent = [x.clone() for _, _, x, _ in own]
+            whole = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
+            for number, (_, _, _, y) in enumerate(own):
+                y.copy_(whole.chunk(len(group))[number] if kind is Kind.REDUCE_SCATTER else whole)
+        self.launched.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class FakeLine:
+    """Ranks along a dim, as one of them sees them."""
+
+    world: World
+    group: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.group)
+
+    def _launch(self, kind: Kind, x: Tensor, y: Tensor) -> Launch:
+        self.world.launched.append((kind, self, x, y))
+        return Launch(y, lambda: None)  # type: ignore[arg-type, return-value]
+
+    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
+        """Of all ranks, in their order."""
+        return self._launch(Kind.ALL_GATHER, x, gathered(x, self.size) if into is None else into)
+
+    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
+        """This rank's part of the sum."""
+        return self._launch(Kind.REDUCE_SCATTER, x, scattered(x, self.size) if into is None else into)
+
+    def all_reduce(self, x: Tensor) -> Launch:
+        """In place."""
+        return self._launch(Kind.ALL_REDUCE, x, x)
+
+
+def carried_out(moves: tuple[Move, ...], mesh: tuple[int, ...], held: list[Tensor]) -> list[Tensor]:
+    """What every rank has in the end, with the functions that the runtime moves buckets with."""
+    world = World(mesh)
+    whole = max(x.numel() for x in held) * (prod(mesh) if moves[0].kind is Kind.ALL_GATHER else 1)
+    for move in moves:
+        launches = []
+        for rank, x in enumerate(held):
+            line = world.line(rank, move.factor.dim)
+            assert line.rank == place_in(mesh, rank)[move.factor.dim]
+            match move.kind:
+                case Kind.ALL_REDUCE:
+                    launches.append(line.all_reduce(x))
+                case Kind.REDUCE_SCATTER:
+                    launches.append(scatter_stage(line, x, move.outer))  # type: ignore[arg-type]
+                case _:
+                    launches.append(gather_stage(line, x, move.outer))  # type: ignore[arg-type]
+            moved = launches[-1].result if move.kind is Kind.ALL_GATHER else x
+            assert moved.numel() * move.part == whole, "it moves that part of the whole"
+        world.carry_out()
+        for launch in launches:
+            if launch.finish is not None:
+                launch.finish()
+        held = [launch.result for launch in launches]
+    return held
+
+
+@pytest.mark.parametrize(("mesh", "order"), ORDERS)
+@pytest.mark.parametrize("elements", [1, 3])
+def test_stages_of_sums_and_gathers_come_to_the_whole(
+    mesh: tuple[int, ...], order: tuple[int, ...], elements: int
+) -> None:
+    """Every rank ends with what it ends with where the collective is not divided, in the same places."""
+    ranks = prod(mesh)
+    generator = torch.Generator().manual_seed(elements)
+    grads = torch.randint(-99, 99, (ranks, ranks * elements), generator=generator).double()
+    total = grads.sum(0)
+    scatter, gather, reduce = (
+        staged(kind, mesh, order) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
+    )
+    shares = carried_out(scatter, mesh, [*grads.clone()])
+    for rank, share in enumerate(shares):
+        assert torch.equal(share, total.chunk(ranks)[rank])
+    for whole in carried_out(gather, mesh, [*total.chunk(ranks)]):
+        assert torch.equal(whole, total)
+    for whole in carried_out(reduce, mesh, [*grads.clone()]):
+        assert torch.equal(whole, total)
+
+
+@pytest.mark.parametrize(("mesh", "order"), ORDERS)
+@pytest.mark.parametrize("elements", [1, 7, 13, 24])
+def test_a_bucket_that_does_not_divide_is_summed_with_zeros_behind_it(
+    mesh: tuple[int, ...], order: tuple[int, ...], elements: int
+) -> None:
+    ranks = prod(mesh)
+    generator = torch.Generator().manual_seed(elements)
+    grads = torch.randint(-99, 99, (ranks, elements), generator=generator).double()
+    padded = [whole_shares(x, ranks) for x in grads]
+    assert {x.numel() for x in padded} == {-(-elements // ranks) * ranks}
+    for whole in carried_out(staged(Kind.ALL_REDUCE, mesh, order), mesh, padded):
+        assert torch.equal(whole[:elements], grads.sum(0))
+        assert not whole[elements:].any()
+
+
+# -- in linked code ------------------------------------------------------------------------------------------
+
+DP, MESH = 4, (2, 2)
+MICRO_BATCHES = 4
+DISTANCES = ((0, 0), (1, 0), (3, 7), (1000, 1000))
+NAMES = ("megatron", "ddp", "zbv", "interleaved", "braid_w", "braid_twins", "braid_together_2")
+
+
+def partitions_of(zero: int, order: tuple[int, ...]) -> tuple[Partition, ...]:
+    """Of all that replicas exchange under a ZeRO stage, gathers in the other order."""
+    if not zero:
+        return (Partition(what="dp/all_reduce", mesh=MESH, order=order),)
+    return (
+        Partition(what="dp/reduce_scatter", mesh=MESH, order=order),
+        Partition(what="dp/all_gather", mesh=MESH, order=order[::-1]),
+    )
+
+
+@cache
+def code_with(
+    name: str, pp: int, zero: int, order: tuple[int, ...], distances: tuple[int, int], shards: int = 0
+) -> Code:
+    """Validated code over four replicas that share everything in stages, with layers of several buckets."""
+    layout = layout_for(name, pp, 1, DP * (1 + bool(shards)), zero)
+    layout = replace(layout, shards=shards)
+    shape = replace(LLAMA, layers=4)
+    own = setting_for(name, layout, MICRO_BATCHES, model=shape, partitions=partitions_of(zero, order))
+    parts = parts_for(own)
+    schedule = training_schedule(own, parts, choices_for(own))
+    ahead, keep = distances
+    schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+    assert parse(write(schedule)) == schedule
+    with patch.object(buckets, "LEAST_ELEMENTS", LEAST):
+        return linked(schedule, layout, own.model.kinds, parts)
+
+
+def shared_by(operation: Operation) -> Gather | Reduce | None:
+    """What an operation starts or waits for of what replicas share in stages."""
+    what = getattr(operation, "what", None)
+    return what if isinstance(what, Gather | Reduce) and what.move is not None else None
+
+
+def two_steps(code: Code, stage: int) -> Iterator[Operation]:
+    """Operations of two steps, with what a step before them has begun."""
+    own = code.stages[stage]
+    last = own[-1]
+    if isinstance(last.instruction, Prefetch):
+        yield from (one for one in last.operations if isinstance(one, Start))
+    for _ in range(2):
+        yield from (one for stretch in own for one in stretch.operations)
+
+
+def with_whole_transfers(code: Code) -> Code:
+    """The code with one start, that of the first stage, and one wait, for the last, of every transfer."""
+    bodies: dict[int, Body] = {}
+
+    def whole(operation: Operation) -> Operation | None:
+        what = shared_by(operation)
+        if what is None:
+            return operation
+        assert isinstance(operation, Start | Wait)
+        assert what.move is not None
+        end = what.move.number == 0 if isinstance(operation, Start) else what.move.last
+        return replace(operation, what=replace(what, move=None)) if end else None
+
+    def body_of(body: Body) -> Body:
+        if id(body) not in bodies:
+            found = (whole(operation) for operation in body.operations)
+            bodies[id(body)] = Body(tuple(one for one in found if one is not None))
+        return bodies[id(body)]
+
+    stages = tuple(tuple(replace(one, body=body_of(one.body)) for one in stage) for stage in code.stages)
+    return replace(code, stages=stages)
+
+
+CASES = [
+    pytest.param(name, pp, zero, order, id=f"{name}-pp{pp}-zero{zero}-{order[0]}{order[1]}")
+    for n, (name, pp, zero) in enumerate(product(NAMES, (1, 2), range(4)))
+    for order in [((0, 1), (1, 0))[(n + n // 4 + n // 8) % 2]]
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "zero", "order"), CASES)
+def test_every_stage_is_over_before_the_next_begins(
+    name: str, pp: int, zero: int, order: tuple[int, ...]
+) -> None:
+    """Started once and waited for once, in order, for every transfer of every bucket, before the norm."""
+    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
+        code = code_with(name, pp, zero, order, distances)
+        for stage in range(pp):
+            check_stages(code, stage)
+
+
+def check_stages(code: Code, stage: int) -> None:
+    """The rules of stages; what comes of them for parameters and gradients is for `check_shared`."""
+    zero = code.layout.zero
+    kinds = {Reduce: Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE, Gather: Kind.ALL_GATHER}
+    moves = {cls: moves_of(kind, code.schedule.partitions, "dp") for cls, kind in kinds.items()}
+    under_way: dict[Gather | Reduce, Move] = {}
+    over: dict[Gather | Reduce, Move] = {}
+    """What is between two stages."""
+    complete = {Reduce: 0, Gather: 0}
+    for operation in two_steps(code, stage):
+        what = getattr(operation, "what", None)
+        if isinstance(what, Reduce | Gather) and what.axis == "dp" and isinstance(operation, Start | Wait):
+            assert (what.move is None) == (what.chunk is None), "squares are summed as they were"
+        if over and not isinstance(operation, Wait):  # waits for others may come in between
+            assert isinstance(operation, Start), "the next stage begins at once"
+        if (move := what.move if shared_by(operation) else None) is None:
+            if isinstance(what, Norm):
+                assert not any(isinstance(one, Reduce) for one in under_way)
+            continue
+        whole = replace(what, move=None)
+        assert move == moves[type(what)][move.number]
+        if isinstance(operation, Start):
+            assert whole not in under_way
+            before = over.pop(whole, None)
+            assert move.number == (0 if before is None else before.number + 1)
+            under_way[whole] = move
+        else:
+            assert under_way.pop(whole) == move
+            if move.last:
+                complete[type(whole)] += 1
+            else:
+                over[whole] = move
+    assert not over
+    assert all(isinstance(one, Gather) and move.number == 0 for one, move in under_way.items())
+    assert bool(complete[Gather]) == bool(zero)
+    assert complete[Reduce]
+
+
+@pytest.mark.parametrize(("name", "pp", "zero", "order"), CASES)
+@pytest.mark.slow
+def test_what_is_read_is_there_and_what_is_added_is_summed(
+    name: str, pp: int, zero: int, order: tuple[int, ...]
+) -> None:
+    """As where nothing is divided: a gather ends right before a use, a sum before anything is added."""
+    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
+        check_shared(with_whole_transfers(code_with(name, pp, zero, order, distances)))
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_stages_are_under_way_beside_operators(zero: int, order: tuple[int, ...]) -> None:
+    """Every stage of gathers and of sums of some bucket runs beside what computes."""
+    code = code_with("ddp", 1, zero, order, (3, 7))
+    begun: dict[Gather | Reduce, int] = {}
+    beside: set[tuple[type, int]] = set()
+    computed = 0
+    for operation in two_steps(code, 0):
+        computed += isinstance(operation, Compute) and isinstance(operation.what, Node)
+        if (what := shared_by(operation)) is None or what.move is None:
+            continue
+        if isinstance(operation, Start):
+            begun[what] = computed
+        elif begun.pop(what) < computed:
+            beside.add((type(what), what.move.number))
+    wanted = {(Reduce, n) for n in range(2 if zero else 3)}
+    if zero == 3:
+        wanted |= {(Gather, n) for n in range(2)}
+    assert beside >= wanted
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", ["ddp", "zbv"])
+def test_shares_are_summed_over_replicas_when_all_stages_are_over(name: str, zero: int) -> None:
+    """Hybrid sharding."""
+    code = code_with(name, 1, zero, (1, 0), (2, 2), 4)
+    check_stages(code, 0)
+    under_way: set[tuple[int | None, int | None]] = set()
+    summed = 0
+    for operation in two_steps(code, 0):
+        what = getattr(operation, "what", None)
+        if not isinstance(what, Reduce) or what.chunk is None:
+            continue
+        key = what.chunk, what.bucket
+        if isinstance(operation, Start) and what.axis == "dp":
+            under_way.add(key)
+        elif isinstance(operation, Wait) and what.axis == "dp" and what.move is not None and what.move.last:
+            under_way.remove(key)
+        elif isinstance(operation, Start) and what.axis == "replica":
+            assert key not in under_way
+            summed += 1
+    assert summed
+
+
+def test_a_mesh_of_other_ranks_is_refused() -> None:
+    layout = ParallelLayout(dp=6)
+    own = setting_for("ddp", layout, 2, partitions=partitions_of(0, (0, 1)))
+    with pytest.raises(ValueError, match="mesh=2x2 has 4 ranks, the axis dp has 6"):
+        parts_for(own)
