@@ -319,8 +319,12 @@ class _Linker:
     # -- everything else -----------------------------------------------------------------------------------
 
     def _other(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
-        """Transfers and the update, ``by_bucket`` where gathers follow it. Equal messages share a body."""
+        """Transfers and the update, ``by_bucket`` where gathers follow it."""
         match instruction:
+            case Send() | Receive():
+                return self._of_message(instruction, instruction)
+            case Await(Send() | Receive() as message):
+                return self._of_message(instruction, message)
             case Step() if by_bucket:
                 return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(what=Clip())))
             case Norm() | Step():
@@ -336,13 +340,13 @@ class _Linker:
                 first, *others = self._stages(reduce)
                 rest = [kind(what=one) for one in others for kind in (Start, Wait)]
                 return Stretch(instruction, (), (), self._shared((instruction,), Wait(what=first), *rest))
-            case Send(moved) | Await(Send(moved)):
-                one, sent = moved.before(self.layout), True
-            case Receive(moved) | Await(Receive(moved)):
-                one, sent = moved, False
-            case Block():
-                raise AssertionError(instruction)
-        key = moved.kind, moved.chunk, sent, isinstance(instruction, Await)
+        raise AssertionError(instruction)
+
+    def _of_message(self, instruction: Instruction, message: Send | Receive) -> Stretch:
+        """Equal ones share a body."""
+        moved, sent = message.moved, isinstance(message, Send)
+        one = moved.before(self.layout) if sent else moved
+        key = moved.kind, moved.chunk, sent, message is not instruction
         if key not in self._messages:
             self._messages[key] = self._message(moved, one, key[3], sent=sent)
         assert one is not None

@@ -68,8 +68,8 @@ class Setting:
             raise ValueError(
                 f"distances={self.distances} must be (0, 0) unless gradients are in shares (ZeRO 2)"
             )
-        names = [one.what for one in self.partitions]
-        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        cut = [one.what for one in self.partitions]
+        if (twice := next((name for name in cut if cut.count(name) > 1), None)) is not None:
             raise ValueError(f"partition {twice} stands twice; keep one")
         self._check_placement()
         check_fit(self.model, self.layout, self.workload)

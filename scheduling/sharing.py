@@ -87,12 +87,7 @@ class Sharing:
     def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
         """Start, wait, and with ZeRO 3 release, of every use of a bucket that is not there."""
         begin = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Prefetch)), None)
-        uses = [
-            _Use(position, touch)
-            for position, stretch in enumerate(stretches)
-            if isinstance(stretch.instruction, Block)
-            for touch in self._of(stretch).reads
-        ]
+        uses = list(self._uses(stretches))
         following: dict[int, int] = {}
         seen: dict[BucketKey, int] = {}
         for number in reversed(range(len(uses))):
@@ -142,6 +137,17 @@ class Sharing:
             chunks = self.layout.chunks_of(stage)
             keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
             inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
+
+    def _uses(self, stretches: Sequence[Stretch]) -> Iterator[_Use]:
+        """All of them; the first ones where buckets stay once they are there."""
+        again = self.layout.zero > 2
+        seen: set[BucketKey] = set()
+        for position, stretch in enumerate(stretches):
+            if isinstance(stretch.instruction, Block):
+                for touch in self._of(stretch).reads:
+                    if again or touch.key not in seen:
+                        seen.add(touch.key)
+                        yield _Use(position, touch)
 
     @cached_property
     def _gather_moves(self) -> tuple[Move, ...]:

@@ -1,5 +1,6 @@
 """What the end of a step needs: sums of gradients, their norm, the update; and with ZeRO gathers."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -108,8 +109,15 @@ def _sums_of_last(
     last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
     instructions: list[Instruction] = []
     under_way: list[Instruction] = []
+    ends: dict[int, list[int]] = defaultdict(list)
+    for chunk, position in last.items() if early else ():
+        if "ends" not in axes[chunk]:
+            ends[position].append(chunk)
     for position, instruction in enumerate(stage):
-        ended = [c for c, end in last.items() if end == position and "ends" not in axes[c] and early]
+        if position not in ends:
+            instructions.append(instruction)
+            continue
+        ended = ends[position]
         within = [c for c in ended if any(axis in SUMMED for axis in axes[c])]
         if within:
             assert isinstance(instruction, Block)

@@ -15,7 +15,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import with_gathering
-from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Await,
     Block,
@@ -36,7 +35,7 @@ from braid.scheduling.schedule import (
 )
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError
-from tests.scheduling.cases import code_of, model_for, model_parts, prefetches_behind
+from tests.scheduling.cases import LOWERED, code_of, model_for, model_parts, prefetches_behind
 
 PARTS = model_parts(tp=2)
 
@@ -170,7 +169,7 @@ DAMAGES: dict[str, Damage] = {}
 
 def damage(
     cause: str,
-    names: tuple[str, ...] = tuple(SCHEDULES),
+    names: tuple[str, ...] = LOWERED,
     zero: tuple[int, ...] = (0, 1, 2, 3),
     ends: bool | None = None,
     of_gathers: bool = False,

@@ -55,6 +55,7 @@ from tests.no_update import NoUpdate
 from tests.scheduling.cases import (
     GPT,
     LLAMA,
+    LOWERED,
     MICRO_BATCH,
     TOKENS,
     choices_for,
@@ -441,7 +442,7 @@ def test_bytes_of_parameters_gradients_and_optimizer(dtype: str, tied_head: bool
 # -- the limit -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", sorted(LOWERED))
 @pytest.mark.parametrize("zero", range(4))
 def test_memory_over_the_limit_is_refused(name: str, zero: int) -> None:
     """A byte less than the fullest rank needs; the message names stage, instruction and what is missing."""

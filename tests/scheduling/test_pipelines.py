@@ -33,6 +33,7 @@ from braid.scheduling.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
     LLAMA,
+    LOWERED,
     PAIRED,
     PAIRED_W,
     SEARCHED,
@@ -52,7 +53,7 @@ from tests.scheduling.cases import (
 )
 
 FORWARD, BACKWARD = PassKind.FORWARD, PassKind.BACKWARD
-NAMES = pytest.mark.parametrize("name", sorted(SCHEDULES))
+NAMES = pytest.mark.parametrize("name", sorted(LOWERED))
 
 
 def assert_complete(schedule: Schedule, layout: ParallelLayout, kinds: list[PassKind]) -> None:

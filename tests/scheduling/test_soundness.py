@@ -6,7 +6,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Block,
     Gather,
@@ -24,6 +23,7 @@ from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError
 from tests.scheduling.cases import (
+    LOWERED,
     SEARCHED,
     code_of,
     exists,
@@ -229,7 +229,7 @@ def kinds_of(passes: tuple[Pass, ...] | Sides) -> tuple[PassKind, ...]:
     return tuple(one.kind for one in passes if one.kind is not PassKind.END)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LOWERED)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("ends", [False, True])
 def test_every_named_schedule_runs(name: str, zero: int, ends: bool) -> None:

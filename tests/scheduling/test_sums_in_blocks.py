@@ -22,6 +22,7 @@ from braid.scheduling.units import chunk_parts
 from braid.scheduling.validate import ScheduleError, linked
 from tests.scheduling.cases import (
     LLAMA,
+    LOWERED,
     choices_for,
     code_of,
     layout_for,
@@ -34,7 +35,7 @@ from tests.scheduling.cases import (
 from tests.scheduling.plans import cluster, setting
 
 BEHIND = "behind the passes stand gathers of parameters and then sums of gradients"
-EARLY = tuple(name for name, kind in SCHEDULES.items() if kind.early_sums)
+EARLY = tuple(name for name in LOWERED if SCHEDULES[name].early_sums)
 
 
 def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:

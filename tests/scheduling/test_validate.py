@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import validation_schedule
-from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.schedule import (
     Await,
     Block,
@@ -27,6 +26,7 @@ from braid.scheduling.validate import ScheduleError
 from tests.scheduling import damages_of_overlap
 from tests.scheduling.cases import (
     LLAMA,
+    LOWERED,
     PAIRED,
     code_of,
     layout_for,
@@ -73,7 +73,7 @@ def test_a_damaged_list_is_refused(name: str) -> None:
 
 def test_there_are_many_damages() -> None:
     assert len(DAMAGES) >= 85
-    assert {name for damage in DAMAGES.values() for name in damage.names} == set(SCHEDULES)
+    assert {name for damage in DAMAGES.values() for name in damage.names} == set(LOWERED)
 
 
 @pytest.mark.parametrize(
