@@ -290,9 +290,9 @@ class _Sums:
         while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):
             self._finish(into, self._under_way[:1])
         first = [one for one in self._under_way if one in self._next]
-        if first and not (first[-1].move is not None and first[-1].move.factor.inside):
-            first.pop()  # it has hardly begun
-        for one in first:
+        inside = [one for one in first if one.move is not None and one.move.factor.inside]
+        others = [one for one in first if one not in inside]
+        for one in (*inside, *others[:-1]):  # of those between nodes the last one has hardly begun
             self._wait(into, one)
         stages = [replace(reduce, move=move) for move in self.moves if reduce.axis == "dp"] or [reduce]
         self._next.update(pairwise(stages))

@@ -271,8 +271,23 @@ def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
     if not setting.kind.partitions or setting.partitions:
         return best
     ways = cuts(best.bench, bench_of, layers=not _full_of_compute(best))
-    benches = (bench_of(replace(setting, partitions=way)) for way in ways)
+    benches = (_bounded(bench_of(replace(setting, partitions=way)), bench_of) for way in ways)
     return min((best, *(one for bench in benches for one in outcomes(bench, over))), key=rank)
+
+
+MOST_OPERATORS = 160
+"""Of both passes through a unit, where partitions have made many of few: more take minutes to search."""
+
+
+def _bounded(bench: Bench, bench_of: BenchOf) -> Bench:
+    """With so few layers in a unit that its orders are found in seconds."""
+    sizes = [
+        len(part.forward.operators) + len(part.backward.operators)
+        for name, part in bench.members.items()
+        if is_layer(name)
+    ]
+    most = min(bench.setting.unit_layers, MOST_OPERATORS // max(sizes))
+    return bench if most == bench.setting.unit_layers else bench_of(replace(bench.setting, unit_layers=most))
 
 
 FULL = 0.05

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from braid.scheduling.operators import Part
-from braid.scheduling.planner.beam import beam_order
+from braid.scheduling.planner.beam import SHARES, beam_order
 from braid.scheduling.planner.list_schedule import IssueOrder, improved
 from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits, leaving
 
@@ -20,6 +20,8 @@ improved: moving operators seldom leads to the best order from where the best be
 
 MANY = 100
 """Operators beyond which there is time for the first beam alone."""
+MOST = 160
+"""Operators beyond which there is time for beams of one share of communication alone."""
 
 
 def gives_gradient(part: Part) -> bool:
@@ -43,10 +45,12 @@ def unit_order(
         beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > MANY else BEAMS
         starts = [beam_order(ring, width, (share,)) for width, share in beams]
         return end, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
-    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem))
+    count = len(problem.forward) + len(problem.backward)
+    shares = SHARES[1:2] if count > MOST else SHARES
+    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem, shares=shares))
     if goes_on:
         movable = _gradients(problem.backward, _last_layer(problem.backward))
-        found = beam_order(leaving(problem, movable))
+        found = beam_order(leaving(problem, movable), shares=shares)
         if found.ns < best[1].ns * (1 - 1e-6):
             best = movable, found
     end, found = best

@@ -8,7 +8,7 @@ The other tiers are the order of a backward pass's operators (`braid.scheduling.
 micro-batches go together (the pipelines ``together_N``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -73,12 +73,12 @@ def collectives(bench: Bench) -> list[Collecting]:
 
 
 def operation_tier(bench: Bench, bench_of: BenchOf) -> tuple[Partition, ...]:
-    """The best way to cut every gather and scatter of the layers; those that are best whole have none.
+    """The best way to cut every gather and scatter of the layers; those that are as good whole have none.
 
     ``bench``: of a setting without partitions. What stands beside a gather stands beside no other one, nor
     beside two scatters: points of several collectives are priced at once.
     """
-    best: dict[Collecting, tuple[float, Partition | None]] = {}
+    spans: dict[Collecting, list[tuple[float, Partition | None]]] = {}
     for kind in CUT:
         own = {
             one: list(points(bench.members[one.part], one.graph(bench.members), one.op, bench.profile))
@@ -86,16 +86,29 @@ def operation_tier(bench: Bench, bench_of: BenchOf) -> tuple[Partition, ...]:
             if one.op.kind is kind
         }
         for one in own:
-            best[one] = span_of(one, bench), None
+            spans[one] = [(span_of(one, bench), None)]
         for tried in zip_longest(*own.values()):
             chosen = {one: point for one, point in zip(own, tried, strict=True) if point is not None}
             cut = bench_of(replace(bench.setting, partitions=tuple(chosen.values())))
             for one, point in chosen.items():
-                ns = span_of(one, cut)
-                if ns < best[one][0]:
-                    best[one] = ns, point
-    order = [one for one in collectives(bench) if one in best]
-    return tuple(point for one in order if (point := best[one][1]) is not None)
+                spans[one].append((span_of(one, cut), point))
+    best = [_plainest(spans[one]) for one in collectives(bench)]
+    return tuple(point for point in best if point is not None)
+
+
+def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | None:
+    """The least cut of those that take hardly longer than the shortest."""
+    least = min(ns for ns, _ in spans)
+    alike = [
+        (0 if one is None else one.pieces * max(1, len(one.order)), ns, n)
+        for n, (ns, one) in enumerate(spans)
+        if ns <= least * (1 + HARDLY)
+    ]
+    return spans[min(alike)[2]][1]
+
+
+HARDLY = 0.02
+"""So little longer the simulator cannot tell; every piece has costs that no profile has."""
 
 
 def span_of(one: Collecting, bench: Bench) -> float:

@@ -71,8 +71,8 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
     # The test cluster listens on this machine's own address, and has no token.
     cluster = {"launcher": "ray", "placement_timeout_s": 5.0, "allow_unauthenticated": True}
     write_config(tmp_path, **SECTIONS, elastic=elastic, cluster=cluster)
-    workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
-    options = ("--address", nodes.address)
+    workers = [nodes.add_node(num_cpus=1) for _ in range(4)]
+    options = ("--address", nodes.address, "--set", "parallel.dp=4")
     command = [sys.executable, "-m", "braid.jobs.cli", "train", "run.yaml", *options]
     output = (tmp_path / "output").open("w")
     process = subprocess.Popen(
@@ -93,13 +93,17 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
             time.sleep(0.1)
 
     try:
-        until(lambda: trained_on(2))
-        drain(nodes.address, workers.pop().node_id)
-        until(lambda: trained_on(1))
+        until(lambda: trained_on(4))
+        for left in (3, 2):
+            drain(nodes.address, workers.pop().node_id)
+            until(lambda left=left: trained_on(left))
+        workers += [nodes.add_node(num_cpus=1) for _ in range(2)]
+        until(lambda: trained_on(4))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130, (tmp_path / "output").read_text()
         incidents = read_lines(run / "incidents.jsonl")
-        # Started again, where there is one node for the two ranks that are configured.
+        # Started again, where there are three nodes for the four ranks that are configured.
+        drain(nodes.address, workers.pop().node_id)
         step = read_lines(run / "metrics.jsonl")[-1]["step"]
         again = (*options, "--resume", "--until", str(step + 10))
         outcome = braid(tmp_path, "train", "run.yaml", *again, timeout=200)
@@ -108,15 +112,18 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    (drained,) = incidents
-    assert (drained["kind"], drained["ranks"], drained["steps_lost"]) == ("resized", [2, 1], 0)
-    assert drained["text"].startswith("a node is leaving")
+    assert [(one["kind"], one["ranks"], one["steps_lost"]) for one in incidents] == [
+        ("resized", [4, 3], 0),
+        ("resized", [3, 2], 0),
+        ("resized", [2, 4], 0),
+    ]
+    assert all(one["text"].startswith("a node is leaving") for one in incidents[:2])
     (last,) = read_lines(run / "incidents.jsonl")[len(incidents) :]
-    assert last["text"].startswith("not all nodes are there: the layout asks for 2 ranks")
-    assert (last["ranks"], last["steps_lost"]) == ([2, 1], 0)
+    assert last["text"].startswith("not all nodes are there: the layout asks for 4 ranks")
+    assert (last["ranks"], last["steps_lost"]) == ([4, 3], 0)
     metrics = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
-    assert {len(line["peak_bytes"]) for line in metrics} == {1, 2}
+    assert {len(line["peak_bytes"]) for line in metrics} == {2, 3, 4}
 
     alone = ("--launcher", "processes", "--set", "name=fixed", "--set", "elastic={}")
     fixed = braid(tmp_path, "train", "run.yaml", *alone, "--until", str(len(metrics)), timeout=240)

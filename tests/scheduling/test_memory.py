@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from braid.actors.stage.executor import Executor, MicroBatch
@@ -37,7 +39,7 @@ from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.partitions import mega_scale
+from braid.scheduling.lowering.partitions import mega_scale, operators_beside
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory
 from braid.scheduling.operators import Part
@@ -67,6 +69,7 @@ from tests.scheduling.cases import (
     parts_for,
     setting_for,
 )
+from tests.scheduling.partition_cases import collectives_of, partition_of
 from tests.scheduling.plans import cluster
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -327,6 +330,25 @@ def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, poli
     assert found
     for code in found:
         assert_exact(shape, code)
+
+
+@given(st.data(), st.sampled_from(["megatron", "wavelet", "zbv", "braid_w"]), st.sampled_from([LLAMA, GPT]))
+@settings(max_examples=12)
+@pytest.mark.slow
+def test_activations_of_any_cut_are_counted_to_the_byte(
+    data: st.DataObject, name: str, shape: ModelShape
+) -> None:
+    """Whatever way every collective of a layer is cut, of four ranks on two nodes."""
+    layout, recompute = layout_for(name, 1, 4), data.draw(st.sampled_from(RECOMPUTE_POLICIES))
+    partitions = []
+    for graph, op in collectives_of(model_parts(shape, 4, recompute)["layer"]):
+        if data.draw(st.booleans()):
+            most = len(operators_beside(graph, op, 2))
+            partitions.append(data.draw(partition_of(f"layer/{op.name}", op.kind, [(2, 2)], most)))
+    shape = replace(shape, layers=2)
+    setting = setting_for(name, layout, 2, model=shape, recompute=recompute, partitions=tuple(partitions))
+    schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
+    assert_exact(setting.model, linked(schedule, layout, setting.model.kinds, parts_for(setting)))
 
 
 @pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid_w", 2, 2)])
