@@ -76,6 +76,7 @@ def analytic_profile(
         barrier_ns=cluster.gpu.barrier_ns,
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
         norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
+        copy_ns_per_byte=2 / rate * 1e9,
     )
 
 

@@ -10,11 +10,12 @@ stands under ``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Final
 
-from braid.scheduling.operators import Kind, Part, Stream
-from braid.scheduling.partition import factor_of
+from braid.scheduling.operators import Kind, Operator, Part, Stream
+from braid.scheduling.partition import WHOLE, factor_of
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
@@ -66,6 +67,8 @@ class Profile:
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
     norm_ns_per_parameter: float = 0.0
+    copy_ns_per_byte: float = 0.0
+    """Of what pieces of values bring to its place in the whole."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION
@@ -74,7 +77,9 @@ class Profile:
         if self.version != VERSION:
             raise ValueError(f"version={self.version!r} of the profile is not {VERSION}; profile anew")
         require_positive(
-            self, ("barrier_ns", "optimizer_ns_per_parameter", "norm_ns_per_parameter"), zero=True
+            self,
+            ("barrier_ns", "optimizer_ns_per_parameter", "norm_ns_per_parameter", "copy_ns_per_byte"),
+            zero=True,
         )
         for name, value in self.solo_ns.items():
             if value < 0:
@@ -165,10 +170,12 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
     the copies that bring its rows to their places. Stages over nodes, or inside them, cost what the transfer
     along that factor does, with ``width`` bytes of an activation. All else follows from the whole operator:
     pieces of a GEMM share its time, those of a collective what exceeds the latency of its kind of transfer.
+    What a rank copies to bring rows together, into order and to their places counts with the begin and with
+    the end of a transfer (`copied_bytes`).
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
-    for op in (op for part in parts for op in (*part.forward.operators, *part.backward.operators)):
+    for part, op in ((p, op) for p in parts for op in (*p.forward.operators, *p.backward.operators)):
         if op.piece is None:
             continue
         piece, own = op.piece, op.key
@@ -188,11 +195,41 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
             solo[own] = round(latency + (whole - latency) * piece.share)
         if (known := profile.classes.get(name)) is not None:
             classes.setdefault(own, known)
-        if name in issue:
-            issue[own] = issue[name]
-        if name in take:
-            take[own] = round(take[name] * piece.share)
+        if op.axis is None:
+            continue
+        before, after = (profile.copy_ns_per_byte * count for count in copied_bytes(part, op, width))
+        issue[own] = round(issue.get(name, 0) + before)
+        take[own] = round(take.get(name, 0) * min(1.0, piece.share) + after)
+        solo[own] += round(before + after)
     return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
+
+
+def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
+    """What a rank copies for a piece of a collective before it begins, and once it has come.
+
+    Before: rows or columns that do not lie side by side, and blocks of a stage of a scatter that have to
+    change places; behind: those of a stage of a gather, and a piece that goes to its place in the whole.
+    """
+    read, made = part.values[op.reads[0]], part.values[op.writes[0]]
+    region, factor = made.region, factor_of(op.axis or "")
+    gathers = op.kind is Kind.ALL_GATHER
+    before = after = 0
+    whole = read.region is None and region is not None
+    if whole and region is not None and (region.columns != WHOLE or (not gathers and region.rows != WHOLE)):
+        share = region.columns if region.columns != WHOLE else region.rows
+        before += read.bytes(width) // share[1]
+    if factor is not None:
+        mesh, spans = factor.mesh, region.spans if region is not None else None
+        outer = prod(
+            (spans[dim].of(mesh[dim]) if spans else mesh[dim] if gathers else 1) for dim in range(factor.dim)
+        )
+        if outer > 1 and gathers:
+            after += made.bytes(width)
+        elif outer > 1:
+            before += made.bytes(width) * factor.size
+    if made.piece_of is not None:
+        after += made.bytes(width)
+    return before, after
 
 
 def parse_profile(text: str, where: str) -> Profile:

@@ -191,4 +191,5 @@ class Samples:
     """What this rank's groups exchange goes over, by axis."""
     norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
+    copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
     hardware: str

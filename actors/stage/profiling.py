@@ -114,6 +114,7 @@ class Profiler:
             streams={axis: self.mesh.stream(axis) for axis in self._links.axes},
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
+            copy_ns_per_byte=self._copies(rounds),
             hardware=hardware(self.model.context.device),
         )
 
@@ -302,6 +303,14 @@ class Profiler:
         return results
 
     # -- helpers -------------------------------------------------------------------------------------------
+
+    def _copies(self, rounds: int) -> list[float]:
+        """Of rows from one place to another, every other row of twice as many."""
+        context = self.model.context
+        shape = (context.sizes.local_tokens, 2, self.model.shape.hidden)
+        x = torch.zeros(shape, device=context.device, dtype=context.dtype)
+        y = torch.empty_like(x)
+        return [self._time(lambda: y[:, 0].copy_(x[:, 1])) / (x.nbytes / 2) for _ in range(rounds)]
 
     def _time(self, what: Callable[[], object]) -> int:
         self.streams.lead()

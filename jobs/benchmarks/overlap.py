@@ -178,7 +178,7 @@ class _Bench:
         return outcome_of(bench, exact, None, anything).numbers.step_seconds
 
     def _costed(self, config: Config, profile: Profile) -> BenchOf:
-        return measured(model_graphs(config, self.shape), profile)
+        return measured(model_graphs(config, self.shape, profile.streams), profile)
 
     @contextlib.contextmanager
     def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:

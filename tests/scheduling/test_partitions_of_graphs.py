@@ -614,16 +614,44 @@ def test_costs_of_pieces_follow_from_those_of_the_whole() -> None:
     """As a profile that was measured on whole operators has them."""
     whole = modelled(cluster(gpus=2))(setting("megatron", tp=2))
     layer = in_pieces(whole.members["layer"], 4)
-    profile = with_piece_costs(whole.profile, [layer])
+    known = replace(whole.profile, copy_ns_per_byte=0.0)
+    profile = with_piece_costs(known, [layer])
     assert profile.solo_ns["layer/qkv.3of4"] == pytest.approx(whole.profile.solo_ns["layer/qkv"] / 4, abs=1)
     assert profile.classes["layer/qkv.3of4"] == profile.classes["layer/qkv"]
     assert {k: v for k, v in profile.solo_ns.items() if "of4" not in k} == whole.profile.solo_ns
     gather = whole.profile.solo_ns["layer/attention_gather"]
     fit = TransferFit(latency_ns=gather / 2, ns_per_byte=1.0, stream=Stream.INTRA)
-    slow = replace(whole.profile, transfers={**whole.profile.transfers, "tp/all_gather": fit})
+    slow = replace(known, transfers={**known.transfers, "tp/all_gather": fit})
     piece = with_piece_costs(slow, [layer]).solo_ns["layer/attention_gather.1of4"]
     assert piece == pytest.approx(gather / 2 + gather / 8, abs=1)
     assert with_piece_costs(profile, [layer]) == profile
+
+
+def test_copies_of_pieces_have_a_price() -> None:
+    """A piece of a gather goes to its place in the whole, where weight gradients read it; of a stage that
+    comes second blocks change places before; pieces of a scatter are taken from the rows of all ranks."""
+    whole = modelled(cluster(nodes=2, gpus=2))(setting("megatron", tp=4))
+    bytes_of = {name: value.bytes(2) for name, value in whole.members["layer"].values.items()}
+    for text, name, begins, ends in (
+        ("layer/mlp_gather pieces 4", "mlp_gather.2of4", 0, bytes_of["mlp_gather.out"] // 4),
+        ("layer/mlp_gather mesh 2x2 order 0,1", "mlp_gather.s1", 0, 0),
+        ("layer/mlp_gather mesh 2x2 order 0,1", "mlp_gather.s2", 0, bytes_of["mlp_gather.out"]),
+        ("layer/mlp_scatter mesh 2x2 order 1,0", "mlp_scatter.s1", bytes_of["mlp_out.out"], 0),
+        (
+            "layer/mlp_scatter pieces 2",
+            "mlp_scatter.1of2",
+            bytes_of["mlp_out.out"] // 2,
+            bytes_of["mlp_scatter.out"] // 2,
+        ),
+    ):
+        layer = partitioned(whole.members["layer"], 4, text)
+        costs = [
+            with_piece_costs(replace(whole.profile, copy_ns_per_byte=rate), [layer]) for rate in (0.0, 1.0)
+        ]
+        key = f"layer/{name}"
+        assert costs[1].solo_ns[key] - costs[0].solo_ns[key] == begins + ends, text
+        assert costs[1].issue_ns.get(key, 0) == begins, text
+        assert costs[1].take_ns.get(key, 0) == ends, text
 
 
 def test_unequal_pieces_cost_what_they_have() -> None:
@@ -670,7 +698,7 @@ def test_stages_cost_what_transfers_along_their_factor_do(
         "tp.2x2.0/all_gather": TransferFit(latency_ns=1000.0, ns_per_byte=2.0, stream=Stream.INTER),
         "tp.2x2.1/all_gather": TransferFit(latency_ns=2000.0, ns_per_byte=3.0, stream=Stream.INTRA),
     }
-    known = replace(whole.profile, transfers=whole.profile.transfers | fits)
+    known = replace(whole.profile, transfers=whole.profile.transfers | fits, copy_ns_per_byte=0.0)
     layer = partitioned(whole.members["layer"], 4, f"layer/mlp_gather mesh 2x2 order {order}")
     profile = with_piece_costs(known, [layer], width)
     payload = 1024 * 1024 * width  # tokens x hidden

@@ -176,13 +176,17 @@ def tier_of(bench: Bench) -> tuple[Partition, ...]:
 
 
 def check_best(bench: Bench) -> set[Partition | None]:
-    """Every collective's best point is one of those that take least, the whole where it is one of them."""
+    """Every collective's point is the least cut of those that take hardly longer than the shortest."""
     tier = {one.what: one for one in tier_of(bench)}
     for part, graph, op in kinds_of(bench):
         best = tier.get(f"layer/{op.name}")
         found = spans(bench, part, graph, op)
-        assert found[best] == min(found.values()) <= found[None]
-        assert (best is None) == (found[None] == min(found.values()))
+        alike = [one for one, ns in found.items() if ns <= min(found.values()) * 1.02]
+        assert best in alike
+        assert (best is None) == (None in alike)
+        if best is not None:
+            least = min(one.pieces * max(1, len(one.order)) for one in alike if one is not None)
+            assert best.pieces * max(1, len(best.order)) == least
     return {tier.get(f"layer/{op.name}") for _, _, op in kinds_of(bench)}
 
 
@@ -317,7 +321,7 @@ def test_stages_take_as_long_as_the_busier_links() -> None:
 
 
 def test_cuts_are_of_layers_of_what_replicas_share_and_of_both() -> None:
-    spec = cluster(nodes=2, gpus=4, intra=1e8, inter=1e7)
+    spec = cluster(nodes=2, gpus=4, intra=1e10, inter=1e8)
     own = setting("braid", tp=2, dp=4)
     bench = modelled(spec)(own)
     layers, shared = operation_tier(bench, modelled(spec)), sharing_partitions(bench)
@@ -325,7 +329,7 @@ def test_cuts_are_of_layers_of_what_replicas_share_and_of_both() -> None:
     assert shared
     assert list(cuts(bench, modelled(spec))) == [layers, shared, (*layers, *shared)]
     assert list(cuts(bench, modelled(spec), layers=False)) == [shared]
-    of_one = modelled(cluster(gpus=2, intra=1e8))
+    of_one = modelled(cluster(gpus=2, intra=1e10))
     single = of_one(setting("braid", tp=2))
     assert list(cuts(single, of_one)) == [operation_tier(single, of_one)]
     for way in cuts(bench, modelled(spec)):
