@@ -1,6 +1,6 @@
 """What the operations of linked code cost: their times alone, lanes and names for contention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from braid.scheduling.code import Clip, Code, Compute, Message, Node, Operation, Start, Update, Wait
 from braid.scheduling.memory import DTYPE_BYTES, message_bytes
@@ -80,15 +80,27 @@ class Prices:
             case Start(what=Message(sent=True)):
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
-            case Start(what=Reduce(int(chunk), axis, bucket, move)):
+            case Start(what=Reduce(int(chunk), axis, bucket, move) as reduce):
                 cut = self._code.layout.zero and axis in ("dp", "edp")
                 kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
-                return self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket, move)
+                price = self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket, move)
+                return price if move is None else replace(price, busy_ns=self._copies(reduce, move))
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
             case Start(what=Gather(chunk, axis, bucket, move)):
                 return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
+            case Wait(what=Gather(move=Move() as move) as gather):
+                return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._copies(gather, move))
         return Price(-1, 0.0, Stream.COMPUTE)
+
+    def _copies(self, what: Reduce | Gather, move: Move) -> float:
+        """What a rank copies where blocks of ranks have to change places (`kernels.collectives.stages`)."""
+        if move.outer == 1 or what.chunk is None:
+            return 0.0
+        width = DTYPE_BYTES[self._dtype]
+        width = max(4, width) if isinstance(what, Reduce) else width
+        count = self._code.parameters(what.chunk, what.bucket).dense // move.part
+        return self._profile.copy_ns_per_byte * count * width
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
         op = node.operator
