@@ -170,8 +170,8 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
     the copies that bring its rows to their places. Stages over nodes, or inside them, cost what the transfer
     along that factor does, with ``width`` bytes of an activation. All else follows from the whole operator:
     pieces of a GEMM share its time, those of a collective what exceeds the latency of its kind of transfer.
-    What a rank copies to bring rows together, into order and to their places counts with the begin and with
-    the end of a transfer (`copied_bytes`).
+    To begin with a piece, and to go on behind one, takes as long as with the whole, and what a rank copies to
+    bring rows together, into order and to their places (`copied_bytes`).
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)

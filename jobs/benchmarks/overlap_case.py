@@ -117,9 +117,11 @@ class OverlapCase:
         """What one rank sends another at once: its tokens' activations, single precision.
 
         Of replicas an eighth of it, the least that a profile sums over them: what gradients take is on a line
-        through that, so it must not pass at once either (`braid.jobs.drill.hosts.Hosts.shape`).
+        through that, so it must not pass at once either (`braid.jobs.drill.hosts.Hosts.shape`). Of ranks that
+        share a host a quarter of that again: stages between hosts are measured too.
         """
         parts = 8 if self.replicas > 1 else LAYOUTS[self.layout].get("tp", 1)
+        parts = 32 if self.filled else parts
         return self.tokens * self.hidden * 4 // parts
 
     @property

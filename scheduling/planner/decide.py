@@ -263,7 +263,7 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: 
 
 
 def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
-    """The better of an outcome and the same setting with collectives cut, where its schedule has that.
+    """An outcome, or the same setting with collectives cut where that is told to be shorter (`ALIKE`).
 
     Those of layers are left whole where two passes together take hardly longer than their compute.
     """
@@ -272,7 +272,9 @@ def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
         return best
     ways = cuts(best.bench, bench_of, layers=not _full_of_compute(best))
     benches = (_bounded(bench_of(replace(setting, partitions=way)), bench_of) for way in ways)
-    return min((best, *(one for bench in benches for one in outcomes(bench, over))), key=rank)
+    found = min((one for bench in benches for one in outcomes(bench, over)), key=rank, default=best)
+    shorter = found.step_ns < best.step_ns * (1 - ALIKE) or found.missing_bytes < best.missing_bytes
+    return found if shorter and found.missing_bytes <= best.missing_bytes else best
 
 
 MOST_OPERATORS = 160
