@@ -119,7 +119,9 @@ class LinkTimes:
 
     def _time(self, axis: str, launch: Launch) -> int:
         self._streams.lead()
-        self._mesh.lines[axis].align()
+        # All groups along the axis share the links between nodes: all ranks begin together.
+        for line in (*self._mesh.lines.values(), self._mesh.lines[axis]):
+            line.align()
         begin = self._streams.mark()
         transfer = self._streams.start(self._mesh.stream(axis), launch, awaited_next=True)
         self._streams.wait(transfer)

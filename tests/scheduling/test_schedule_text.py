@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.named import SCHEDULES as NAMED
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import (
     Action,
@@ -46,7 +45,7 @@ from braid.scheduling.schedule_text import (
     write_sides,
     write_step,
 )
-from tests.scheduling.cases import PAIRED, named_schedule, valid_schedules
+from tests.scheduling.cases import LOWERED, PAIRED, named_schedule, valid_schedules
 from tests.scheduling.partition_cases import PARTITIONS
 
 NUMBERS = st.integers(0, 10_000)
@@ -240,7 +239,7 @@ def test_a_program_reads_like_this() -> None:
     assert "program I:layer" in write(named_schedule("zbv", 2, 4))
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(LOWERED))
 @pytest.mark.parametrize("ends", [False, True])
 def test_one_line_per_block_and_no_long_lines(name: str, ends: bool) -> None:
     """Where a line would be too long, what is sent of a block stands in one more."""
