@@ -169,7 +169,7 @@ class Partition:
 
 
 ABOUT_OWN: Final = (1, 0, 1)
-_WHAT: Final = re.compile(r"[^\s/]+/[^\s/]+")
+_WHAT: Final = re.compile(r"[^\s/#]+/[^\s/#]+")
 _TEXT: Final = re.compile(
     r"(?P<what>\S+)(?: mesh (?P<mesh>[0-9x]+) order (?P<order>[0-9,]+))?"
     r"(?: (?P<delivered>delivered)| pieces (?P<pieces>[0-9]+))?"

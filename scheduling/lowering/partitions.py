@@ -6,11 +6,13 @@ one between nodes of another is. All of them are operators like any others for w
 runs them. MegaScale's pipelines of gathers and GEMMs are the partition `mega_scale`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from braid.scheduling.lowering.beside import CUT, operators_beside
+from braid.scheduling.lowering.partition_checks import check_partition
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Piece, Stream, Value
-from braid.scheduling.partition import PARTITIONED, WHOLE, Factor, Partition, Region, Share, Span, chosen
+from braid.scheduling.partition import WHOLE, Factor, Partition, Region, Share, Span, chosen
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.stages import Stage, gather_stages, scatter_stages
@@ -36,7 +38,7 @@ def with_partitions(
     if not partitions:
         return dict(parts)
     for one in partitions:
-        _check(one, parts, layout)
+        check_partition(one, parts, layout)
     return {
         name: _Cutter(part, partitions, layout).part() if is_layer(name) else part
         for name, part in parts.items()
@@ -51,72 +53,6 @@ def cut_gemms(part: Part) -> frozenset[str]:
             if op.kind is Kind.ALL_GATHER and (beside := operators_beside(graph, op, 1)):
                 found.add(beside[0].key)
     return frozenset(found)
-
-
-_CUT = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-
-
-def _check(one: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
-    first, _, second = one.what.partition("/")
-    axis = first
-    if first in parts:
-        operators = (*parts[first].forward.operators, *parts[first].backward.operators)
-        found = next((op for op in operators if op.name == second), None)
-        if found is None or found.kind not in _CUT or not is_layer(first):
-            known = [op.name for op in operators if op.kind in _CUT] if is_layer(first) else []
-            raise ValueError(
-                f"partition {one.what}: that is no all-gather or reduce-scatter of a layer; "
-                f"{first} has {', '.join(known) or 'none'}"
-            )
-        axis = found.axis or ""
-        _check_stages(one, found.kind)
-        graphs = (parts[first].forward, parts[first].backward)
-        graph = next(g for g in graphs if any(op is found for op in g.operators))
-        beside = len(operators_beside(graph, found, one.operators))
-        if one.operators > beside:
-            raise ValueError(
-                f"partition {one.what}: operators={one.operators}, but {beside} beside it can be cut"
-            )
-    elif first not in PARTITIONED or second not in set(Kind):
-        raise ValueError(
-            f"partition {one.what}: there is no such part or axis; parts are {', '.join(parts)}, "
-            f"axes {', '.join(PARTITIONED)}"
-        )
-    else:
-        _check_kind(one, axis, second)
-    ranks = {"dp": layout.share_ranks if layout.zero else layout.dp * layout.cp}.get(axis)
-    ranks = ranks or layout.degree(axis)
-    product = 1
-    for size in one.mesh:
-        product *= size
-    if one.mesh and product != ranks:
-        raise ValueError(
-            f"partition {one.what}: mesh={'x'.join(map(str, one.mesh))} has {product} ranks, "
-            f"the axis {axis} has {ranks}"
-        )
-
-
-def _check_stages(one: Partition, kind: Kind) -> None:
-    if one.about_own and one.dim == "width":
-        raise ValueError(
-            f"partition {one.what}: along the width a product needs all rows at once, which order=1,0,1 "
-            f"brings in two; give every dim of the mesh once"
-        )
-    if kind is not Kind.ALL_GATHER and (one.about_own or one.delivered):
-        what = "order=1,0,1" if one.about_own else "what is cut as delivered"
-        raise ValueError(f"partition {one.what}: {what} is for all-gathers; give every dim of the mesh once")
-
-
-def _check_kind(one: Partition, axis: str, kind: str) -> None:
-    """Of all collectives of a kind."""
-    known = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) + (() if axis == "tp" else (Kind.ALL_REDUCE,))
-    if kind not in known:
-        raise ValueError(f"partition {one.what}: over {axis} it can be of {', '.join(known)}")
-    if axis == "dp" and (one.pieces > 1 or one.dim or one.about_own):
-        raise ValueError(
-            f"partition {one.what}: what replicas share is cut in buckets; give a mesh and an order alone"
-        )
-    _check_stages(one, Kind(kind))
 
 
 @dataclass
@@ -146,7 +82,7 @@ class _Cutter:
         groups: dict[str, list[Operator]] = {}
         for op in graph.operators:
             how = chosen(self.partitions, f"{self.original.name}/{op.name}", f"{op.axis}/{op.kind.value}")
-            if op.kind not in _CUT or how is None:
+            if op.kind not in CUT or how is None:
                 continue
             beside = [one for one in operators_beside(graph, op, how.operators) if one.name not in taken]
             if how.operators and not beside:
@@ -376,30 +312,3 @@ def _label(stage: int, stages: int, share: Share) -> str:
     if share[1] > 1:
         words.append(_of(share))
     return ".".join(words)
-
-
-def operators_beside(graph: Graph, op: Operator, most: int) -> list[Operator]:
-    """Operators that can be cut with a collective, nearest first: a GEMM, and what works row by row."""
-    found: list[Operator] = []
-    gathers = op.kind is Kind.ALL_GATHER
-    while len(found) < most:
-        value = (found[-1] if found else op).writes[0] if gathers else (found[-1] if found else op).reads[0]
-        nearest = _reader(graph, value, found) if gathers else _writer(graph, value)
-        kinds: Collection[Kind] = (Kind.ACTIVATION,) if found else (Kind.GEMM,)
-        if nearest is None or nearest.kind not in kinds or not _plain(nearest):
-            break
-        found.append(nearest)
-    return found
-
-
-def _plain(op: Operator) -> bool:
-    return len(op.reads) == len(op.writes) == 1 and op.phase is not Pass.WEIGHT_GRADIENT
-
-
-def _reader(graph: Graph, value: str, found: Sequence[Operator]) -> Operator | None:
-    readers = (op for op in graph.operators if value in op.reads and op.phase is not Pass.WEIGHT_GRADIENT)
-    return next((op for op in readers if op not in found), None)
-
-
-def _writer(graph: Graph, value: str) -> Operator | None:
-    return next((op for op in graph.operators if value in op.writes), None)

@@ -288,8 +288,8 @@ def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
 
 
 ON_THE_HOST = 0.2
-"""What pieces of layers' collectives have to gain where ranks move data themselves (CPUs): there they cost more
-than single transfers tell. 7 % simulated gain was 12 % measured loss, 1 % was 18 (docs/log.md)."""
+"""What cuts of layers' collectives have to gain where ranks move data themselves (CPUs): there pieces cost
+more than single transfers tell. 7 % simulated gain was 12 % measured loss, 1 % was 18 (docs/log.md)."""
 
 MOST_OPERATORS = 160
 """Of both passes through a unit, where partitions have made many of few: more take minutes to search."""

@@ -384,6 +384,6 @@ def _fits(plan: Scheme, cut: _Cut) -> bool:
 
     Along a contraction every piece has all rows, which an interleaved gather brings in two.
     """
-    if cut.reduces and any(stage.coverage is Coverage.REMOTE for stage in plan.stages):
+    if cut.reduces and not cut.uneven and any(stage.coverage is Coverage.REMOTE for stage in plan.stages):
         return False
     return not cut.uneven or sum(1 for stage in plan.stages if stage.share > 0) > 1 == len(plan.substitution)

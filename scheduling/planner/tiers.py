@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from braid.scheduling.cluster import Group
-from braid.scheduling.lowering.partitions import operators_beside
+from braid.scheduling.lowering.beside import CUT, operators_beside
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
@@ -28,8 +28,6 @@ from braid.scheduling.units import chunk_parameters
 
 MOST_BESIDE = 2
 """A GEMM and an activation: what comes before or behind is a collective, or coupled along the tokens."""
-
-CUT = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
 def cuts(bench: Bench, bench_of: BenchOf, *, layers: bool = True) -> Iterator[tuple[Partition, ...]]:

@@ -37,9 +37,10 @@ from braid.scheduling.code import Code, Operation, Release, Wait
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
+from braid.scheduling.lowering.beside import operators_beside
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.partitions import mega_scale, operators_beside
+from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory
 from braid.scheduling.operators import Part

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import layer_part
+from braid.scheduling.lowering.beside import operators_beside
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
 from braid.scheduling.lowering.partitions import (
     WAYS,
     cut_gemms,
     mega_scale,
-    operators_beside,
     with_partitions,
 )
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.partitions import operators_beside, with_partitions
+from braid.scheduling.lowering.beside import operators_beside
+from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import ABOUT_OWN, Partition
 from braid.scheduling.planner.decide import evaluate, measured, modelled
