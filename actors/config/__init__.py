@@ -342,6 +342,8 @@ def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
         text = f'"{json.dumps(value)}"'
         return f"{key}={value!r}: must be text; write it in quotes: {text}, or --set '{key}={text}'"
     message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
+    if not path:  # a check over sections names the keys itself
+        return message
     shown = "" if isinstance(value, (dict, Section)) else f"={value!r}"
     return f"{key}{shown}: {message}"
 

@@ -39,6 +39,11 @@ def check_partition(one: Partition, parts: Mapping[str, Part], layout: ParallelL
         )
     else:
         _check_kind(one, axis, second)
+        if axis == "dp" and (second == Kind.ALL_REDUCE) == bool(layout.zero):
+            used = f"{Kind.REDUCE_SCATTER} and {Kind.ALL_GATHER}" if layout.zero else str(Kind.ALL_REDUCE)
+            raise ValueError(
+                f"partition {one.what}: with parallel.zero={layout.zero} replicas use {used}; give that"
+            )
     ranks = {"dp": layout.share_ranks if layout.zero else layout.dp * layout.cp}.get(axis)
     ranks = ranks or layout.degree(axis)
     if one.mesh and prod(one.mesh) != ranks:

@@ -393,3 +393,15 @@ def test_the_first_name_that_has_a_partition_counts() -> None:
         assert chosen(order, "layer/mlp_gather", "tp/all_gather") is own
         assert chosen(order, "layer/attention_gather", "tp/all_gather") is of_kind
         assert chosen(order, "layer/mlp_scatter", "tp/reduce_scatter") is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind"), [(0, "reduce_scatter"), (0, "all_gather"), (1, "all_reduce"), (3, "all_reduce")]
+)
+def test_what_replicas_do_not_use_is_refused(zero: int, kind: str) -> None:
+    """It would be planned, and never run."""
+    layout = ParallelLayout(dp=4, zero=zero)
+    one = Partition(what=f"dp/{kind}", mesh=(2, 2), order=(1, 0))
+    parts = model_parts(LLAMA)
+    with pytest.raises(ValueError, match=f"^partition dp/{kind}: with parallel.zero={zero} replicas use"):
+        with_partitions(parts, (one,), layout)
