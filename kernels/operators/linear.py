@@ -40,8 +40,10 @@ class Linear(ComputeOperator):
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: of which x has the columns, so that y is a part of the sum; with the first
         of them comes the bias. ``outputs``: of which y has the columns."""
-        bias = None if self.bias is None or inputs.start else self.bias[outputs]
-        return (F.linear(x_TI, self.weight[outputs, inputs], bias),)
+        bias = None if inputs.start else self.bias
+        if bias is not None and outputs is not ALL:
+            bias = bias[outputs]
+        return (F.linear(x_TI, self._weight(outputs, inputs), bias),)
 
     def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return dx_TI; under column parallelism it is a partial sum over the ranks.
@@ -49,7 +51,12 @@ class Linear(ComputeOperator):
         ``outputs``: of which dy has the columns, so that dx is a part of the sum. ``inputs``: of which dx has
         the columns.
         """
-        return (dy_TO @ self.weight[outputs, inputs],)
+        return (dy_TO @ self._weight(outputs, inputs),)
+
+    def _weight(self, outputs: slice, inputs: slice) -> Tensor:
+        """The rows and columns of these; the weight itself, without the cost of two views, for all of both."""
+        whole = outputs is ALL and inputs is ALL
+        return self.weight if whole else self.weight[outputs, inputs]
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
         """Accumulate dyᵀ x, and the sum of dy over the tokens if there is a bias."""

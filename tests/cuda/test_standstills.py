@@ -86,6 +86,7 @@ SLOTS = {
     "interleaved": 3,
     "intra_batch": 2,
     "ddp": 2,
+    "ooo_backprop": 2,
     "braid_together_2": 2,
     "braid_together_4": 2,
     "braid_together_8": 2,
