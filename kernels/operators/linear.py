@@ -40,7 +40,7 @@ class Linear(ComputeOperator):
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: of which x has the columns, so that y is a part of the sum; with the first
         of them comes the bias. ``outputs``: of which y has the columns."""
-        bias = None if inputs.start else self.bias
+        bias: Tensor | None = None if inputs.start else self.bias
         if bias is not None and outputs is not ALL:
             bias = bias[outputs]
         return (F.linear(x_TI, self._weight(outputs, inputs), bias),)
@@ -54,9 +54,8 @@ class Linear(ComputeOperator):
         return (dy_TO @ self._weight(outputs, inputs),)
 
     def _weight(self, outputs: slice, inputs: slice) -> Tensor:
-        """The rows and columns of these; the weight itself, without the cost of two views, for all of both."""
-        whole = outputs is ALL and inputs is ALL
-        return self.weight if whole else self.weight[outputs, inputs]
+        """Of these; for all of both the weight itself, which costs no view."""
+        return self.weight if outputs is ALL and inputs is ALL else self.weight[outputs, inputs]
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
         """Accumulate dyᵀ x, and the sum of dy over the tokens if there is a bias."""
