@@ -11,12 +11,11 @@ def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
             f"model.family={shape.family!r} can be planned and simulated, but not trained in this version; "
             f"set model.family to one of {', '.join(RUNNABLE_FAMILIES)}"
         )
-    for axis in ("cp", "ep"):
-        if layout.degree(axis) > 1:
-            raise ValueError(
-                f"parallel.{axis}={layout.degree(axis)} is not available in this version; "
-                f"set parallel.{axis} to 1 (it can be planned and simulated)"
-            )
+    if layout.ep > 1:
+        raise ValueError(
+            f"parallel.ep={layout.ep} is not available in this version; set parallel.ep to 1 (it can be "
+            f"planned and simulated)"
+        )
     if layout.copies > 1 and layout.zero:
         raise ValueError(
             f"parallel.zero={layout.zero} does not go with overlap.schedule=bidirectional, which has two "
@@ -71,10 +70,10 @@ def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
 
 
 def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
-    if shape.sequence % layout.cp:
+    if layout.cp > 1 and shape.sequence % (2 * layout.cp):
         raise ValueError(
-            f"model.sequence={shape.sequence} is not divisible by parallel.cp={layout.cp}; "
-            f"set parallel.cp to one of {_divisors(shape.sequence)}"
+            f"model.sequence={shape.sequence} is not divisible by 2 x parallel.cp={layout.cp}, as every rank "
+            f"takes an early and a late piece of it; set model.sequence to a multiple of {2 * layout.cp}"
         )
     tokens = workload.micro_batch * shape.sequence // layout.cp
     if tokens % layout.tp:

@@ -138,42 +138,85 @@ class LayerBuilder(GraphBuilder):
     def attention(self, name: str, qkv: str) -> str:
         """Causal attention over the whole sequence, of which a rank holds 1/cp.
 
-        It keeps its turned q, k, v, and the log-sum-exp of every query head's scores. Keys and values of
-        other ranks of context parallelism are gathered (``all_gather``) or passed around while attending
-        (``ring``). The sequence is cut so that every rank, and every step of the ring, has equal work.
+        It keeps its turned q, k, v, and the log-sum-exp of every query head's scores. With context
+        parallelism queries are turned apart from keys and values, and those of other ranks are gathered
+        (``all_gather``) or passed around while attending (``ring``). The sequence is cut so that every rank,
+        and every step of the ring, has equal work.
         """
-        cp, queries = self.sizes.cp, self.shape.query_width
-        kv = replace(self.dims(qkv), width=2 * self.shape.kv_width)
-        if cp == 1:
-            return self._attend(name, qkv, queries + kv.width)
+        if self.sizes.cp == 1:
+            return self._attend(name, qkv)
+        q, kv = self._split_heads(f"{name}_split", qkv)
         if self.sizes.context == "all_gather":
-            others = self._gather("kv_gather", qkv, "cp", kv)
-            return self._attend(name, qkv, queries + cp * kv.width, (others,))
-        passed = self._shift("kv_shift_1", qkv, "cp", kv)
-        a = self._attend(f"{name}_0", qkv, queries + kv.width, steps=cp)
-        for step in range(1, cp):
-            here = passed
-            if step < cp - 1:
-                passed = self._shift(f"kv_shift_{step + 1}", here, "cp", kv)
-            own = name if step == cp - 1 else f"{name}_{step}"
-            a = self._attend(own, qkv, kv.width, (here, a), steps=cp)
-        return a
+            return self._attend_gathered(name, q, self.gather("kv_gather", kv, "cp"))
+        return self._attend_ring(name, q, kv)
 
-    def _attend(
-        self, name: str, qkv: str, saved_width: int, more: tuple[str, ...] = (), steps: int = 1
-    ) -> str:
-        """One kernel, which does 1/``steps`` of the work; what it keeps is one opaque value.
+    def _attention_flops(self, dims: Dims, steps: int = 1) -> int:
+        """Scores and values, 2 x 2 x T x s x Q, halved because attention is causal; 1/``steps`` of them."""
+        return 2 * dims.tokens * self.shape.sequence * self.shape.query_width // dims.cut // steps
 
-        ``more``: keys and values of other ranks, and what was attended to before (ring attention).
-        """
+    def _log_sums(self, dims: Dims) -> int:
+        """One of every token and query head of the rank."""
+        return dims.tokens * self.shape.heads // dims.cut
+
+    def _attend(self, name: str, qkv: str) -> str:
+        """One kernel; what it keeps is one opaque value."""
         shape, dims = self.shape, self.dims(qkv)
         y = self._value(f"{name}.out", replace(dims, width=shape.query_width))
-        sums = dims.tokens * shape.heads // dims.cut
-        saved = self._value(f"{name}.saved", replace(dims, width=saved_width), statistics=sums, keeps=y)
-        # Scores and values, 2 x 2 x T x s x Q, halved because attention is causal.
-        flops = 2 * dims.tokens * shape.sequence * shape.query_width // dims.cut // steps
-        op = self._emit(name, Kind.ATTENTION, (qkv, *more), (y, saved), flops=flops)
-        self._one_gradient(gradient_of(op, (f"d.{y}", saved), flops=2 * flops), (qkv, *more))
+        kept = replace(dims, width=shape.query_width + 2 * shape.kv_width)
+        saved = self._value(f"{name}.saved", kept, statistics=self._log_sums(dims), keeps=y)
+        flops = self._attention_flops(dims)
+        op = self._emit(name, Kind.ATTENTION, (qkv,), (y, saved), flops=flops)
+        self._one_gradient(gradient_of(op, (f"d.{y}", saved), flops=2 * flops), (qkv,))
+        return y
+
+    def _split_heads(self, name: str, qkv: str) -> tuple[str, str]:
+        """Queries, and keys with values; queries and keys turned by their positions."""
+        dims = self.dims(qkv)
+        q = self._value(f"{name}.q", replace(dims, width=self.shape.query_width))
+        kv = self._value(f"{name}.kv", replace(dims, width=2 * self.shape.kv_width))
+        op = self._emit(name, Kind.ROTARY, (qkv,), (q, kv))
+        self._one_gradient(gradient_of(op, (f"d.{q}", f"d.{kv}")), (qkv,))
+        return q, kv
+
+    def _attend_gathered(self, name: str, q: str, kv: str) -> str:
+        """To the keys of all ranks, which are kept in the order of the sequence."""
+        dims = self.dims(q)
+        y = self._value(f"{name}.out", dims)
+        saved = self._value(f"{name}.saved", self.dims(kv), statistics=self._log_sums(dims), keeps=y)
+        flops = self._attention_flops(dims)
+        op = self._emit(name, Kind.ATTENTION, (q, kv), (y, saved), flops=flops)
+        self._one_gradient(gradient_of(op, (f"d.{y}", saved, q), flops=2 * flops), (q, kv))
+        return y
+
+    def _attend_ring(self, name: str, q: str, kv: str) -> str:
+        """To the keys of one rank after the other, which travel around the ring meanwhile.
+
+        Every step adds to a wide output and its log-sum-exp, in place. Gradients of keys go back around.
+        """
+        steps, dims = self.sizes.cp, self.dims(q)
+        flops, sums = self._attention_flops(dims, steps), self._log_sums(dims)
+        y, saved = f"{name}.out", f"{name}.saved"
+        here, passed = kv, kv
+        so_far: tuple[str, ...] = ()
+        made: tuple[str, ...]
+        for step in range(steps):
+            if step < steps - 1:
+                passed = self._shift(f"kv_shift_{step + 1}", here, "cp", self.dims(kv))
+                own = f"{name}_{step}"
+                alias = so_far[0] if so_far else None
+                statistics = 0 if alias else dims.elements + sums
+                made = (
+                    self._value(f"{own}.partial", replace(dims, width=0), statistics=statistics, alias=alias),
+                )
+            else:
+                own = name
+                self._value(y, dims)
+                self._value(saved, replace(dims, width=0), statistics=sums, keeps=y)
+                made = y, saved
+            op = self._emit(own, Kind.ATTENTION, (q, here, *so_far), made, flops=flops)
+            gradient = gradient_of(op, (f"d.{y}", saved, q, here), flops=2 * flops)
+            self._one_gradient(gradient, (q, here))
+            here, so_far = passed, made
         return y
 
     # -- experts -------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ class MeshShape:
 
     Ranks that differ along none of both hold the same state (hybrid sharding: along ``replica``, too).
     """
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Axes that are several factors, by name: ranks that differ along ``cp`` hold the same parameters as
+    those that differ along ``dp``, so that ``dp`` is both of them for gradients."""
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -35,6 +38,21 @@ class MeshShape:
     def ranks(self) -> int:
         """Number of ranks."""
         return prod(self.sizes.values())
+
+    @cached_property
+    def axes(self) -> Mapping[str, tuple[str, ...]]:
+        """The factors of every axis over which transfers go: those of more than one rank."""
+        named = {name: (name,) for name, _ in self.factors} | dict(self.joined)
+        return {axis: factors for axis, factors in named.items() if self.size(factors) > 1}
+
+    def axes_over(self, factors: Collection[str]) -> tuple[str, ...]:
+        """The axes that together are some factors, innermost first."""
+        found = []
+        for name, _ in reversed(self.factors):
+            if name in factors:
+                joined = (axis for axis, members in self.joined if name in members)
+                found.append(next(joined, name))
+        return tuple(dict.fromkeys(found))
 
     def size(self, group: Collection[str]) -> int:
         """Number of ranks in a group."""

@@ -39,6 +39,8 @@ class Kind(StrEnum):
 
     GEMM = "gemm"
     ATTENTION = "attention"
+    ROTARY = "rotary"
+    """Queries apart from keys and values, turned by their positions (context parallelism)."""
     NORM = "norm"
     ACTIVATION = "activation"
     RESIDUAL = "residual"

@@ -83,9 +83,7 @@ class Plan:
         """What of the setting is planned and simulated, but not executed in this version."""
         setting = self.setting
         found = [
-            f"{axis} {setting.layout.degree(axis)}"
-            for axis in ("cp", "ep")
-            if setting.layout.degree(axis) > 1
+            f"{axis} {setting.layout.degree(axis)}" for axis in ("ep",) if setting.layout.degree(axis) > 1
         ]
         if setting.model.family not in RUNNABLE_FAMILIES:
             found.append(f"models of the family {setting.model.family}")

@@ -290,7 +290,13 @@ class ParallelLayout:
         factors = list(sizes.items())
         if self.replicas > 1:
             factors.insert(AXES.index("dp"), ("replica", self.replicas))
-        return MeshShape(tuple(factors), cut=("pp", "tp"), sharded=("dp", "cp") if self.zero else ())
+        sharded = ("dp", "cp")
+        return MeshShape(
+            tuple(factors),
+            cut=("pp", "tp"),
+            sharded=sharded if self.zero else (),
+            joined=(("dp", sharded),),
+        )
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank along every mesh axis."""

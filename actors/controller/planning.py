@@ -49,7 +49,7 @@ def model_graphs(
     ``streams``: where axes lie (`Profile.streams`), by default inside the node.
     """
     layout = config.layout()
-    sizes = part_sizes(shape, layout, config.train.micro_batch, streams)
+    sizes = part_sizes(shape, layout, config.train.micro_batch, streams, config.parallel.context)
     if not config.model.own_layers:
         return built_in_parts(sizes, config.train.recompute)
     from braid.actors.stage.layers import load_layers

@@ -4,7 +4,7 @@ Everything that can be decided before a step is decided here: which method an op
 collective uses, how a span is labelled. What cannot be bound fails here, when it is loaded.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -34,11 +34,20 @@ Registers = list[Any]
 Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """An operation of a stretch, called with the frames and the passes of the stretch."""
 
-COLLECTIVES: Mapping[Kind, Callable[[Line, Tensor], Launch]] = {
-    Kind.ALL_GATHER: lambda line, x: line.all_gather(x),
-    Kind.REDUCE_SCATTER: lambda line, x: line.reduce_scatter(x),
-    Kind.ALL_REDUCE: lambda line, x: line.all_reduce(x),
-}
+
+def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[[Line, Tensor], Launch]:
+    """How an operator that communicates is launched on a line; gradients go around a ring the other way."""
+    match kind:
+        case Kind.ALL_GATHER:
+            return lambda line, x: line.all_gather(x)
+        case Kind.REDUCE_SCATTER:
+            return lambda line, x: line.reduce_scatter(x)
+        case Kind.ALL_REDUCE:
+            return lambda line, x: line.all_reduce(x)
+        case Kind.SEND_RECEIVE:
+            by = -1 if phase is Phase.INPUT_GRADIENT else 1
+            return lambda line, x: line.shift(x, by)
+    raise AssertionError(kind)
 
 
 class Binder:
@@ -159,7 +168,7 @@ class Binder:
     def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[[Tensor], Launch]:
         """A collective on a value, or a stage of one on a piece of it."""
         assert op.axis is not None
-        line, whole = self._mesh.line(op.axis), COLLECTIVES[op.kind]
+        line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
             return lambda x: whole(line, x)
         read, made = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
@@ -187,7 +196,7 @@ class Binder:
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
-        own = place_in(wanted.mesh, self._mesh.place.index((wanted.axis,)))
+        own = place_in(wanted.mesh, self._index(wanted.axis))
         rows = Rows(held, wanted, own)
         return None if rows.all_of_it else rows
 
@@ -199,7 +208,7 @@ class Binder:
         value, all_of_it = frame.values[piece], frame.values[target]
         assert value.region is not None
         held = Region(value.region.axis, value.region.mesh, (whole,) * len(value.region.mesh))
-        own = place_in(held.mesh, self._mesh.place.index((held.axis,)))
+        own = place_in(held.mesh, self._index(held.axis))
         rows = Rows(held, value.region, own)
         count, columns = all_of_it.rows, all_of_it.columns
 
@@ -210,6 +219,10 @@ class Binder:
             rows.place(frame[target], part)
 
         return keep
+
+    def _index(self, axis: str) -> int:
+        """This rank's number on an axis."""
+        return self._mesh.place.index(self._mesh.place.mesh.axes[axis])
 
     def _instance(self, node: Node, chunk: int) -> PartInstance:
         return self._model.chunks[chunk][node.part]

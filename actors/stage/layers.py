@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from braid.actors.stage.parameters import (
     whole,
 )
 from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.context_attention import Order, causal_order, context_attention
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.scheduling.layer_builder import LayerBuilder
@@ -103,16 +104,24 @@ class ModuleContext:
         return OperatorModule(module=module, slices={"bias": slices})
 
     def attention(self) -> OperatorModule:
-        """This rank's heads."""
-        shape, tp = self.shape, self.sizes.tp
-        module = self.operators.attention(
-            heads=shape.heads // tp,
-            kv_heads=shape.kv_heads // tp,
-            head_dim=shape.head_dim,
-            sequence=shape.sequence,
-            rotary_base=None if shape.family == "gpt" else shape.rotary_base,
-        )
-        return OperatorModule(module=module)
+        """This rank's heads, and with context parallelism its tokens."""
+        shape, sizes = self.shape, self.sizes
+        settings: dict[str, Any] = {
+            "heads": shape.heads // sizes.tp,
+            "kv_heads": shape.kv_heads // sizes.tp,
+            "head_dim": shape.head_dim,
+            "sequence": shape.sequence,
+            "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
+        }
+        if sizes.cp == 1:
+            return OperatorModule(module=self.operators.attention(**settings))
+        parts = context_attention(**settings, order=self.order, ring=sizes.context == "ring")
+        return OperatorModule(module=parts.pop(""), parts=parts)
+
+    @property
+    def order(self) -> Order:
+        """Which tokens of a sample this rank has."""
+        return causal_order(self.sizes.cp, self.place.index(("cp",)), self.shape.sequence)
 
     def activation(self) -> OperatorModule:
         """SwiGLU or GELU."""
@@ -232,6 +241,7 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     if shape.family == "gpt":
         positions = PositionEmbedding(
             sequence=shape.sequence,
+            own=context.order.own,
             hidden=shape.hidden,
             token_offset=context.place.index(TENSOR) * sizes.local_tokens,
             device=context.device,

@@ -51,7 +51,7 @@ class LinkTimes:
     @property
     def axes(self) -> list[str]:
         """All that ranks exchange along."""
-        return [*(axis for axis, size in self._mesh.place.mesh.factors if size > 1), *self._factors]
+        return [*self._mesh.place.mesh.axes, *self._factors]
 
     def start(self, name: str) -> Transfer:
         """Start one of `names`."""

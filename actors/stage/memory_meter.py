@@ -8,6 +8,7 @@ from torch import Tensor
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.autograd import Graph
+from braid.kernels.operators.operator import Saved
 from braid.scheduling.code import Operation
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
@@ -23,6 +24,8 @@ def tensors_of(value: object) -> Iterator[Tensor]:
             if value not in _KEPT_BY_GRAPHS:
                 _KEPT_BY_GRAPHS[value] = list(value.tensors())
             yield from _KEPT_BY_GRAPHS[value]
+        case Saved():
+            yield from value.tensors()
         case Transfer():
             yield from tensors_of(None if value.launch is None else value.launch.result)
         case dict():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from braid.scheduling.topology import Topology
 
 if TYPE_CHECKING:  # benchmarks on one GPU run where pydantic is not installed
     from braid.actors.config.machines import NcclConfig, NcclLimits
+
+LAYER_AXES: Final = ("tp", "cp")
+"""Axes over which layers communicate."""
 
 MessageKind = tuple[Direction, str]
 """Of messages between stages: the pass they belong to, and "down" or "up" the pipeline."""
@@ -83,7 +86,7 @@ class Mesh:
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if (factor := factor_of(axis)) is not None:
             return Stream.INTRA if factor.inside else Stream.INTER
-        return self.topology.between(self.place.mesh.members(self.position, (axis,)))
+        return self.topology.between(self.place.mesh.members(self.position, self.place.mesh.axes[axis]))
 
     def warm_up(self) -> None:
         """Use every line once, in the same order on all ranks.
@@ -152,8 +155,8 @@ def build_mesh(
     groups = groups or TorchGroups(rank, timeout)
 
     lines: dict[str, Line] = {}
-    for axis in (name for name, size in place.mesh.factors if size > 1):
-        line = groups.line(axis, place.mesh.groups((axis,)))
+    for axis, factors in place.mesh.axes.items():
+        line = groups.line(axis, place.mesh.groups(factors))
         assert line is not None
         lines[axis] = line
     topology = Topology(place.mesh, hosts)
@@ -191,7 +194,7 @@ class TorchGroups:
             return None
         if self._on_gpus:
             return Communicator(TorchGroup(self._group(own, axis)))
-        both = whole_axis(axis) == "tp"
+        both = whole_axis(axis) in LAYER_AXES
         return MessageLine(self._group(own), self._group(own) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:

@@ -111,9 +111,7 @@ class StageModel:
                     self._tied = held
                 assert set(held.factors) <= set(self.context.place.mesh.cut), slices[0].source.name
                 self.parameters.append(held)
-        return PartInstance(
-            name=name, index=index, modules={key: entry.module for key, entry in modules.items()}
-        )
+        return PartInstance(name=name, index=index, modules=_by_operator(modules))
 
     def of_every_kind(self, seed: int) -> dict[str, list[PartInstance]]:
         """Its parts by name, layers first, and one layer of every kind that it does not hold.
@@ -139,10 +137,18 @@ class StageModel:
                 parameter = StageParameter(tensor=tensor, slices=slices, chunk=-1, operators=operators)
                 parameter.initialise(seed)
                 parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(tensor.dtype))
-        modules = {name: entry.module for name, entry in entries.items()}
-        return PartInstance(name=kind, index=index, modules=modules)
+        return PartInstance(name=kind, index=index, modules=_by_operator(entries))
 
     def initialise(self, seed: int) -> None:
         """Give every parameter its initial value, the same in every layout."""
         for parameter in self.parameters:
             parameter.initialise(seed)
+
+
+def _by_operator(entries: Mapping[str, OperatorModule]) -> dict[str, ComputeOperator]:
+    """The module of every operator of a part, by the operator's name."""
+    found = {}
+    for name, entry in entries.items():
+        found[name] = entry.module
+        found.update({f"{name}{more}": module for more, module in entry.parts.items()})
+    return found

@@ -135,6 +135,8 @@ class OperatorModule:
 
     module: ComputeOperator
     slices: Mapping[str, tuple[ParameterSlice, ...]] = field(default_factory=dict)
+    parts: Mapping[str, ComputeOperator] = field(default_factory=dict)
+    """Of operators whose names begin with its own, by what those add: attention may be several."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.actors.stage.bindings import COLLECTIVES, method_of
+from braid.actors.stage.bindings import collective_of, method_of
 from braid.actors.stage.devices import hardware
 from braid.actors.stage.link_times import LinkTimes
 from braid.actors.stage.mesh import Mesh
@@ -217,7 +217,7 @@ class Profiler:
 
     def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
         assert operator.axis is not None
-        launch = COLLECTIVES[operator.kind](self.mesh.lines[operator.axis], x)
+        launch = collective_of(operator.kind, operator.phase)(self.mesh.lines[operator.axis], x)
         return self.streams.start(self.mesh.stream(operator.axis), launch, awaited_next=awaited_next)
 
     def _beside_transfer(

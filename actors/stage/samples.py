@@ -1,9 +1,10 @@
 """A rank's samples: those of its data-parallel replica, as micro-batches on its device.
 
-Shape suffixes: N samples, S = sequence + 1 tokens of a window, M micro-batches, T tokens of a micro-batch.
+Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which this rank has s and their successors
+(2), M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,12 @@ class ReplicaSamples:
         sequence: int,
         layout: ParallelLayout,
         replica: int,
+        own: Sequence[int],
         chunks: Collection[int],
         device: torch.device,
     ) -> None:
-        """``replica``: the rank's place along the data-parallel axis. ``chunks``: of the model, on the rank.
+        """``replica``: the rank's place along the data-parallel axis. ``own``: places in a sample of the
+        tokens that the rank has. ``chunks``: of the model, on the rank.
 
         `ValueError` as `TokenShards.open`.
         """
@@ -47,13 +50,14 @@ class ReplicaSamples:
         validates = config.data.validation_fraction > 0
         self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
         self._sees_tokens = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
+        self._own = slice(None) if len(own) == sequence else torch.tensor(own)
         self._ahead = ReadingAhead(self._read)
         self._newest = np.zeros(0, np.int64)
 
     def of_step(self, step: int) -> Batches:
         """Of a training step (from 0); those of the next one are read meanwhile."""
-        self._newest, tokens_NS = self._ahead.of(step)
-        return self._batches(self._newest, tokens_NS)
+        self._newest, own_2Ns = self._ahead.of(step)
+        return self._batches(self._newest, own_2Ns)
 
     def digest(self) -> int:
         """Tells the samples of the step that was asked for last from others (`samples_digest`)."""
@@ -92,17 +96,18 @@ class ReplicaSamples:
         return ids, self._tokens(self._train, ids)
 
     def _tokens(self, shards: TokenShards, ids: np.ndarray) -> torch.Tensor | None:
-        """Samples' tokens on the host, in memory that a GPU can copy from by itself."""
+        """This rank's tokens of samples and their successors, on the host, in memory that a GPU can copy from
+        by itself."""
         if not self._sees_tokens:
             return None
         tokens_NS = torch.from_numpy(shards.tokens_at(ids))
-        return tokens_NS.pin_memory() if self._device.type == "cuda" else tokens_NS
+        own_2Ns = torch.stack([tokens_NS[:, :-1][:, self._own], tokens_NS[:, 1:][:, self._own]])
+        return own_2Ns.pin_memory() if self._device.type == "cuda" else own_2Ns
 
-    def _batches(self, ids: np.ndarray, tokens_NS: torch.Tensor | None) -> Batches:
+    def _batches(self, ids: np.ndarray, own_2Ns: torch.Tensor | None) -> Batches:
         count = len(ids) // self._config.train.micro_batch
-        if tokens_NS is None:
+        if own_2Ns is None:
             return [None] * count
-        tokens_NS = tokens_NS.to(self._device, non_blocking=True)
-        inputs_MT = tokens_NS[:, :-1].reshape(count, -1)
-        targets_MT = tokens_NS[:, 1:].reshape(count, -1)
+        own_2Ns = own_2Ns.to(self._device, non_blocking=True)
+        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in own_2Ns)
         return [MicroBatch(inputs_MT[m], targets_MT[m]) for m in range(count)]

@@ -187,10 +187,11 @@ def bucket_plans(
                 for members in _bounded(group, bucket_bytes)
             ]
             continue
-        factors = [name for name in sharded if name in axes]
+        members = tuple(group)
+        factors = [name for name in sharded if name in members[0].summed_over(place.mesh)]
         ways, index = place.mesh.size(factors), place.index(factors)
         plans.append(
-            BucketPlan(chunk=chunk, bucket=bucket, axes=axes, members=tuple(group), ways=ways, index=index)
+            BucketPlan(chunk=chunk, bucket=bucket, axes=axes, members=members, ways=ways, index=index)
         )
     return plans
 
@@ -202,9 +203,9 @@ def updated_by(plans: Sequence[BucketPlan], parameters: Sequence[StageParameter]
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape, copies: int) -> tuple[str, ...]:
-    """What a parameter's gradient is summed over: factors, and stages that hold it too (`gradient_axes`)."""
+    """What a parameter's gradient is summed over: axes, and stages that hold it too (`gradient_axes`)."""
     stages = ("ends",) * parameter.shared + ("copies",) * (copies > 1)
-    return (*reversed(parameter.summed_over(mesh)), *stages)
+    return (*mesh.axes_over(parameter.summed_over(mesh)), *stages)
 
 
 def _bounded(parameters: Iterator[StageParameter], limit: int) -> Iterator[list[StageParameter]]:

@@ -133,6 +133,7 @@ class Worker(Logged, Rank):
                 plan.shape.sequence,
                 layout,
                 self._mesh.place.index(("replica", "dp")),
+                self._model.context.order.own,
                 self._model.chunks,
                 self._device,
             )
@@ -156,7 +157,7 @@ class Worker(Logged, Rank):
         config, layout = plan.config, self._layout
         train = config.train
         definitions, kinds = load_layers(config.model.own_layers), plan.shape.kinds
-        sizes = part_sizes(plan.shape, layout, train.micro_batch)
+        sizes = part_sizes(plan.shape, layout, train.micro_batch, context=config.parallel.context)
         graphs = {kind: definition.graph for kind, definition in definitions.items()}
         self._parts = parts = model_parts(sizes, graphs, train.recompute)
         units = scheduled_parts(
@@ -224,7 +225,7 @@ class Worker(Logged, Rank):
         self._membership.intact()
         if update.applied and every and (step + 1) % every == 0:
             self.keep_copy(step + 1)
-        first = all(self._mesh.position[axis] == 0 for axis in ("tp", "pp"))
+        first = all(self._mesh.position[axis] == 0 for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
         records = self._recorder.records(step)
         if self._stream is not None and self._recorder.recording:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from braid.actors.stage.bindings import COLLECTIVES, method_of
+from braid.actors.stage.bindings import collective_of, method_of
 from braid.jobs.benchmarks.gpu_rig import Rig
 from braid.scheduling.analytic import operator_class
 from braid.scheduling.operators import Kind, Operator, Stream
@@ -178,7 +178,7 @@ class _Measurement:
         result: list[Any] = []
 
         def run() -> None:
-            launch = COLLECTIVES[kind](rig.line, x)
+            launch = collective_of(kind)(rig.line, x)
             transfer = rig.streams.start(Stream.INTRA, launch, awaited_next=True)
             rig.streams.wait(transfer)
             result.append(transfer.take())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from braid.actors.stage.bindings import COLLECTIVES
+from braid.actors.stage.bindings import collective_of
 from braid.jobs.benchmarks.gpu_rig import first_line
 from braid.kernels.collectives.communicator import Communicator, TorchGroup
 from braid.kernels.collectives.messages import MessageLine
@@ -84,7 +84,7 @@ def _measure(
     weight = torch.ones(hidden, hidden, device=device, dtype=dtype)
 
     def collective() -> Callable[[], object]:
-        launch = COLLECTIVES[kind](line, x)
+        launch = collective_of(kind)(line, x)
         work = launch.issue()
 
         def end() -> None:

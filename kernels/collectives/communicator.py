@@ -84,6 +84,13 @@ class Communicator:
         y = torch.empty_like(x)
         return Launch(y, lambda: self.group.messages([(x, peer)], [(y, peer)]))
 
+    def shift(self, x: Tensor, by: int) -> Launch:
+        """Around the line; both messages are one kernel."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        return Launch(y, lambda: self.group.messages([(x, to)], [(y, source)]))
+
     def meet(self) -> None:
         """With all ranks: a sum whose result the host reads."""
         self._sum().item()

@@ -85,14 +85,11 @@ class MessageLine:
 
     def swap(self, x: Tensor, peer: int) -> Launch:
         """With one rank."""
-        x = x.contiguous()
-        y = torch.empty_like(x)
+        return self._trade(x, peer, peer)
 
-        def issue() -> Work:
-            arriving = self.receive(y, peer, 0).issue()
-            return _All([arriving, self.send(x, peer, 0).issue()])
-
-        return Launch(y, issue, sends=x.nbytes)
+    def shift(self, x: Tensor, by: int) -> Launch:
+        """Around the line."""
+        return self._trade(x, (self.rank + by) % self.size, (self.rank - by) % self.size)
 
     def meet(self) -> None:
         """With all ranks."""
@@ -104,6 +101,17 @@ class MessageLine:
 
     def warm_up(self) -> None:
         """gloo connects all pairs when it makes a group."""
+
+    def _trade(self, x: Tensor, to: int, source: int) -> Launch:
+        """Send ``x`` to one rank and receive as much from one."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+
+        def issue() -> Work:
+            arriving = self.receive(y, source, 0).issue()
+            return _All([arriving, self.send(x, to, 0).issue()])
+
+        return Launch(y, issue, sends=x.nbytes)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
         """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it.

@@ -87,6 +87,9 @@ class Line(Channel, Protocol):
     def all_reduce(self, x: Tensor) -> Launch:
         """Sum over the ranks, in place."""
 
+    def shift(self, x: Tensor, by: int) -> Launch:
+        """Send to the rank that comes ``by`` later, around the end; receive from the one before."""
+
     def meet(self) -> None:
         """Come back when all ranks have come here."""
 

@@ -44,7 +44,7 @@ def rotary_tables(
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def _turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
+def turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
     """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out`` (h = d/2).
 
     It is computed in the tables' dtype, and rounded once to that of ``out``.
@@ -116,7 +116,7 @@ class Attention(ComputeOperator):
         turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
         if turning:
             cos, sin = self._tables(qkv_bsnd)
-            _turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
+            turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
         turned_bsnd[:, :, turning:] = qkv_bsnd[:, :, turning:]
         return turned_bsnd
 
@@ -129,7 +129,7 @@ class Attention(ComputeOperator):
             if self.rotary_base is None or name == "v":
                 target_bsnd.copy_(d_bsnd)
             else:
-                _turn(d_bsnd, *self._tables(d_qkv), target_bsnd, back=True)
+                turn(d_bsnd, *self._tables(d_qkv), target_bsnd, back=True)
         return d_qkv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.operator import ComputeOperator, Saved
 
 
-class Graph:
+class Graph(Saved):
     """The recorded graph of one call, opaque to the executor.
 
     It holds the inputs and what autograd saved for the gradients, not the outputs. It can be asked for

@@ -3,6 +3,8 @@
 Legend: T all tokens of the micro-batch, t this rank's slice of them, D hidden.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,8 +62,9 @@ class VocabularyEmbedding(ComputeOperator):
 class PositionEmbedding(ComputeOperator):
     """Learned positions, added: y = x + weight[position].
 
-    ``token_offset`` is the place of this rank's first token in the flattened micro-batch (batch-major,
-    ``sequence`` tokens per sample), so that token i has position (token_offset + i) mod sequence.
+    ``own``: the positions of a sample's tokens that this rank has (context parallelism), by default all.
+    ``token_offset`` is the place of this rank's first token in the flattened micro-batch (batch-major, those
+    of each sample), so that token i has position own[(token_offset + i) mod len(own)].
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class PositionEmbedding(ComputeOperator):
         sequence: int,
         hidden: int,
         token_offset: int,
+        own: Sequence[int] | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.sequence, self.token_offset = sequence, token_offset
+        self.own = None if own is None or list(own) == list(range(sequence)) else tuple(own)
         self.weight = empty_parameter(sequence, hidden, device=device, dtype=dtype)
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor]:
@@ -91,4 +96,7 @@ class PositionEmbedding(ComputeOperator):
 
     def _positions(self, x_tD: Tensor) -> Tensor:
         first = self.token_offset
-        return torch.arange(first, first + x_tD.shape[0], device=x_tD.device).remainder_(self.sequence)
+        rows = torch.arange(first, first + x_tD.shape[0], device=x_tD.device)
+        if self.own is None:
+            return rows.remainder_(self.sequence)
+        return torch.tensor(self.own, device=x_tD.device)[rows.remainder_(len(self.own))]

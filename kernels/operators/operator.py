@@ -16,10 +16,20 @@ Operators do not modify what they read, unless their docstring says so. A method
 use for (``weight_gradient`` without parameters) is not in its graph, and raises if it is called.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class Saved(ABC):
+    """What an operator makes that is no tensor: opaque to everybody else."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[Tensor]:
+        """What it keeps alive, for accounts of memory."""
 
 
 class ComputeOperator(nn.Module):

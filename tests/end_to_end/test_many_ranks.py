@@ -14,6 +14,7 @@ from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate
+from braid.scheduling.spec import CONTEXT_MODES
 from tests.end_to_end.runs import (
     BYTES_VOCABULARY,
     PlainRun,
@@ -73,6 +74,18 @@ CASES = [
     (5, "bidirectional", {"pp": 2}),
 ]
 """Layers, schedule, layout."""
+OF_CONTEXT: list[tuple[int, str, dict[str, Any]]] = [
+    (4, "megatron", {"cp": 2}),
+    (4, "braid_w", {"cp": 4}),
+    (4, "dhelix", {"cp": 2, "tp": 2}),
+    (4, "braid_w", {"cp": 2, "tp": 2}),
+    (5, "braid_w", {"cp": 2, "pp": 2}),
+    (4, "zbv", {"cp": 2, "pp": 2}),
+    (4, "braid_together_4", {"cp": 2, "dp": 2, "zero": 3}),
+    (4, "ddp", {"cp": 4, "dp": 2}),
+    (4, "braid_w", {"cp": 2, "dp": 4, "zero": 2, "shards": 2}),
+]
+"""With keys and values gathered, and passed around."""
 OF_GPT: list[tuple[int, str, dict[str, int]]] = [
     (4, "ddp", {"dp": 4}),
     (4, "braid_together_4", {"dp": 4, "zero": 3}),
@@ -81,7 +94,16 @@ OF_GPT: list[tuple[int, str, dict[str, int]]] = [
     (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
     (4, "ddp", {"dp": 4, "zero": 3, "shards": 2}),
 ]
-ALL_CASES = [(*case, "llama") for case in CASES] + [(*case, "gpt") for case in OF_GPT]
+ALL_CASES = [
+    *((*case, "llama") for case in CASES),
+    *((*case, "gpt") for case in OF_GPT),
+    *(
+        (layers, schedule, {**parallel, "context": context}, family)
+        for layers, schedule, parallel in OF_CONTEXT
+        for context in CONTEXT_MODES
+        for family in ("llama", "gpt")
+    ),
+]
 SEED = 5
 
 
@@ -113,11 +135,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     ids=[f"{f}, {n} layers, {s}, {' x '.join(f'{a} {d}' for a, d in p.items())}" for n, s, p, f in ALL_CASES],
 )
 def test_losses_are_those_of_plain_pytorch(
-    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, int], family: str
+    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, Any], family: str
 ) -> None:
     steps = STEPS_OF_REPLICAS if "dp" in parallel else STEPS
     overrides: dict[str, Mapping[str, Any]] = {
-        "model": {"family": family, "layers": layers, "kv_heads": 4},
+        "model": {
+            "family": family,
+            "layers": layers,
+            "kv_heads": 4 if "tp" in parallel or family == "gpt" else 2,
+        },
         "train": {"dtype": "fp64", "seed": SEED, "steps": steps, "global_batch": 16},
         "cluster": {"cpus_per_rank": 0.1},
     }
