@@ -143,12 +143,19 @@ class LayerBuilder(GraphBuilder):
         (``all_gather``) or passed around while attending (``ring``). The sequence is cut so that every rank,
         and every step of the ring, has equal work.
         """
-        if self.sizes.cp == 1:
+        if self.sizes.cp == 1 and not self.shape.documents:
             return self._attend(name, qkv)
-        q, kv = self._split_heads(f"{name}_split", qkv)
-        if self.sizes.context == "all_gather":
-            return self._attend_gathered(name, q, self.gather("kv_gather", kv, "cp"))
-        return self._attend_ring(name, q, kv)
+        documents = (self._documents(),) if self.shape.documents else ()
+        q, kv = self._split_heads(f"{name}_split", qkv, documents)
+        if self.sizes.context == "all_gather" and self.sizes.cp > 1:
+            return self._attend_gathered(name, q, self.gather("kv_gather", kv, "cp"), documents)
+        return self._attend_ring(name, q, kv, documents)
+
+    def _documents(self) -> str:
+        """Which tokens are of one document."""
+        if "documents" not in self._values:
+            self._input("documents", Dims(self.sizes.tokens, 1), Precision.INDEX)
+        return "documents"
 
     def _attention_flops(self, dims: Dims, steps: int = 1) -> int:
         """Scores and values, 2 x 2 x T x s x Q, halved because attention is causal; 1/``steps`` of them."""
@@ -169,26 +176,27 @@ class LayerBuilder(GraphBuilder):
         self._one_gradient(gradient_of(op, (f"d.{y}", saved), flops=2 * flops), (qkv,))
         return y
 
-    def _split_heads(self, name: str, qkv: str) -> tuple[str, str]:
+    def _split_heads(self, name: str, qkv: str, documents: tuple[str, ...]) -> tuple[str, str]:
         """Queries, and keys with values; queries and keys turned by their positions."""
         dims = self.dims(qkv)
         q = self._value(f"{name}.q", replace(dims, width=self.shape.query_width))
         kv = self._value(f"{name}.kv", replace(dims, width=2 * self.shape.kv_width))
-        op = self._emit(name, Kind.ROTARY, (qkv,), (q, kv))
-        self._one_gradient(gradient_of(op, (f"d.{q}", f"d.{kv}")), (qkv,))
+        op = self._emit(name, Kind.ROTARY, (qkv, *documents), (q, kv))
+        self._one_gradient(gradient_of(op, (f"d.{q}", f"d.{kv}", *documents)), (qkv,))
         return q, kv
 
-    def _attend_gathered(self, name: str, q: str, kv: str) -> str:
+    def _attend_gathered(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
         """To the keys of all ranks, which are kept in the order of the sequence."""
         dims = self.dims(q)
         y = self._value(f"{name}.out", dims)
         saved = self._value(f"{name}.saved", self.dims(kv), statistics=self._log_sums(dims), keeps=y)
         flops = self._attention_flops(dims)
-        op = self._emit(name, Kind.ATTENTION, (q, kv), (y, saved), flops=flops)
-        self._one_gradient(gradient_of(op, (f"d.{y}", saved, q), flops=2 * flops), (q, kv))
+        op = self._emit(name, Kind.ATTENTION, (q, kv, *documents), (y, saved), flops=flops)
+        gradient = gradient_of(op, (f"d.{y}", saved, q, *documents), flops=2 * flops)
+        self._one_gradient(gradient, (q, kv))
         return y
 
-    def _attend_ring(self, name: str, q: str, kv: str) -> str:
+    def _attend_ring(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
         """To the keys of one rank after the other, which travel around the ring meanwhile.
 
         Every step adds to a wide output and its log-sum-exp, in place. Gradients of keys go back around.
@@ -213,8 +221,8 @@ class LayerBuilder(GraphBuilder):
                 self._value(y, dims)
                 self._value(saved, replace(dims, width=0), statistics=sums, keeps=y)
                 made = y, saved
-            op = self._emit(own, Kind.ATTENTION, (q, here, *so_far), made, flops=flops)
-            gradient = gradient_of(op, (f"d.{y}", saved, q, here), flops=2 * flops)
+            op = self._emit(own, Kind.ATTENTION, (q, here, *so_far, *documents), made, flops=flops)
+            gradient = gradient_of(op, (f"d.{y}", saved, q, here, *documents), flops=2 * flops)
             self._one_gradient(gradient, (q, here))
             here, so_far = passed, made
         return y
@@ -266,10 +274,12 @@ class LayerBuilder(GraphBuilder):
 
     def positions(self, name: str, x: str) -> str:
         """Add learned positions."""
+        documents = (self._documents(),) if self.shape.documents else ()
         y = self._value(f"{name}.out", self.dims(x))
-        op = self._emit(name, Kind.EMBEDDING, (x,), (y,))
+        op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
         self._holds(name, whole=self.shape.sequence * self.shape.hidden)
-        self._one_gradient(gradient_of(op, (f"d.{y}",), phase=Pass.GRADIENT), (x,), alias=f"d.{y}")
+        gradient = gradient_of(op, (f"d.{y}", *documents), phase=Pass.GRADIENT)
+        self._one_gradient(gradient, (x,), alias=f"d.{y}")
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:

@@ -42,8 +42,12 @@ class MeshShape:
     @cached_property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         """The factors of every axis over which transfers go: those of more than one rank."""
-        named = {name: (name,) for name, _ in self.factors} | dict(self.joined)
+        named = {axis: self.factors_of(axis) for axis in (*self.sizes, *dict(self.joined))}
         return {axis: factors for axis, factors in named.items() if self.size(factors) > 1}
+
+    def factors_of(self, axis: str) -> tuple[str, ...]:
+        """The factors that an axis is."""
+        return dict(self.joined).get(axis, (axis,))
 
     def axes_over(self, factors: Collection[str]) -> tuple[str, ...]:
         """The axes that together are some factors, innermost first."""

@@ -56,6 +56,8 @@ class ModelShape:
     top_k: int = 0
     capacity_factor: float = 1.0
     """Most tokens that an expert takes over the average number; the work of a step is the average."""
+    documents: bool = False
+    """Whether tokens attend to those of their own document only."""
     pattern: str = UNIFORM
     """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; kept as short as it can be."""
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -59,6 +60,8 @@ class DataConfig(Section):
     encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
     directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
+    document_mask: bool = False  # tokens attend to those of their own document only
+    restart_positions: bool = False  # count positions from the begin of each document, with document_mask
 
 
 class TrainConfig(Section):
@@ -192,6 +195,15 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _documents(self) -> "Config":
+        if self.data.restart_positions and not self.data.document_mask:
+            raise ValueError(
+                "data.restart_positions=true counts positions by documents that see each other; set "
+                "data.document_mask to true, too"
+            )
+        return self
+
     @property
     def run_directory(self) -> Path:
         """``runs/NAME``."""
@@ -220,15 +232,24 @@ class Config(Section):
         """Batch sizes."""
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
 
+    def shape(self, vocabulary: int) -> ModelShape:
+        """The model's sizes, with what the data says of attention; ``vocabulary`` is the tokenizer's."""
+        return replace(self.model.shape(vocabulary), documents=self.data.document_mask)
+
     def check(self, vocabulary: int) -> ModelShape:
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
-            shape = self.model.shape(vocabulary)
+            shape = self.shape(vocabulary)
             if self.parallel.auto:  # layouts are checked as they are tried
                 return shape
             check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
+            if self.overlap.cuda_graphs is True and shape.documents:
+                raise ConfigError(
+                    "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "
+                    "other documents; set one of both to false"
+                )
             if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":
                 raise ConfigError(
                     "overlap.cuda_graphs=true needs GPUs, and cluster.device is cpu; set it to auto"

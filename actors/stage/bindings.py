@@ -222,7 +222,7 @@ class Binder:
 
     def _index(self, axis: str) -> int:
         """This rank's number on an axis."""
-        return self._mesh.place.index(self._mesh.place.mesh.axes[axis])
+        return self._mesh.place.index(self._mesh.place.mesh.factors_of(axis))
 
     def _instance(self, node: Node, chunk: int) -> PartInstance:
         return self._model.chunks[chunk][node.part]

@@ -18,6 +18,7 @@ from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Channel
+from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.code import (
     Allocate,
     Barrier,
@@ -48,6 +49,8 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
+    documents: Documents | None = None
+    """Which of them attend to each other, where that is not all of a sample."""
 
 
 class Updating(Protocol):

@@ -24,7 +24,8 @@ from braid.actors.stage.parameters import (
     whole,
 )
 from braid.kernels.family import TORCH, OperatorFamily
-from braid.kernels.operators.context_attention import Order, causal_order, context_attention
+from braid.kernels.operators.context_attention import context_attention
+from braid.kernels.operators.context_blocks import Order, causal_order
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.scheduling.layer_builder import LayerBuilder
@@ -113,7 +114,7 @@ class ModuleContext:
             "sequence": shape.sequence,
             "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
         }
-        if sizes.cp == 1:
+        if sizes.cp == 1 and not shape.documents:
             return OperatorModule(module=self.operators.attention(**settings))
         parts = context_attention(**settings, order=self.order, ring=sizes.context == "ring")
         return OperatorModule(module=parts.pop(""), parts=parts)

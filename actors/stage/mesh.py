@@ -86,7 +86,7 @@ class Mesh:
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if (factor := factor_of(axis)) is not None:
             return Stream.INTRA if factor.inside else Stream.INTER
-        return self.topology.between(self.place.mesh.members(self.position, self.place.mesh.axes[axis]))
+        return self.topology.between(self.place.mesh.members(self.position, self.place.mesh.factors_of(axis)))
 
     def warm_up(self) -> None:
         """Use every line once, in the same order on all ranks.

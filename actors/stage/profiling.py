@@ -14,7 +14,7 @@ ranks begin collectives together, since a host that has just read a mark is behi
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -33,6 +33,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.products import Products
 from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
+from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
 from braid.scheduling.operators import Graph, Operator, Part, Precision
 from braid.scheduling.partition import Region, Span
@@ -64,6 +65,8 @@ class Profiler:
     mesh: Mesh
     streams: Streams
     seed: int = 0
+    documents: Sequence[Documents | None] = ()
+    """Of micro-batches, by turns, where tokens attend to those of their own only."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -85,6 +88,7 @@ class Profiler:
         layers = [part for name, part in self.parts.items() if is_layer(name)]
         self._in_pieces = {key for part in layers if tp for key in cut_gemms(part)}
         self._ways = WAYS[0]
+        self._documents = cycle(self.documents)
         self._links = LinkTimes(self.mesh, self.streams, self.model)
 
     @torch.no_grad()
@@ -135,7 +139,9 @@ class Profiler:
         values: Values = {}
         for name in part.inputs:
             value = part.values[name]
-            if value.precision is Precision.INDEX:
+            if name == "documents":
+                values[name] = next(self._documents)
+            elif value.precision is Precision.INDEX:
                 high = self.model.shape.vocabulary
                 values[name] = torch.randint(
                     high, (value.elements,), generator=self._generator, device=context.device

@@ -1,10 +1,11 @@
 """A rank's samples: those of its data-parallel replica, as micro-batches on its device.
 
-Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which this rank has s and their successors
-(2), M micro-batches, T tokens of a micro-batch.
+Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank has s and their successors,
+M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,15 @@ import torch
 from braid.actors.config import Config
 from braid.actors.stage.data import TRAIN, VALIDATION, TokenShards, read_index, sample_ids, samples_digest
 from braid.actors.stage.executor import MicroBatch
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.reading_ahead import ReadingAhead
+from braid.kernels.operators.context_blocks import (
+    Documents,
+    Order,
+    causal_order,
+    document_order,
+    documents_of,
+)
 from braid.scheduling.spec import ParallelLayout
 
 Batches = list[MicroBatch | None]
@@ -25,6 +34,15 @@ def validation_micro_batches(config: Config) -> int:
     return -(-config.train.validation_samples // (config.train.micro_batch * config.layout().dp))
 
 
+@dataclass(frozen=True)
+class _Own:
+    """What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
+    micro-batch."""
+
+    tokens: torch.Tensor
+    documents: list[Documents | None]
+
+
 class ReplicaSamples:
     """Training samples by step, read one step ahead, and those of a validation."""
 
@@ -34,30 +52,30 @@ class ReplicaSamples:
         config: Config,
         sequence: int,
         layout: ParallelLayout,
-        replica: int,
-        own: Sequence[int],
+        place: Place,
         chunks: Collection[int],
         device: torch.device,
     ) -> None:
-        """``replica``: the rank's place along the data-parallel axis. ``own``: places in a sample of the
-        tokens that the rank has. ``chunks``: of the model, on the rank.
+        """``place``: the rank's, whose replica has some samples, and which has some tokens of these.
+        ``chunks``: of the model, on the rank.
 
         `ValueError` as `TokenShards.open`.
         """
-        self._config, self._layout, self._replica, self._device = config, layout, replica, device
+        self._config, self._layout, self._device = config, layout, device
+        self._replica, self._context = place.index(("replica", "dp")), place.index(("cp",))
         index = read_index(directory)
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
         validates = config.data.validation_fraction > 0
         self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
-        self._sees_tokens = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
-        self._own = slice(None) if len(own) == sequence else torch.tensor(own)
+        ends = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
+        self._sees_tokens = ends or config.data.document_mask
         self._ahead = ReadingAhead(self._read)
         self._newest = np.zeros(0, np.int64)
 
     def of_step(self, step: int) -> Batches:
         """Of a training step (from 0); those of the next one are read meanwhile."""
-        self._newest, own_2Ns = self._ahead.of(step)
-        return self._batches(self._newest, own_2Ns)
+        self._newest, own = self._ahead.of(step)
+        return self._batches(self._newest, own)
 
     def digest(self) -> int:
         """Tells the samples of the step that was asked for last from others (`samples_digest`)."""
@@ -69,6 +87,10 @@ class ReplicaSamples:
         count = validation_micro_batches(self._config) * self._config.train.micro_batch * self._layout.dp
         ids = self._mine(np.arange(count) % self._validation.samples)
         return self._batches(ids, self._tokens(self._validation, ids))
+
+    def documents(self) -> list[Documents | None]:
+        """Of the first step's micro-batches, for measurements."""
+        return [None if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
     def facts(self) -> dict[str, float | int | str]:
         """Size and identity of the data, for reports and checkpoints."""
@@ -89,25 +111,46 @@ class ReplicaSamples:
         """The contiguous part of a global batch that belongs to this replica."""
         return np.split(ids, self._layout.dp)[self._replica]
 
-    def _read(self, step: int) -> tuple[np.ndarray, torch.Tensor | None]:
+    def _read(self, step: int) -> tuple[np.ndarray, _Own | None]:
         train = self._config.train
         batch = train.global_batch
         ids = self._mine(sample_ids(train.seed, self._train.samples, step * batch, batch))
         return ids, self._tokens(self._train, ids)
 
-    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> torch.Tensor | None:
-        """This rank's tokens of samples and their successors, on the host, in memory that a GPU can copy from
-        by itself."""
+    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own | None:
+        """On the host, in memory that a GPU can copy from by itself."""
         if not self._sees_tokens:
             return None
-        tokens_NS = torch.from_numpy(shards.tokens_at(ids))
-        own_2Ns = torch.stack([tokens_NS[:, :-1][:, self._own], tokens_NS[:, 1:][:, self._own]])
-        return own_2Ns.pin_memory() if self._device.type == "cuda" else own_2Ns
+        windows_NS = torch.from_numpy(shards.tokens_at(ids))
+        orders = self._orders(windows_NS[:, :-1], shards.index.end_of_document)
+        own_Ns = torch.tensor([order.own for order in orders])
+        tokens_2Ns = torch.stack([windows_NS.gather(1, own_Ns), windows_NS.gather(1, own_Ns + 1)])
+        if self._device.type == "cuda":
+            tokens_2Ns = tokens_2Ns.pin_memory()
+        if not self._config.data.document_mask:
+            return _Own(tokens_2Ns, [None] * (len(ids) // self._config.train.micro_batch))
+        restart = self._config.data.restart_positions
+        each = self._config.train.micro_batch
+        batches = (orders[begin : begin + each] for begin in range(0, len(orders), each))
+        return _Own(tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches])
 
-    def _batches(self, ids: np.ndarray, own_2Ns: torch.Tensor | None) -> Batches:
+    def _orders(self, inputs_Ns: torch.Tensor, end: int) -> list[Order]:
+        """Which tokens of every sample are this rank's. ``end``: the token that ends a document."""
+        sequence, ranks = inputs_Ns.shape[1], self._layout.cp
+        if not self._config.data.document_mask:
+            return [causal_order(ranks, self._context, sequence)] * len(inputs_Ns)
+        orders = []
+        for number, sample_s in enumerate(inputs_Ns):
+            documents = [0, *((sample_s[:-1] == end).nonzero().flatten() + 1).tolist()]
+            place = number % self._config.train.micro_batch
+            orders.append(document_order(ranks, self._context, sequence, documents, place))
+        return orders
+
+    def _batches(self, ids: np.ndarray, own: _Own | None) -> Batches:
         count = len(ids) // self._config.train.micro_batch
-        if own_2Ns is None:
+        if own is None:
             return [None] * count
-        own_2Ns = own_2Ns.to(self._device, non_blocking=True)
-        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in own_2Ns)
-        return [MicroBatch(inputs_MT[m], targets_MT[m]) for m in range(count)]
+        tokens_2Ns = own.tokens.to(self._device, non_blocking=True)
+        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in tokens_2Ns)
+        documents = [None if one is None else one.on(self._device) for one in own.documents]
+        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m]) for m in range(count)]

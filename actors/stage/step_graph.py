@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -132,10 +132,11 @@ def step_graph(streams: Streams, recorder: Recorder, wanted: bool | Literal["aut
 
 
 def _tensors(batch: "MicroBatch | None") -> Mapping[str, Tensor]:
-    return {} if batch is None else vars(batch)
+    """What a graph reads: documents of a micro-batch, which change what runs, are in no graph."""
+    return {} if batch is None else {k: value for k, value in vars(batch).items() if value is not None}
 
 
-def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

@@ -127,15 +127,9 @@ class Worker(Logged, Rank):
         self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         if plan.data:
+            place, chunks, sequence = self._mesh.place, self._model.chunks, plan.shape.sequence
             self._samples = ReplicaSamples(
-                Path(plan.data),
-                config,
-                plan.shape.sequence,
-                layout,
-                self._mesh.place.index(("replica", "dp")),
-                self._model.context.order.own,
-                self._model.chunks,
-                self._device,
+                Path(plan.data), config, sequence, layout, place, chunks, self._device
             )
         return self._kernels.told
 
@@ -196,7 +190,8 @@ class Worker(Logged, Rank):
             accelerator_of(self._device),
         )
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
-        graph = step_graph(streams, self._recorder, config.overlap.cuda_graphs)
+        captured = False if plan.shape.documents else config.overlap.cuda_graphs  # documents change
+        graph = step_graph(streams, self._recorder, captured)
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         instructions = schedule.stages[self._mesh.position["pp"]]
@@ -262,7 +257,8 @@ class Worker(Logged, Rank):
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
         assert self._streams is not None
-        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed)
+        documents = self._samples.documents() if self._samples else ()
+        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed, documents)
         count = sum(parameter.shape.numel() for parameter in self._model.parameters)
         samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0), count)
         self._gradients.zero()

@@ -34,11 +34,15 @@ class PlainSizes:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    end_of_document: int | None = None
+    """The token behind which attention begins anew; None: it sees whole samples."""
+    restart_positions: bool = False
 
     @classmethod
     def of(cls, shape: object) -> "PlainSizes":
         """The sizes that a record with the same names holds."""
-        return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
+        names = (field.name for field in fields(cls))
+        return cls(**{name: getattr(shape, name) for name in names if hasattr(shape, name)})
 
     @property
     def is_gpt(self) -> bool:
@@ -82,11 +86,36 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles_SH.cos(), persistent=False)
         self.register_buffer("sin", angles_SH.sin(), persistent=False)
 
-    def forward(self, x_BNSH: Tensor) -> Tensor:
+    def forward(self, x_BNSH: Tensor, positions_BS: Tensor | None) -> Tensor:
         length = x_BNSH.shape[-2]
+        cos, sin = (
+            table[:length] if positions_BS is None else table[positions_BS].unsqueeze(1)
+            for table in (self.cos, self.sin)
+        )
         low, high = x_BNSH.chunk(2, dim=-1)
         rotated_half = torch.cat((-high, low), dim=-1)
-        return x_BNSH * self.cos[:length] + rotated_half * self.sin[:length]
+        return x_BNSH * cos + rotated_half * sin
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where documents are apart: positions of tokens, and which ones see each other."""
+
+    positions_bs: Tensor | None = None
+    mask_b1ss: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokens_BS: Tensor, sizes: PlainSizes) -> "Seen":
+        """Of samples; every sample begins a document."""
+        if sizes.end_of_document is None:
+            return cls()
+        places_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        behind_BS = F.pad(tokens_BS[:, :-1] == sizes.end_of_document, (1, 0))
+        first_BS = torch.where(behind_BS, places_BS, 0).cummax(dim=1).values
+        earlier_SS = places_BS[0, :, None] >= places_BS[0]
+        same_BSS = first_BS[:, :, None] == first_BS[:, None]
+        positions_BS = places_BS - first_BS if sizes.restart_positions else places_BS
+        return cls(positions_BS, (same_BSS & earlier_SS).unsqueeze(1))
 
 
 class Layer(nn.Module):
@@ -106,18 +135,25 @@ class Layer(nn.Module):
         self.mlp_in = nn.ModuleDict({name: nn.Linear(hidden, sizes.ffn, bias) for name in inner})
         self.mlp_out = nn.Linear(sizes.ffn, hidden, bias)
 
-    def forward(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
-        x_BSD = x_BSD + self.projection(self._attention(self.attention_norm(x_BSD), rotary))
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
+        x_BSD = x_BSD + self.projection(self._attention(self.attention_norm(x_BSD), rotary, seen))
         return x_BSD + self.mlp_out(self._inner(self.mlp_norm(x_BSD)))
 
-    def _attention(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
+    def _attention(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
         q_BNSH, k_BKSH, v_BKSH = (
             self.qkv[name](x_BSD).unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for name in "qkv"
         )
         if rotary is not None:
-            q_BNSH, k_BKSH = rotary(q_BNSH), rotary(k_BKSH)
+            q_BNSH, k_BKSH = (rotary(x_BNSH, seen.positions_bs) for x_BNSH in (q_BNSH, k_BKSH))
         grouped = self.sizes.kv_heads != self.sizes.heads
-        o_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
+        o_BNSH = F.scaled_dot_product_attention(
+            q_BNSH,
+            k_BKSH,
+            v_BKSH,
+            attn_mask=seen.mask_b1ss,
+            is_causal=seen.mask_b1ss is None,
+            enable_gqa=grouped,
+        )
         return o_BNSH.transpose(1, 2).flatten(2)
 
     def _inner(self, x_BSD: Tensor) -> Tensor:
@@ -131,6 +167,7 @@ class PlainModel(nn.Module):
 
     def __init__(self, sizes: PlainSizes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.positions = nn.Embedding(sizes.sequence, sizes.hidden) if sizes.is_gpt else None
         self.rotary = None if sizes.is_gpt else Rotary(sizes)
@@ -143,11 +180,12 @@ class PlainModel(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Token ids to logits_BSV."""
-        x_BSD = self.embedding(tokens_BS)
+        x_BSD, seen = self.embedding(tokens_BS), Seen.of(tokens_BS, self.sizes)
         if self.positions is not None:
-            x_BSD = x_BSD + self.positions.weight[: tokens_BS.shape[1]]
+            positions = slice(tokens_BS.shape[1]) if seen.positions_bs is None else seen.positions_bs
+            x_BSD = x_BSD + self.positions.weight[positions]
         for layer in self.layers:
-            x_BSD = layer(x_BSD, self.rotary)
+            x_BSD = layer(x_BSD, self.rotary, seen)
         return self.head(self.final_norm(x_BSD))
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:

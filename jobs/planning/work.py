@@ -59,7 +59,7 @@ def request(
 ) -> Request:
     """A configuration file or a model preset's name, on a cluster preset or file."""
     config = _config(reference, overrides or [])
-    model = config.model.shape(config.model.vocabulary or _vocabulary(config))
+    model = config.shape(config.model.vocabulary or _vocabulary(config))
     costs = None if profile is None else read_profile(profile)
     return Request(config, model, load_cluster(cluster, nodes), costs, reference in model_names())
 

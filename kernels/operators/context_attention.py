@@ -1,60 +1,24 @@
-"""Self-attention whose keys and values come from several ranks (context parallelism).
+"""Self-attention whose keys and values come from several ranks, or to some documents of several.
 
 `SplitHeads` turns queries and keys by their positions and hands on queries apart from keys and values, so
 that only these travel: gathered (`GatheredAttention`), or passed around, attended to step by step
-(`RingAttention`; Liu et al. 2023). Grouped heads are sent once per group.
+(`RingAttention`; Liu et al. 2023). Grouped heads are sent once per group. Where tokens meet their own
+document's only, all three read `Documents` too.
 
 Legend: T tokens on this rank, of b samples with s of them each; R tokens of all cp ranks; Q = query heads
 times d, K = key (and value) heads times d on this rank, d the dimension of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from braid.kernels.operators.attention import rotary_tables, turn
-from braid.kernels.operators.context_blocks import Block, blocks, positions, zigzag
+from braid.kernels.operators.context_blocks import Block, Documents, Order
 from braid.kernels.operators.operator import ComputeOperator, Saved
 from braid.kernels.operators.partial_attention import Merged, gradients
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which tokens of every sample a rank has, and what they attend to, sample by sample or for all alike."""
-
-    pieces: tuple[tuple[int, ...], ...]
-    """Of every rank."""
-    rank: int
-    length: int
-    """Tokens of a piece."""
-
-    @property
-    def own(self) -> list[int]:
-        """Places of this rank's tokens in their sample."""
-        return positions(self.pieces[self.rank], self.length)
-
-    def gathered(self) -> list[Block]:
-        """What this rank's queries do with the keys of all ranks, in the order of the sample."""
-        return blocks(self.pieces[self.rank], range(2 * len(self.pieces)), self.length)
-
-    def ring(self, step: int) -> list[Block]:
-        """With the keys of the rank that comes ``step`` before."""
-        source = self.pieces[(self.rank - step) % len(self.pieces)]
-        return blocks(self.pieces[self.rank], source, self.length)
-
-    @property
-    def places(self) -> list[int]:
-        """Where every piece of a sample stands among those of all ranks, rank after rank."""
-        there = [piece for own in self.pieces for piece in own]
-        return [there.index(piece) for piece in range(len(there))]
-
-
-def causal_order(ranks: int, rank: int, sequence: int) -> Order:
-    """That of samples of one document; of one rank, all of it."""
-    pieces = zigzag(ranks) if ranks > 1 else ((0,),)
-    return Order(pieces, rank, sequence // sum(map(len, pieces)))
 
 
 class SplitHeads(ComputeOperator):
@@ -74,41 +38,46 @@ class SplitHeads(ComputeOperator):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.sequence, self.rotary_base, self.own = sequence, rotary_base, tuple(own)
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._own_tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Map qkv (T x (Q + 2K), columns q, k, v, each head by head) to q_TQ and kv_T2K."""
         q, k, v = self._parts(qkv)
         q_TQ = qkv.new_empty(qkv.shape[0], self.heads * self.head_dim)
         kv_T2K = qkv.new_empty(qkv.shape[0], 2 * self.kv_heads * self.head_dim)
         to_k, to_v = self._keys_values(kv_T2K)
-        self._turn(q, self._split(q_TQ, self.heads))
-        self._turn(k, to_k)
+        tables = self._tables(qkv, documents)
+        _turn(q, self._split(q_TQ, self.heads), tables)
+        _turn(k, to_k, tables)
         to_v.copy_(v)
         return q_TQ, kv_T2K
 
-    def input_gradient(self, d_q_TQ: Tensor, d_kv_T2K: Tensor) -> tuple[Tensor]:
+    def input_gradient(
+        self, d_q_TQ: Tensor, d_kv_T2K: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor]:
         """Return d_qkv."""
         tokens = d_q_TQ.shape[0]
         d_qkv = d_q_TQ.new_empty(tokens, (self.heads + 2 * self.kv_heads) * self.head_dim)
         to_q, to_k, to_v = self._parts(d_qkv)
         d_k, d_v = self._keys_values(d_kv_T2K)
-        self._turn(self._split(d_q_TQ, self.heads), to_q, back=True)
-        self._turn(d_k, to_k, back=True)
+        tables = self._tables(d_qkv, documents)
+        _turn(self._split(d_q_TQ, self.heads), to_q, tables, back=True)
+        _turn(d_k, to_k, tables, back=True)
         to_v.copy_(d_v)
         return (d_qkv,)
 
-    def _turn(self, x_bsnd: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
+    def _tables(self, like: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines by position: s x 1 x d/2 of all samples alike, or b x s x 1 x d/2."""
         if self.rotary_base is None:
-            out_bsnd.copy_(x_bsnd)
-            return
-        if self._tables is None or self._tables[0].device != x_bsnd.device:
-            tables = rotary_tables(
-                self.sequence, self.head_dim, self.rotary_base, x_bsnd.device, x_bsnd.dtype
-            )
-            own = torch.tensor(self.own, device=x_bsnd.device)
-            self._tables = tables[0][own], tables[1][own]
-        turn(x_bsnd, *self._tables, out_bsnd, back=back)
+            return None
+        cos, sin = rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)
+        if documents is not None:
+            rows = documents.positions.view(-1, len(self.own))
+            return cos[rows], sin[rows]
+        if self._own_tables is None or self._own_tables[0].device != like.device:
+            own = torch.tensor(self.own, device=like.device)
+            self._own_tables = cos[own], sin[own]
+        return self._own_tables
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(-1, len(self.own), heads, self.head_dim)
@@ -119,6 +88,15 @@ class SplitHeads(ComputeOperator):
 
     def _keys_values(self, kv_T2K: Tensor) -> Sequence[Tensor]:
         return torch.split(self._split(kv_T2K, 2 * self.kv_heads), self.kv_heads, dim=2)
+
+
+def _turn(
+    x_bsnd: Tensor, out_bsnd: Tensor, tables: tuple[Tensor, Tensor] | None, *, back: bool = False
+) -> None:
+    if tables is None:
+        out_bsnd.copy_(x_bsnd)
+    else:
+        turn(x_bsnd, *tables, out_bsnd, back=back)
 
 
 @dataclass(frozen=True)
@@ -140,7 +118,7 @@ class _ContextAttention(ComputeOperator):
     def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: Order) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.order = heads, kv_heads, head_dim, order
-        self._rows = 2 * order.length
+        self._rows = len(order.pieces[0]) * order.length
 
     def _queries(self, q_TQ: Tensor) -> Tensor:
         return q_TQ.view(-1, self._rows, self.heads, self.head_dim)
@@ -162,42 +140,47 @@ class _ContextAttention(ComputeOperator):
 class GatheredAttention(_ContextAttention):
     """Causal attention of this rank's queries to the keys of all ranks, which were gathered."""
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: Order) -> None:
-        super().__init__(heads=heads, kv_heads=kv_heads, head_dim=head_dim, order=order)
-        self._work = order.gathered()
-
-    def forward(self, q_TQ: Tensor, kv_R2K: Tensor) -> tuple[Tensor, Attended]:
+    def forward(
+        self, q_TQ: Tensor, kv_R2K: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Attended]:
         """Map q and all ranks' kv, rank after rank, to o_TQ and what the backward pass needs."""
-        q = self._queries(q_TQ)
-        ordered = self._in_order(kv_R2K, q.shape[0])
+        q, work = self._queries(q_TQ), (documents or self.order).gathered
+        ordered = self._in_order(kv_R2K, q.shape[0], documents)
         merged = Merged(q)
-        merged.attend(q, *self._keys_values(ordered, q.shape[0]), self._work)
+        merged.attend(q, *self._keys_values(ordered, q.shape[0]), work)
         o = merged.o_bsnd.to(q.dtype)
         return o.view(q_TQ.shape), Attended(o, merged.lse_bns, ordered)
 
-    def input_gradient(self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor) -> tuple[Tensor, Tensor]:
+    def input_gradient(
+        self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return d_q_TQ, and d_kv_R2K: this rank's part of the sum over the ranks, rank after rank."""
         assert saved.ordered_kv is not None
-        d_q, d_kv = self._gradients(d_o_TQ, saved, q_TQ, saved.ordered_kv, self._work)
-        return d_q, self._by_rank(d_kv, saved.o_bsnd.shape[0])
+        work = (documents or self.order).gathered
+        d_q, d_kv = self._gradients(d_o_TQ, saved, q_TQ, saved.ordered_kv, work)
+        by_rank = torch.empty_like(d_kv)
+        for there, here in self._pieces(by_rank, d_kv, saved.o_bsnd.shape[0], documents):
+            there.copy_(here)
+        return d_q, by_rank
 
-    def _in_order(self, kv_R2K: Tensor, samples: int) -> Tensor:
+    def _in_order(self, kv_R2K: Tensor, samples: int, documents: Documents | None) -> Tensor:
         """Rows of all ranks in the order of each sample."""
-        ranks, length = len(self.order.pieces), self.order.length
-        by_rank = kv_R2K.view(ranks, samples, 2, length, -1)
-        ordered = kv_R2K.new_empty(samples, 2 * ranks, length, kv_R2K.shape[1])
-        for piece, place in enumerate(self.order.places):
-            ordered[:, piece] = by_rank[place // 2, :, place % 2]
-        return ordered.view(kv_R2K.shape)
+        ordered = torch.empty_like(kv_R2K)
+        for there, here in self._pieces(kv_R2K, ordered, samples, documents):
+            here.copy_(there)
+        return ordered
 
-    def _by_rank(self, d_kv: Tensor, samples: int) -> Tensor:
-        """The inverse of `_in_order`."""
-        ranks, length = len(self.order.pieces), self.order.length
-        ordered = d_kv.view(samples, 2 * ranks, length, -1)
-        by_rank = d_kv.new_empty(ranks, samples, 2, length, d_kv.shape[1])
-        for piece, place in enumerate(self.order.places):
-            by_rank[place // 2, :, place % 2] = ordered[:, piece]
-        return by_rank.view(d_kv.shape)
+    def _pieces(
+        self, by_rank: Tensor, ordered: Tensor, samples: int, documents: Documents | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every piece where it stands by rank, and in the order of the sample."""
+        ranks, each = len(self.order.pieces), len(self.order.pieces[0])
+        by_rank_rbpl = by_rank.view(ranks, samples, each, self.order.length, -1)
+        ordered_bpl = ordered.view(samples, ranks * each, self.order.length, -1)
+        for order in [self.order] if documents is None else documents.orders:
+            of = slice(None) if order.sample is None else slice(order.sample, order.sample + 1)
+            for piece, place in enumerate(order.places):
+                yield by_rank_rbpl[place // each, of, place % each], ordered_bpl[of, piece]
 
 
 class RingAttention(_ContextAttention):
@@ -205,26 +188,39 @@ class RingAttention(_ContextAttention):
 
     def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: Order, step: int) -> None:
         super().__init__(heads=heads, kv_heads=kv_heads, head_dim=head_dim, order=order)
-        self._work = order.ring(step)
-        self._last = step == len(order.pieces) - 1
+        self._step, self._last = step, step == len(order.pieces) - 1
 
     def forward(
-        self, q_TQ: Tensor, kv_T2K: Tensor, so_far: Merged | None = None
+        self, q_TQ: Tensor, kv_T2K: Tensor, *more: Merged | Documents
     ) -> tuple[Merged] | tuple[Tensor, Attended]:
-        """Add to what was attended to so far, in place; the last step returns o_TQ and what is saved."""
+        """Add to what was attended to so far, in place; the last step returns o_TQ and what is saved.
+
+        ``more``: behind the first step what was attended to so far; the documents, where there are some.
+        """
         q = self._queries(q_TQ)
+        so_far = next((one for one in more if isinstance(one, Merged)), None)
+        documents = next((one for one in more if isinstance(one, Documents)), None)
         merged = so_far or Merged(q)
-        merged.attend(q, *self._keys_values(kv_T2K, q.shape[0]), self._work)
+        work = (documents or self.order).ring(self._step)
+        merged.attend(q, *self._keys_values(kv_T2K, q.shape[0]), work)
         if not self._last:
             return (merged,)
-        o = merged.o_bsnd.to(q.dtype, copy=True)  # what was added up dies now, and with it both its tensors
-        return o.view(q_TQ.shape), Attended(o, merged.lse_bns.clone())
+        # What was added up dies now, and with it both its tensors; of one step they go on.
+        o = merged.o_bsnd.to(q.dtype, copy=self._step > 0)
+        lse = merged.lse_bns.clone() if self._step else merged.lse_bns
+        return o.view(q_TQ.shape), Attended(o, lse)
 
     def input_gradient(
-        self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, kv_T2K: Tensor
+        self,
+        d_o_TQ: Tensor,
+        saved: Attended,
+        q_TQ: Tensor,
+        kv_T2K: Tensor,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return what this step's keys add to d_q_TQ, and d_kv_T2K."""
-        return self._gradients(d_o_TQ, saved, q_TQ, kv_T2K, self._work)
+        work = (documents or self.order).ring(self._step)
+        return self._gradients(d_o_TQ, saved, q_TQ, kv_T2K, work)
 
 
 def context_attention(
@@ -239,7 +235,7 @@ def context_attention(
 ) -> dict[str, ComputeOperator]:
     """The operators that attention is made of, by what their names add to its own.
 
-    ``ring``: keys and values are passed around, else gathered.
+    ``ring``: keys and values are passed around, else gathered. One rank attends to its own, in one step.
     """
     ranks = len(order.pieces)
     split = SplitHeads(
@@ -251,7 +247,7 @@ def context_attention(
         own=order.own,
     )
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    if not ring:
+    if not ring and ranks > 1:
         return {"_split": split, "": GatheredAttention(**sizes, order=order)}
     steps = {f"_{step}": RingAttention(**sizes, order=order, step=step) for step in range(ranks - 1)}
     return {"_split": split, **steps, "": RingAttention(**sizes, order=order, step=ranks - 1)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from braid.kernels.operators.context_blocks import Documents
 from braid.kernels.operators.operator import ComputeOperator, empty_parameter
 from braid.kernels.operators.vocabulary import VocabularyShard
 
@@ -82,20 +83,22 @@ class PositionEmbedding(ComputeOperator):
         self.own = None if own is None or list(own) == list(range(sequence)) else tuple(own)
         self.weight = empty_parameter(sequence, hidden, device=device, dtype=dtype)
 
-    def forward(self, x_tD: Tensor) -> tuple[Tensor]:
+    def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
         """Return y_tD."""
-        return (F.embedding(self._positions(x_tD), self.weight).add_(x_tD),)
+        return (F.embedding(self._positions(x_tD, documents), self.weight).add_(x_tD),)
 
-    def input_gradient(self, dy_tD: Tensor) -> tuple[Tensor]:
+    def input_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
         """Return dx_tD: dy itself."""
         return (dy_tD,)
 
-    def weight_gradient(self, dy_tD: Tensor) -> None:
+    def weight_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> None:
         """Accumulate dy into the rows of its positions; deterministic."""
-        _accumulate_rows(self.gradients["weight"], self._positions(dy_tD), dy_tD)
+        _accumulate_rows(self.gradients["weight"], self._positions(dy_tD, documents), dy_tD)
 
-    def _positions(self, x_tD: Tensor) -> Tensor:
+    def _positions(self, x_tD: Tensor, documents: Documents | None) -> Tensor:
         first = self.token_offset
+        if documents is not None:
+            return documents.positions[first : first + x_tD.shape[0]]
         rows = torch.arange(first, first + x_tD.shape[0], device=x_tD.device)
         if self.own is None:
             return rows.remainder_(self.sequence)

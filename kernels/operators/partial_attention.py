@@ -24,7 +24,10 @@ _ALIGNED = 32
 
 
 class _Kernel(Protocol):
-    """Attention of all queries to all keys, or ``causal`` (as many of both); tensors are b x heads x . x d."""
+    """Attention of all queries to all keys, or ``causal`` (as many of both).
+
+    Tensors are b x heads x queries or keys x d.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every query's scores, b x n x s."""

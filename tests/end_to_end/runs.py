@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
-from braid.actors.stage.data import sample_ids
+from braid.actors.stage.data import read_index, sample_ids
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.rank import Rank
@@ -193,7 +193,7 @@ class _Lent:
             self._idle[len(self.addresses)] = self._group
 
 
-def run_layout(path: Path, data: Path, until: int | None = None, **overrides: Mapping[str, Any]) -> Run:
+def run_layout(path: Path, data: Path, /, until: int | None = None, **overrides: Mapping[str, Any]) -> Run:
     """Train through `Controller` and processes, perhaps only ``until`` a step.
 
     ``overrides`` come by section: ``parallel={"tp": 2}``.
@@ -235,7 +235,11 @@ def windows(data: Path, split: str, sequence: int) -> Tensor:
 def run_plain(config: Config, data: Path) -> PlainRun:
     """Do what ``config`` says in this process, one rank, with the plain loop."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
-    model = PlainModel(PlainSizes.of(shape), DTYPES[train.dtype])
+    sizes = PlainSizes.of(shape)
+    if config.data.document_mask:
+        end, restart = read_index(data).end_of_document, config.data.restart_positions
+        sizes = replace(sizes, end_of_document=end, restart_positions=restart)
+    model = PlainModel(sizes, DTYPES[train.dtype])
     load_named(model, initial_parameters(shape, train.seed))
     names = PlainSettings.__dataclass_fields__
     trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))

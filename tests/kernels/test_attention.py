@@ -148,14 +148,14 @@ def test_rotation_in_16_bits_is_rounded_once(dtype):
     tables = attention.rotary_tables(sequence, d, base, x.device, dtype)
     assert {table.dtype for table in tables} == {torch.float32}
     turned = torch.empty_like(x)
-    attention._turn(x, *tables, turned)
+    attention.turn(x, *tables, turned)
     half_a_step = torch.finfo(dtype).eps / 2
     errors, before = (turned.double() - exact).abs(), (with_narrow_tables(x, *tables).double() - exact).abs()
     assert bool((errors <= 1.001 * half_a_step * exact.abs() + 1e-6).all())
     assert errors.max() < 0.7 * before.max()
     assert errors.mean() < 0.7 * before.mean()
     back = torch.empty_like(x)
-    attention._turn(turned, *tables, back, back=True)
+    attention.turn(turned, *tables, back, back=True)
     assert_close(back, x, 4 * half_a_step)
 
 

@@ -29,8 +29,8 @@ B = 2
 """Samples of a micro-batch."""
 
 FORWARD = """
-attention_norm attention_gather qkv kv_gather attention projection attention_scatter attention_residual
-mlp_norm router permute dispatch expert_gather expert_in activation expert_out expert_scatter combine
+attention_norm attention_gather qkv attention_split kv_gather attention projection attention_scatter
+attention_residual mlp_norm router permute dispatch expert_gather expert_in activation expert_out expert_scatter combine
 unpermute mlp_residual
 """
 BACKWARD = """
@@ -38,11 +38,11 @@ mlp_residual.grad unpermute.grad combine.grad expert_scatter.grad expert_out.dgr
 activation.grad expert_in.dgrad expert_in.wgrad expert_gather.grad dispatch.grad permute.grad
 router.dgrad router.mlp_norm.out.add router.wgrad mlp_norm.grad attention_residual.grad
 attention_scatter.grad projection.dgrad projection.wgrad attention.grad kv_gather.grad
-kv_gather.qkv.out.add qkv.dgrad qkv.wgrad attention_gather.grad attention_norm.grad
+attention_split.grad qkv.dgrad qkv.wgrad attention_gather.grad attention_norm.grad
 """
 RING = """
-attention_norm attention_gather qkv kv_shift_1 attention_0 kv_shift_2 attention_1 kv_shift_3 attention_2
-attention projection attention_scatter attention_residual mlp_norm mlp_gather mlp_in activation mlp_out
+attention_norm attention_gather qkv attention_split kv_shift_1 attention_0 kv_shift_2 attention_1
+kv_shift_3 attention_2 attention projection attention_scatter attention_residual mlp_norm mlp_gather mlp_in activation mlp_out
 mlp_scatter mlp_residual
 """
 CASES = pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_operators_of_a_ring() -> None:
     for step in (1, 2):
         assert f"kv_shift_{step}.out" in layer.forward.named(f"kv_shift_{step + 1}").reads
         assert f"kv_shift_{step}.out" in layer.forward.named(f"attention_{step}").reads
-        assert f"attention_{step - 1}.out" in layer.forward.named(f"attention_{step}").reads
+        assert f"attention_{step - 1}.partial" in layer.forward.named(f"attention_{step}").reads
     shifts = [op for op in both(layer) if op.kind is Kind.SEND_RECEIVE]
     assert len(shifts) == 6
     assert {op.axis for op in shifts} == {"cp"}
@@ -216,11 +216,15 @@ def test_every_read_is_there(
 
 
 def test_gradients_of_the_same_value_are_added() -> None:
-    """The norm feeds router and experts, qkv attention and the exchange of keys and values."""
+    """The norm feeds router and experts, queries every step of a ring, and keys the next shift, too."""
     layer = layer_of(MOE, 2, 2, 2)
     additions = {op.writes[0] for op in layer.backward.operators if op.kind is Kind.ADD}
-    assert additions == {"d.mlp_norm.out", "d.qkv.out"}
+    assert additions == {"d.mlp_norm.out"}
     assert all(op.flops == 0 for op in layer.backward.operators if op.kind is Kind.ADD)
+    ring = layer_of(LLAMA, 2, 3, 1, "ring").backward.operators
+    q, kv = "attention_split.q", "attention_split.kv"
+    added = Counter(op.name.partition(".")[2] for op in ring if op.kind is Kind.ADD)
+    assert added == {f"{q}.add": 2, f"{kv}.add": 1, "kv_shift_1.out.add": 1}
 
 
 def test_choices_have_no_gradient() -> None:
@@ -241,10 +245,7 @@ def test_saved_bytes_go_down_with_context_parallelism(shape: ModelShape, context
     whole_kv = 2 * B * shape.sequence * shape.kv_width * width
     for (cp, one), (more, other) in pairwise(zip(degrees, saved, strict=True)):
         assert more == 2 * cp
-        # What scales is exactly halved, but for a ring's log-sum-exp of each of its steps.
-        steps = B * shape.sequence // more * shape.heads * 4 * (more - 1) if context == "ring" else 0
-        before = B * shape.sequence // cp * shape.heads * 4 * (cp - 1) if context == "ring" else 0
-        assert 2 * (other - steps - whole_kv) == one - before - whole_kv
+        assert 2 * (other - whole_kv) == one - whole_kv, "what scales is exactly halved"
     assert saved == sorted(saved, reverse=True)
 
 
