@@ -42,6 +42,7 @@ def bench_overlap(
     layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2, dp2, dp4, tp2dp2 or pp2dp2.")] = "tp2",
     zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,
     shards: Annotated[int, typer.Option(help="parallel.shards of the schedules.", min=0)] = 0,
+    context: Annotated[str, typer.Option(help="parallel.context: all_gather or ring.")] = "all_gather",
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
@@ -71,9 +72,12 @@ def bench_overlap(
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
     from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows
     from braid.jobs.drill.hosts import HostsError
+    from braid.scheduling.spec import CONTEXT_MODES
 
     if layout not in overlap_case.LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap_case.LAYOUTS)}")
+    if context not in CONTEXT_MODES:
+        raise ConfigError(f"--context {context!r} must be one of {', '.join(CONTEXT_MODES)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     names = schedules.split(",") if schedules else None
@@ -84,6 +88,7 @@ def bench_overlap(
         layout=layout,
         zero=zero,
         shards=shards,
+        context=context,
         hidden=hidden,
         layers=layers,
         tokens=tokens,

@@ -16,6 +16,8 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "dp4": {"dp": 4},
     "tp2dp2": {"tp": 2, "dp": 2},
     "pp2dp2": {"pp": 2, "dp": 2},
+    "cp2": {"cp": 2},
+    "cp2tp2": {"cp": 2, "tp": 2},
 }
 OURS = ("braid_w", "braid_eager", "braid_v")
 ANY_OF_OURS = "braid"
@@ -26,10 +28,11 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
     "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
+    **dict.fromkeys(("cp2", "cp2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
-FILLED = ("tp4", "dp4", "tp2dp2")
+FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2")
 """Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
 """Baselines: `ddp` under that ZeRO stage."""
@@ -39,7 +42,7 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
     **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
-    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2"), ()),
+    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2", "cp2tp2"), ()),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 
@@ -59,6 +62,8 @@ class OverlapCase:
     """``parallel.zero`` of the schedules."""
     shards: int = 0
     """``parallel.shards`` of the schedules."""
+    context: str = "all_gather"
+    """``parallel.context`` of the schedules."""
     hidden: int = 1024
     layers: int = 2
     tokens: int = 512
@@ -91,7 +96,12 @@ class OverlapCase:
                     "warmup_steps": 100,
                     "seed": self.seed,
                 },
-                "parallel": {**LAYOUTS[self.layout], "zero": zero, "shards": self.shards},
+                "parallel": {
+                    **LAYOUTS[self.layout],
+                    "zero": zero,
+                    "shards": self.shards,
+                    "context": self.context,
+                },
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
                 "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
             }
@@ -118,7 +128,8 @@ class OverlapCase:
 
         Of replicas an eighth of it, the least that a profile sums over them: what gradients take is on a line
         through that, so it must not pass at once either (`braid.jobs.drill.hosts.Hosts.shape`). Of ranks that
-        share a host a quarter of that again: stages between hosts are measured too.
+        share a host a quarter of that again: stages between hosts are measured too. Keys and values of ranks
+        of cp are as wide as two hidden states.
         """
         parts = 8 if self.replicas > 1 else LAYOUTS[self.layout].get("tp", 1)
         parts = 32 if self.filled else parts
@@ -130,7 +141,8 @@ class OverlapCase:
         of_each = " a replica" if self.replicas > 1 else ""
         over = f" over {self.shards}" if self.shards else ""
         zero = f", ZeRO {self.zero}{over}" if self.zero else ""
+        context = f" {self.context}" if "cp" in LAYOUTS[self.layout] else ""
         return (
             f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{zero}, fp32"
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}, fp32"
         )

@@ -30,8 +30,8 @@ B = 2
 
 FORWARD = """
 attention_norm attention_gather qkv attention_split kv_gather attention projection attention_scatter
-attention_residual mlp_norm router permute dispatch expert_gather expert_in activation expert_out expert_scatter combine
-unpermute mlp_residual
+attention_residual mlp_norm router permute dispatch expert_gather expert_in activation expert_out
+expert_scatter combine unpermute mlp_residual
 """
 BACKWARD = """
 mlp_residual.grad unpermute.grad combine.grad expert_scatter.grad expert_out.dgrad expert_out.wgrad
@@ -42,8 +42,8 @@ attention_split.grad qkv.dgrad qkv.wgrad attention_gather.grad attention_norm.gr
 """
 RING = """
 attention_norm attention_gather qkv attention_split kv_shift_1 attention_0 kv_shift_2 attention_1
-kv_shift_3 attention_2 attention projection attention_scatter attention_residual mlp_norm mlp_gather mlp_in activation mlp_out
-mlp_scatter mlp_residual
+kv_shift_3 attention_2 attention projection attention_scatter attention_residual mlp_norm mlp_gather
+mlp_in activation mlp_out mlp_scatter mlp_residual
 """
 CASES = pytest.mark.parametrize(
     ("shape", "tp", "cp", "ep", "context"),
