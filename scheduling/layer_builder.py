@@ -114,13 +114,23 @@ class LayerBuilder(GraphBuilder):
         saved_elements: int | None = None,
         parameters: int = 0,
         splits_weight_gradient: bool = False,
+        per_token: bool = False,
     ) -> str:
         """A module of the user's own (`AutogradOperator`), with one output and one opaque saved value.
+
+        ``per_token``: what it makes of a token depends on that token alone. Only then may ranks have some of
+        a sample's tokens (``parallel.cp``): `ValueError`.
 
         Unless told otherwise it makes what is as large as its first input (``like``: another value), keeps
         its inputs, has no ``parameters`` (on a rank), and computes so little that its time is that of its
         memory accesses.
         """
+        if self.sizes.cp > 1 and not per_token:
+            raise ValueError(
+                f"parallel.cp={self.sizes.cp} leaves layer {self.name!r} with some of a sample's tokens, and "
+                f"its operator {name!r} may need all; set parallel.cp to 1, or if it looks at one token at a "
+                f"time, say so: custom({name!r}, ..., per_token=True)"
+            )
         y = self._value(f"{name}.out", self.dims(like or reads[0]))
         kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, kept))

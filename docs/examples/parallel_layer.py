@@ -26,7 +26,7 @@ class ParallelLayer:
         n = g.gather("gather", g.norm("norm", x))
         a = g.attention("attention", g.columns("qkv", n, shape.query_width + 2 * shape.kv_width))
         a = g.rows("projection", a, shape.hidden)
-        m = g.custom("activation", g.columns("mlp_in", n, shape.ffn))
+        m = g.custom("activation", g.columns("mlp_in", n, shape.ffn), per_token=True)
         m = g.rows("mlp_out", m, shape.hidden)
         both = g.scatter("scatter", g.residual("sum", a, m))
         return g.residual("residual", both, x)
