@@ -28,7 +28,7 @@ _FIT_SIZES = (1e5, 1e9)
 def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
     """The rank group of every mesh axis, ranks filling nodes in order (tp innermost).
 
-    ``edp`` are the ranks that hold the same experts: the data-parallel axis (with cp) over ``ep``. ``dp``
+    ``edp`` are the ranks that hold the same experts: those of ``dp`` that differ not along ``ep``. ``dp``
     includes ``cp``: both hold the same parameters.
     """
     tp, cp, dp = layout.tp, layout.cp, layout.dp
@@ -36,10 +36,10 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
     strides = {
         "tp": (1, tp),
         "cp": (tp, cp),
-        "ep": (tp * cp, layout.ep),
+        "ep": (tp, layout.ep),
         "dp": (tp, cp * inner),
         "replica": (tp * cp * inner, layout.replicas),
-        "edp": (tp * cp * layout.ep, dp // layout.ep),
+        "edp": (tp * layout.ep, dp * cp // layout.ep),
         "pp": (tp * cp * dp, layout.pp),
     }
     return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}

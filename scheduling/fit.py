@@ -1,21 +1,11 @@
 """Whether a model, a layout and a batch fit each other, and whether they can be executed."""
 
-from braid.scheduling.spec import RUNNABLE_FAMILIES, ModelShape, ParallelLayout, Workload
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 
 
 def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
     """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
     assert not layout.head_layers, "no configuration sets it"
-    if shape.family not in RUNNABLE_FAMILIES:
-        raise ValueError(
-            f"model.family={shape.family!r} can be planned and simulated, but not trained in this version; "
-            f"set model.family to one of {', '.join(RUNNABLE_FAMILIES)}"
-        )
-    if layout.ep > 1:
-        raise ValueError(
-            f"parallel.ep={layout.ep} is not available in this version; set parallel.ep to 1 (it can be "
-            f"planned and simulated)"
-        )
     if layout.copies > 1 and layout.zero:
         raise ValueError(
             f"parallel.zero={layout.zero} does not go with overlap.schedule=bidirectional, which has two "
@@ -62,10 +52,17 @@ def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
             f"parallel.ep={layout.ep} does not divide model.experts={shape.experts}; "
             f"set parallel.ep to one of {_divisors(shape.experts or 1)}"
         )
-    if layout.dp % layout.ep:
+    ranks = layout.dp * layout.cp
+    fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and 0 in (ep % layout.cp, layout.cp % ep)]
+    if layout.ep not in fitting:
         raise ValueError(
-            f"parallel.ep={layout.ep} does not divide parallel.dp={layout.dp}: experts are shared between "
-            f"data-parallel ranks; set parallel.ep to one of {_divisors(layout.dp)}"
+            f"parallel.ep={layout.ep} does not divide parallel.dp x parallel.cp = {layout.dp} x {layout.cp}, "
+            f"whose ranks share the experts; set parallel.ep to one of {', '.join(map(str, fitting))}"
+        )
+    if layout.replicas > 1:
+        raise ValueError(
+            f"parallel.shards={layout.shards} does not go with parallel.ep={layout.ep}; set parallel.shards "
+            f"to 0"
         )
 
 

@@ -139,13 +139,21 @@ class GraphBuilder:
         self._reverse.append(lambda: self._contribute(gradient, receivers, alias))
 
     def _both_gradients(
-        self, op: Operator, reads: tuple[str, ...], inputs: tuple[str, ...], receivers: tuple[str, ...]
+        self,
+        op: Operator,
+        reads: tuple[str, ...],
+        inputs: tuple[str, ...],
+        receivers: tuple[str, ...],
+        more: tuple[str, ...] = (),
     ) -> None:
-        """Gradients of values, from ``reads``, and of weights, from these and the operator's ``inputs``."""
+        """Gradients of values, from ``reads``, and of weights, from these and the operator's ``inputs``.
+
+        ``more``: what both read beside, without a gradient.
+        """
 
         def reverse() -> None:
-            self._contribute(gradient_of(op, reads, "dgrad"), receivers)
-            weights = gradient_of(op, (*reads, *inputs), "wgrad", Pass.WEIGHT_GRADIENT)
+            self._contribute(gradient_of(op, (*reads, *more), "dgrad"), receivers)
+            weights = gradient_of(op, (*reads, *inputs, *more), "wgrad", Pass.WEIGHT_GRADIENT)
             self._backward.append(weights)
 
         self._reverse.append(reverse)

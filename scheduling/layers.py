@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
-from braid.scheduling.operators import Kind, Part
+from braid.scheduling.operators import Part
 from braid.scheduling.pattern import DENSE, UNIFORM, built_in_kinds
 from braid.scheduling.sizes import PartSizes
 
@@ -37,26 +37,34 @@ def transformer_layer(g: LayerBuilder) -> str:
     return g.residual("mlp_residual", m, x, bias=shape.biases)
 
 
-def _mlp(g: LayerBuilder, m: str) -> str:
-    m = g.gather("mlp_gather", m)
-    m = g.columns("mlp_in", m, g.shape.ffn * (2 if g.shape.gated else 1), bias=g.shape.biases)
-    m = g.activation("activation", m)
-    m = g.rows("mlp_out", m, g.shape.hidden)
-    return g.scatter("mlp_scatter", m)
+def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) -> str:
+    """``prefix``: of its operators' names; ``width``: of its activation, by default the model's; 0: none."""
+    width = g.shape.ffn if width is None else width
+    if not width:
+        return ""
+    m = g.gather(f"{prefix}mlp_gather", m)
+    m = g.columns(f"{prefix}mlp_in", m, width * (2 if g.shape.gated else 1), bias=g.shape.biases)
+    m = g.activation(f"{prefix}activation", m)
+    m = g.rows(f"{prefix}mlp_out", m, g.shape.hidden)
+    return g.scatter(f"{prefix}mlp_scatter", m)
 
 
 def _experts(g: LayerBuilder, m: str) -> str:
     """Route, dispatch, two grouped GEMMs, combine; experts are cut over ``ep``, their width over ``tp``."""
-    gates, choice = g.router("router", m)
-    m = g.permute("permute", m, choice)
-    m = g.all_to_all("dispatch", m)
-    m = g.gather("expert_gather", m)
-    m = g.columns("expert_in", m, 2 * g.shape.ffn, Kind.GROUPED_GEMM)
+    shared = _mlp(g, m, "shared_", g.shape.shared_experts * g.shape.expert_width)
+    to = g.router("router", m)
+    m = g.permute("permute", m, to.choice)
+    m = g.all_to_all("dispatch", m, to.there, to.back)
+    m = g.gather("expert_gather", m, shares=to.shares)
+    m = g.regroup("expert_order", m, to.sources)
+    m = g.columns("expert_in", m, 2 * g.shape.expert_width, experts=to.sizes)
     m = g.activation("activation", m)
-    m = g.rows("expert_out", m, g.shape.hidden, Kind.GROUPED_GEMM)
-    m = g.scatter("expert_scatter", m)
-    m = g.all_to_all("combine", m)
-    return g.unpermute("unpermute", m, gates, choice)
+    m = g.rows("expert_out", m, g.shape.hidden, experts=to.sizes)
+    m = g.regroup("expert_return", m, to.sources)
+    m = g.scatter("expert_scatter", m, shares=to.shares)
+    m = g.all_to_all("combine", m, to.back, to.there)
+    m = g.unpermute("unpermute", m, to.gates, to.choice)
+    return g.residual("expert_sum", shared, m) if shared else m
 
 
 def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transformer_layer) -> Part:

@@ -26,8 +26,8 @@ class MeshShape:
     Ranks that differ along none of both hold the same state (hybrid sharding: along ``replica``, too).
     """
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Axes that are several factors, by name: ranks that differ along ``cp`` hold the same parameters as
-    those that differ along ``dp``, so that ``dp`` is both of them for gradients."""
+    """Axes that are other than one factor of their name, the largest first: ``dp``, over which gradients of
+    most parameters are summed, is those of ``cp`` too, and ``ep`` and ``edp`` are parts of it."""
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -42,7 +42,9 @@ class MeshShape:
     @cached_property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         """The factors of every axis over which transfers go: those of more than one rank."""
-        named = {axis: self.factors_of(axis) for axis in (*self.sizes, *dict(self.joined))}
+        inside = {name for _, factors in self.joined for name in factors}
+        own = (name for name in self.sizes if name not in inside)
+        named = {axis: self.factors_of(axis) for axis in (*own, *dict(self.joined))}
         return {axis: factors for axis, factors in named.items() if self.size(factors) > 1}
 
     def factors_of(self, axis: str) -> tuple[str, ...]:
@@ -54,9 +56,19 @@ class MeshShape:
         found = []
         for name, _ in reversed(self.factors):
             if name in factors:
-                joined = (axis for axis, members in self.joined if name in members)
-                found.append(next(joined, name))
+                whole = (
+                    axis for axis, members in self.joined if name in members and self._all(members, factors)
+                )
+                found.append(next(whole, name))
         return tuple(dict.fromkeys(found))
+
+    def _all(self, members: Collection[str], factors: Collection[str]) -> bool:
+        """Whether all members of more than one rank are among the factors."""
+        return all(name in factors for name in members if self.sizes[name] > 1)
+
+    def shares_along(self, axis: str) -> bool:
+        """Whether ranks along an axis have shares of the sums of gradients over it (ZeRO)."""
+        return axis in ("dp", "edp") and bool(self.sharded)
 
     def size(self, group: Collection[str]) -> int:
         """Number of ranks in a group."""
@@ -99,6 +111,36 @@ class MeshShape:
         ranges = [(0,) if name in group else range(size) for name, size in self.factors]
         names = self.sizes.keys()
         return [self.members(dict(zip(names, place, strict=True)), group) for place in product(*ranges)]
+
+
+def training_mesh(*, pp: int, replicas: int, dp: int, cp: int, ep: int, tp: int, sharded: bool) -> MeshShape:
+    """A factor for each axis; ``replica`` where states are cut over some ranks of ``dp`` only.
+
+    ``ep`` takes the innermost ranks of ``dp`` x ``cp``: one of both is two factors where it takes some of it.
+    """
+    inner = max(1, ep // cp), min(ep, cp)
+    of_dp, of_cp = _factored("dp", dp, inner[0]), _factored("cp", cp, inner[1])
+    experts = tuple(own[-1][0] for own, size in zip((of_dp, of_cp), inner, strict=True) if size > 1)
+    names = tuple(name for name, _ in (*of_dp, *of_cp))
+    replica = [("replica", replicas)] if replicas > 1 else []
+    return MeshShape(
+        (("pp", pp), *replica, *of_dp, *of_cp, ("tp", tp)),
+        cut=("pp", "tp", *experts),
+        sharded=names if sharded else (),
+        joined=(
+            ("dp", names),
+            ("cp", tuple(name for name, _ in of_cp)),
+            ("ep", experts),
+            ("edp", tuple(name for name in names if name not in experts)),
+        ),
+    )
+
+
+def _factored(axis: str, size: int, inner: int) -> list[tuple[str, int]]:
+    """An axis as one factor, or as two where an inner part of it is of interest."""
+    if inner in (1, size):
+        return [(axis, size)]
+    return [(f"{axis}_outer", size // inner), (f"{axis}_inner", inner)]
 
 
 def sub_groups(mesh: tuple[int, ...], dim: int) -> list[list[int]]:

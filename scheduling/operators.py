@@ -49,7 +49,7 @@ class Kind(StrEnum):
     ADD = "add"
     CUSTOM = "custom"
     ROUTER = "router"
-    """Scores of every expert for every token and the choice of the best (mixture of experts)."""
+    """Scores of every expert for every token, the best, and which rows go where (mixture of experts)."""
     PERMUTE = "permute"
     """Tokens brought into the order of their experts, or back and weighted."""
     GROUPED_GEMM = "grouped_gemm"
@@ -227,7 +227,7 @@ class Parameters:
     dense: int = 0
     """Shared by all data- and context-parallel ranks."""
     experts: int = 0
-    """Shared by the data-parallel ranks that hold the same experts."""
+    """Of experts that not all data-parallel ranks hold: shared by those that do (``edp``)."""
     whole: int = 0
     """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
     tied: int = 0

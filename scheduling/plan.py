@@ -13,7 +13,6 @@ from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
-from braid.scheduling.spec import RUNNABLE_FAMILIES
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 VERSION: Final = 6
@@ -82,11 +81,7 @@ class Plan:
     def not_executed(self) -> tuple[str, ...]:
         """What of the setting is planned and simulated, but not executed in this version."""
         setting = self.setting
-        found = [
-            f"{axis} {setting.layout.degree(axis)}" for axis in ("ep",) if setting.layout.degree(axis) > 1
-        ]
-        if setting.model.family not in RUNNABLE_FAMILIES:
-            found.append(f"models of the family {setting.model.family}")
+        found = []
         if setting.layout.head_layers:
             found.append("fewer layers on the stage with the head")
         return tuple(found)

@@ -187,7 +187,8 @@ class Sharing:
     def _replicas(self, key: BucketKey) -> list[Reduce]:
         chunk, number = key
         held = self.buckets.of(chunk)[number].parameters
-        axes = [axis for axis, count in (("dp", held.dense), ("edp", held.experts)) if count]
+        summed = ("dp", held.dense), ("edp", held.experts if self.layout.expert_replicas > 1 else 0)
+        axes = [axis for axis, count in summed if count]
         return [Reduce(chunk, axis, number) for axis in axes]
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:

@@ -6,15 +6,13 @@ All checks raise `ValueError` with the configuration keys, their values and what
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache, cached_property
+from math import ceil
 from typing import Final
 
-from braid.scheduling.mesh import MeshShape, Position
+from braid.scheduling.mesh import MeshShape, Position, training_mesh
 from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
 
 FAMILIES: Final = ("llama", "gpt", "moe")
-
-RUNNABLE_FAMILIES: Final = ("llama", "gpt")
-"""Families that the runtime executes; the others are planned and simulated."""
 
 CONTEXT_MODES: Final = ("all_gather", "ring")
 
@@ -54,8 +52,21 @@ class ModelShape:
     rotary_base: float = 10000.0
     experts: int = 0
     top_k: int = 0
-    capacity_factor: float = 1.0
-    """Most tokens that an expert takes over the average number; the work of a step is the average."""
+    capacity_factor: float = 0.0
+    """Tokens that an expert takes of each rank, over the average number: what is beyond is dropped, what is
+    missing is padded. 0: each takes what comes."""
+    expert_ffn: int = 0
+    """Width of an expert; 0: ``ffn``, which layers without experts have."""
+    shared_experts: int = 0
+    """Experts that every token visits beside those that it chooses, as one MLP."""
+    softmax_after: bool = False
+    """Gates are a softmax over the chosen experts' scores, not some of one over all experts'."""
+    normalised: bool = True
+    """Gates of a token are divided by their sum."""
+    balance_loss: float = 0.0
+    """Factor of the loss that balances experts (Fedus et al. 2021)."""
+    z_loss: float = 0.0
+    """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
     documents: bool = False
     """Whether tokens attend to those of their own document only."""
     pattern: str = UNIFORM
@@ -88,8 +99,9 @@ class ModelShape:
                 f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "
                 f"for model.family moe"
             )
-        if not self.capacity_factor > 0:
-            raise ValueError(f"model.capacity_factor={self.capacity_factor} must be greater than zero")
+        for name in ("capacity_factor", "balance_loss", "z_loss", "expert_ffn", "shared_experts"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -100,6 +112,15 @@ class ModelShape:
     def expert_layers(self) -> int:
         """How many layers have experts."""
         return self.layers - self.kinds.count(DENSE) if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Elements of an expert's activation for one token."""
+        return self.expert_ffn or self.ffn
+
+    def capacity(self, tokens: int) -> int:
+        """Rows that every expert takes of a rank with so many tokens, where it has a capacity."""
+        return max(1, ceil(tokens * self.top_k * self.capacity_factor / self.experts))
 
     @property
     def gated(self) -> bool:
@@ -127,7 +148,9 @@ class ModelShape:
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
         mlp = self.hidden * (mlp_in + self.ffn)
-        experts = self.expert_layers * (mlp * (self.experts - 1) + self.hidden * self.experts)
+        expert = 3 * self.hidden * self.expert_width
+        routed = self.hidden * self.experts + expert * (self.experts + self.shared_experts)
+        experts = self.expert_layers * (routed - mlp)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
             layer += qkv + self.hidden + mlp_in + self.hidden
@@ -204,6 +227,11 @@ class ParallelLayout:
     def replicas(self) -> int:
         """Groups of ranks of ``dp`` each of which has all states, cut over its ranks; 1: all together."""
         return self.dp // self.shards if self.shards else 1
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.dp * self.cp // self.ep
 
     @property
     def share_ranks(self) -> int:
@@ -287,18 +315,22 @@ class ParallelLayout:
 
     @cached_property
     def mesh(self) -> MeshShape:
-        """The mesh: a factor for each axis, two for ``dp`` where states are cut over some of its ranks."""
-        sizes = {axis: self.degree(axis) for axis in AXES} | {"dp": self.dp // self.replicas}
-        factors = list(sizes.items())
-        if self.replicas > 1:
-            factors.insert(AXES.index("dp"), ("replica", self.replicas))
-        sharded = ("dp", "cp")
-        return MeshShape(
-            tuple(factors),
-            cut=("pp", "tp"),
-            sharded=sharded if self.zero else (),
-            joined=(("dp", sharded),),
+        """The mesh of its ranks."""
+        return training_mesh(
+            pp=self.pp,
+            replicas=self.replicas,
+            dp=self.dp // self.replicas,
+            cp=self.cp,
+            ep=self.ep,
+            tp=self.tp,
+            sharded=self.zero > 0,
         )
+
+    @cached_property
+    def sample_factors(self) -> tuple[str, ...]:
+        """Factors along which ranks see other samples: those of ``dp`` alone."""
+        joined = dict(self.mesh.joined)
+        return ("replica", *(name for name in joined["dp"] if name not in joined["cp"]))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank along every mesh axis."""

@@ -5,7 +5,7 @@ Nothing of it shows in the data of passes: a sum that is missing gives other gra
 
 from collections.abc import Iterator, Set
 
-from braid.scheduling.lowering.update import SHARED, SUMMED
+from braid.scheduling.lowering.update import SHARED, SUMMED, norm_axes
 from braid.scheduling.schedule import (
     ENDING,
     Await,
@@ -30,9 +30,11 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
     Stages, positions in their lists (their length: the end) and causes.
     """
-    everywhere = {one for own in schedule.stages for i in own for one in sums_in(i)}
+    everywhere = [i for own in schedule.stages for i in own]
+    shared = {one.axis for i in everywhere for one in sums_in(i)}
+    shared |= {one.axis for i in everywhere if isinstance(i, Block) for one in i.gathers}
     for stage in range(len(schedule.stages)):
-        for position, cause in _of_stage(schedule, stage, layout, everywhere):
+        for position, cause in _of_stage(schedule, stage, layout, shared):
             yield stage, position, cause
     places = [
         [(one.chunk or 0) % layout.chunks_per_copy for i in own for one in sums_in(i) if one.axis == "copies"]
@@ -45,9 +47,9 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
 
 
 def _of_stage(
-    schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce]
+    schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]
 ) -> Iterator[tuple[int, str]]:
-    walk = _Walk(schedule, stage, layout, everywhere)
+    walk = _Walk(schedule, stage, layout, shared)
     for position, instruction in enumerate(schedule.stages[stage]):
         if not schedule.trains and isinstance(_transfer(instruction), Reduce | Norm | Step):
             yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
@@ -64,16 +66,12 @@ def _transfer(instruction: Instruction) -> object:
 class _Walk:
     """Goes through a stage's list and keeps what has happened so far."""
 
-    def __init__(
-        self, schedule: Schedule, stage: int, layout: ParallelLayout, everywhere: Set[Reduce]
-    ) -> None:
+    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]) -> None:
         self._layout = layout
         self._instructions = schedule.stages[stage]
         self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
-        summed = {one.axis for one in everywhere}
-        self._axes = {chunk: _axes(layout, chunk, summed) for chunk in layout.chunks_of(stage)}
-        differs = {"tp": layout.tp, "pp": layout.pp, "dp": layout.share_ranks}
-        self._norm_axes = tuple(axis for axis, ranks in differs.items() if ranks > 1)
+        self._axes = {chunk: _axes(layout, chunk, shared) for chunk in layout.chunks_of(stage)}
+        self._norm_axes = norm_axes(layout)
         self._under_way: list[Reduce] = []
         self._done: set[Reduce] = set()
         self._gathered: set[Gather] = set()
@@ -224,6 +222,6 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "replica": layout.replicas > 1,
-        "edp": "edp" in summed and layout.dp > 1,
+        "edp": "edp" in summed,
     }
     return tuple(axis for axis, needed in wanted.items() if needed)

@@ -51,9 +51,16 @@ class ModelConfig(Section):
     tied_head: bool = False  # the output matrix is the table of token embeddings
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added to the variance in norms
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0  # base of the wavelengths of rotary positions
-    experts: Annotated[int, Field(ge=0)] = 0  # family moe, which is planned and simulated only
+    experts: Annotated[int, Field(ge=0)] = 0  # family moe: MLPs of which every token visits some
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
-    capacity_factor: Annotated[float, Field(gt=0)] = 1.0  # tokens that an expert may take, over the average
+    # tokens that an expert takes of each rank, over the average: more are dropped; 0: all that come
+    capacity_factor: Annotated[float, Field(ge=0)] = 0.0
+    expert_ffn: Positive | None = None  # width of an expert; default: ffn
+    shared_experts: Annotated[int, Field(ge=0)] = 0  # that every token visits, beside top_k of the others
+    softmax_after: bool = False  # gates: softmax over the chosen experts' scores, not over all experts'
+    normalised: bool = True  # gates of a token are divided by their sum
+    balance_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that balances experts
+    z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that keeps the router's logits small
     # a layer of your own: "package.module:Class" or "file.py:Class"; or several by name, for the pattern
     layer: Annotated[str | dict[str, str] | None, BeforeValidator(_layers)] = None
     # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
@@ -116,6 +123,12 @@ class ModelConfig(Section):
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
+            expert_ffn=self.expert_ffn or 0,
+            shared_experts=self.shared_experts,
+            softmax_after=self.softmax_after,
+            normalised=self.normalised,
+            balance_loss=self.balance_loss,
+            z_loss=self.z_loss,
             pattern=self.pattern,
         )
 

@@ -17,7 +17,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.primitives import Launch
 from braid.kernels.collectives.stages import gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
@@ -35,13 +35,18 @@ Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """An operation of a stretch, called with the frames and the passes of the stretch."""
 
 
-def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[[Line, Tensor], Launch]:
-    """How an operator that communicates is launched on a line; gradients go around a ring the other way."""
+def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
+    """How an operator that communicates is launched, given a line, x, and perhaps how many rows go where.
+
+    Gradients go around a ring the other way.
+    """
     match kind:
         case Kind.ALL_GATHER:
-            return lambda line, x: line.all_gather(x)
+            return lambda line, x, shares=None: line.all_gather(x, shares=shares)
         case Kind.REDUCE_SCATTER:
-            return lambda line, x: line.reduce_scatter(x)
+            return lambda line, x, shares=None: line.reduce_scatter(x, shares=shares)
+        case Kind.ALL_TO_ALL:
+            return lambda line, x, extents: line.all_to_all(x, extents)
         case Kind.ALL_REDUCE:
             return lambda line, x: line.all_reduce(x)
         case Kind.SEND_RECEIVE:
@@ -123,7 +128,7 @@ class Binder:
         op = node.operator
         assert op.axis is not None
         collective = self._collective(op, frame, operation)
-        (source,), (target,) = operation.reads, operation.writes
+        (source, *extents), (target,) = operation.reads, operation.writes
         precision = frame.values[source].precision
         moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
         label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
@@ -136,7 +141,7 @@ class Binder:
             x = frame[source]
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(stream, collective(x), awaited_next=lone)
+            transfer = start(stream, collective(x, *(frame[one] for one in extents)), awaited_next=lone)
             frame[target] = transfer
             record(label, one, transfer)
 
@@ -165,12 +170,12 @@ class Binder:
 
     # -- pieces (`braid.scheduling.lowering.partitions`) -----------------------------------------------------
 
-    def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[[Tensor], Launch]:
+    def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
         """A collective on a value, or a stage of one on a piece of it."""
         assert op.axis is not None
         line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
-            return lambda x: whole(line, x)
+            return lambda x, *extents: whole(line, x, *extents)
         read, made = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
         factor = factor_of(op.axis)
         mesh = (line.size,) if factor is None else factor.mesh
@@ -196,7 +201,7 @@ class Binder:
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
-        own = place_in(wanted.mesh, self._index(wanted.axis))
+        own = place_in(wanted.mesh, self._mesh.place.on(wanted.axis))
         rows = Rows(held, wanted, own)
         return None if rows.all_of_it else rows
 
@@ -208,7 +213,7 @@ class Binder:
         value, all_of_it = frame.values[piece], frame.values[target]
         assert value.region is not None
         held = Region(value.region.axis, value.region.mesh, (whole,) * len(value.region.mesh))
-        own = place_in(held.mesh, self._index(held.axis))
+        own = place_in(held.mesh, self._mesh.place.on(held.axis))
         rows = Rows(held, value.region, own)
         count, columns = all_of_it.rows, all_of_it.columns
 
@@ -219,10 +224,6 @@ class Binder:
             rows.place(frame[target], part)
 
         return keep
-
-    def _index(self, axis: str) -> int:
-        """This rank's number on an axis."""
-        return self._mesh.place.index(self._mesh.place.mesh.factors_of(axis))
 
     def _instance(self, node: Node, chunk: int) -> PartInstance:
         return self._model.chunks[chunk][node.part]

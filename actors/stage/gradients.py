@@ -123,7 +123,7 @@ class GradientBuckets:
         """
         pending = self._pending[reduce] = []
         line = self._mesh.shared(reduce.axis)
-        scatters = reduce.chunk is not None and reduce.axis in self._mesh.place.mesh.sharded
+        scatters = reduce.chunk is not None and self._mesh.place.mesh.shares_along(reduce.axis)
         for number, (buffer, share) in enumerate(self._summed(reduce)):
             label = self._label(reduce, buffer)
             if reduce.move is not None:
@@ -197,7 +197,7 @@ class GradientBuckets:
         for transfer in self._pending.pop(reduce):
             self._streams.wait(transfer)
             transfer.take()
-        if reduce.bucket is None or reduce.axis not in self._mesh.place.mesh.sharded:
+        if reduce.bucket is None or not self._mesh.place.mesh.shares_along(reduce.axis):
             return
         if reduce.move is not None and not reduce.move.last:
             return
@@ -240,8 +240,10 @@ class _GlobalNorm:
 
     def __init__(self, shares: list[Share], mesh: Mesh, device: torch.device) -> None:
         first_stage, first_copy = mesh.position["pp"] == 0, mesh.layout.chunks_per_copy
-        # Ranks along all other factors hold the same, and each of them sums up everything.
-        cut = {name for share in shares for name in share.parameter.factors}
+        # Ranks along all other factors hold the same, and each of them sums up everything; shares differ.
+        cut = {name for share in shares for name in share.parameter.factors}.difference(
+            mesh.place.mesh.sharded
+        )
         counted = [
             share
             for share, p in ((share, share.parameter) for share in shares)

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from braid.actors.stage.expert_modules import expert_modules
 from braid.actors.stage.parameters import (
+    INITIAL_DEVIATION,
+    TENSOR,
     GlobalParameter,
     OperatorModule,
     Place,
@@ -30,15 +33,9 @@ from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import transformer_layer
-from braid.scheduling.pattern import UNIFORM
+from braid.scheduling.pattern import DENSE, UNIFORM
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape
-
-TENSOR = ("tp",)
-"""The factors that matrices of layers are cut over."""
-
-INITIAL_DEVIATION = 0.02
-"""Standard deviation of initial weights (GPT-2's choice)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,7 @@ class ModuleContext:
     @property
     def order(self) -> Order:
         """Which tokens of a sample this rank has."""
-        return causal_order(self.sizes.cp, self.place.index(("cp",)), self.shape.sequence)
+        return causal_order(self.sizes.cp, self.place.on("cp"), self.shape.sequence)
 
     def activation(self) -> OperatorModule:
         """SwiGLU or GELU."""
@@ -150,8 +147,8 @@ class TransformerLayer:
         """Modules of the 14 operators but for the collectives."""
         shape, prefix = context.shape, f"layers.{index}"
         qkv = {f"{prefix}.qkv.{part}": width for part, width in _qkv_widths(shape).items()}
-        inner = ("gate", "up") if shape.gated else ("up",)
-        mlp_in = {f"{prefix}.mlp_in.{part}": shape.ffn for part in inner}
+        experts = shape.experts and shape.kinds[index] != DENSE
+        inside = self._experts(context, prefix) if experts else self._mlp(context, prefix, shape.ffn)
         return {
             "attention_norm": context.norm(f"{prefix}.attention_norm"),
             "qkv": context.columns(qkv, shape.hidden, bias=shape.biases),
@@ -159,11 +156,30 @@ class TransformerLayer:
             "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
             "attention_residual": context.residual(f"{prefix}.projection"),
             "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
-            "mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
-            "activation": context.activation(),
-            "mlp_out": context.rows(f"{prefix}.mlp_out", shape.ffn, shape.hidden),
+            **inside,
             "mlp_residual": context.residual(f"{prefix}.mlp_out"),
         }
+
+    def _mlp(
+        self, context: ModuleContext, prefix: str, width: int, part: str = ""
+    ) -> dict[str, OperatorModule]:
+        """``part``: what names of operators and parameters begin with."""
+        shape = context.shape
+        inner = ("gate", "up") if shape.gated else ("up",)
+        mlp_in = {f"{prefix}.{part}mlp_in.{name}": width for name in inner}
+        return {
+            f"{part}mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
+            f"{part}activation": context.activation(),
+            f"{part}mlp_out": context.rows(f"{prefix}.{part}mlp_out", width, shape.hidden),
+        }
+
+    def _experts(self, context: ModuleContext, prefix: str) -> dict[str, OperatorModule]:
+        shape, found = context.shape, expert_modules(context, prefix)
+        if shape.shared_experts:
+            width = shape.shared_experts * shape.expert_width
+            found |= self._mlp(context, prefix, width, "shared_")
+            found["expert_sum"] = context.residual()
+        return found
 
 
 def _qkv_widths(shape: ModelShape) -> dict[str, int]:
@@ -176,7 +192,7 @@ def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
         kind: load_layer(reference, "model.layer" if kind == UNIFORM else f"model.layer.{kind}")
         for kind, reference in references.items()
     }
-    return {UNIFORM: TransformerLayer(), **own}
+    return {**dict.fromkeys((UNIFORM, DENSE), TransformerLayer()), **own}
 
 
 def load_layer(reference: str, key: str = "model.layer") -> LayerDefinition:

@@ -26,7 +26,7 @@ from braid.scheduling.topology import Topology
 if TYPE_CHECKING:  # benchmarks on one GPU run where pydantic is not installed
     from braid.actors.config.machines import NcclConfig, NcclLimits
 
-LAYER_AXES: Final = ("tp", "cp")
+LAYER_AXES: Final = ("tp", "cp", "ep")
 """Axes over which layers communicate."""
 
 MessageKind = tuple[Direction, str]

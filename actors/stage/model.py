@@ -8,9 +8,9 @@ import torch
 from braid.actors.stage.layers import (
     LayerDefinition,
     ModuleContext,
-    TransformerLayer,
     embedding_modules,
     head_modules,
+    load_layers,
 )
 from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
 from braid.actors.stage.shares import main_gradient_dtype
@@ -18,7 +18,7 @@ from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.buckets import Buckets
 from braid.scheduling.layers import model_parts
-from braid.scheduling.pattern import UNIFORM, is_layer
+from braid.scheduling.pattern import is_layer
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import chunk_parts
@@ -53,7 +53,7 @@ class StageModel:
     ) -> None:
         self.shape = shape
         self.layout = layout
-        self.layers = layers or {UNIFORM: TransformerLayer()}
+        self.layers = layers or load_layers({})
         self.context = ModuleContext(
             sizes=sizes, place=place, device=device, dtype=dtype, operators=operators
         )

@@ -79,8 +79,9 @@ class Optimizer:
         self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         """Of every master."""
+        in_shares = any(plan.ways > 1 for plan in gradients.plans)
         keys = {
-            id(share): (plan.chunk, plan.bucket or 0) if plan.ways > 1 else None
+            id(share): (plan.chunk, plan.bucket or 0) if in_shares else None
             for plan in gradients.plans
             for share in plan.shares
         }

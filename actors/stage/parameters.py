@@ -7,7 +7,7 @@ ranks; one local parameter may hold slices of several global tensors (fused q, k
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -15,6 +15,12 @@ from torch import Tensor, nn
 
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.mesh import MeshShape, Position
+
+INITIAL_DEVIATION = 0.02
+"""Standard deviation of initial weights (GPT-2's choice)."""
+
+TENSOR = ("tp",)
+"""The factors that matrices of layers are cut over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,10 @@ class Place:
     def index(self, group: Collection[str]) -> int:
         """The rank's number in its group over some factors."""
         return self.mesh.index(self.position, group)
+
+    def on(self, axis: str) -> int:
+        """The rank's number along an axis."""
+        return self.index(self.mesh.factors_of(axis))
 
     def differs(self, factors: Iterable[str]) -> bool:
         """Whether another rank comes first along one of the factors."""
@@ -232,6 +242,22 @@ def cut(
             ParameterSlice(source=source, offsets=offsets, sizes=sizes, begin=begin, factors=factors)
         )
         begin += math.prod(sizes)
+    return tuple(slices)
+
+
+def cut_by_row(
+    sources: Sequence[GlobalParameter], place: Place, cuts: Mapping[int, tuple[str, ...]]
+) -> tuple[ParameterSlice, ...]:
+    """As `cut`, but row by row: the first row of every tensor, then the second one of every tensor, ..."""
+    wholes = cut(sources, place, cuts)
+    if len(wholes) == 1:
+        return wholes
+    slices, begin = [], 0
+    for row in range(wholes[0].sizes[0]):
+        for one in wholes:
+            offsets, sizes = (one.offsets[0] + row, *one.offsets[1:]), (1, *one.sizes[1:])
+            slices.append(replace(one, offsets=offsets, sizes=sizes, begin=begin))
+            begin += math.prod(sizes)
     return tuple(slices)
 
 

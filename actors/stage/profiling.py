@@ -35,7 +35,7 @@ from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
-from braid.scheduling.operators import Graph, Operator, Part, Precision
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision
 from braid.scheduling.partition import Region, Span
 from braid.scheduling.pattern import is_layer
 
@@ -52,6 +52,8 @@ class _Spare:
 
     operator: Operator
     x: Tensor
+    extents: Sequence[Any]
+    """How many rows go where, if it is told."""
     part: str
     """Where it was first met; stages that share the part know it. All measure layers of every kind."""
 
@@ -207,23 +209,27 @@ class Profiler:
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
-        (source,), (target,) = operator.reads, operator.writes
+        (source, *more), (target,) = operator.reads, operator.writes
         x: Tensor = values[source]
+        extents = [values[name] for name in more]
         name = _class_of(operator, x)
         self._spare_of[key] = name
         if name not in self._spares:
-            self._spares[name] = _Spare(operator, torch.randn_like(x), key.partition("/")[0])
+            spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
+            self._spares[name] = _Spare(operator, spare, extents, key.partition("/")[0])
         if meets or self.streams.asynchronous:
             self._links.meet()
         begin = self.streams.mark()
-        transfer = self._start(operator, x, awaited_next=True)
+        transfer = self._start(operator, x, extents, awaited_next=True)
         self.streams.wait(transfer)
         values[target] = transfer.take()
         return self._between(begin, self.streams.mark())
 
-    def _start(self, operator: Operator, x: Tensor, *, awaited_next: bool) -> Transfer:
+    def _start(
+        self, operator: Operator, x: Tensor, extents: Sequence[Any], *, awaited_next: bool
+    ) -> Transfer:
         assert operator.axis is not None
-        launch = collective_of(operator.kind, operator.phase)(self.mesh.lines[operator.axis], x)
+        launch = collective_of(operator.kind, operator.phase)(self.mesh.lines[operator.axis], x, *extents)
         return self.streams.start(self.mesh.stream(operator.axis), launch, awaited_next=awaited_next)
 
     def _beside_transfer(
@@ -270,7 +276,7 @@ class Profiler:
         if name in self._links.names:
             return self._links.start(name)
         spare = self._spares[name]
-        return self._start(spare.operator, spare.x, awaited_next=False)
+        return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
         """Spare transfers with nothing beside them, and those over nodes beside those inside them."""

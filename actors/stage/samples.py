@@ -62,7 +62,7 @@ class ReplicaSamples:
         `ValueError` as `TokenShards.open`.
         """
         self._config, self._layout, self._device = config, layout, device
-        self._replica, self._context = place.index(("replica", "dp")), place.index(("cp",))
+        self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
         index = read_index(directory)
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
         validates = config.data.validation_fraction > 0

@@ -220,7 +220,7 @@ class Worker(Logged, Rank):
         self._membership.intact()
         if update.applied and every and (step + 1) % every == 0:
             self.keep_copy(step + 1)
-        first = all(self._mesh.position[axis] == 0 for axis in ("tp", "cp", "pp"))
+        first = not any(self._mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
         records = self._recorder.records(step)
         if self._stream is not None and self._recorder.recording:

@@ -20,10 +20,9 @@ from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import main_gradient_dtype
 from braid.actors.stage.host_link import RANKS, HostLink
-from braid.actors.stage.layers import INITIAL_DEVIATION
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
-from braid.actors.stage.parameters import Place
+from braid.actors.stage.parameters import INITIAL_DEVIATION, Place
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line

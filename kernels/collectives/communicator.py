@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, Work, gathered, scattered
+from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, scattered
 
 
 class Group(Protocol):
@@ -53,17 +53,58 @@ class Communicator:
         """How many ranks there are."""
         return self.group.size()
 
-    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def all_gather(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """(t, ...) -> (t x ranks, ...)."""
         x = x.contiguous()
-        y = into if into is not None else gathered(x, self.size)
+        y = into if into is not None else gathered(x, self.size, shares)
+        if shares is not None:
+            parts = y.split(list(shares))
+            own = parts[self.rank]
+            return Launch(y, lambda: self._exchange([x] * self.size, parts), lambda: own.copy_(x))
         return Launch(y, lambda: self.group.all_gather(y, x))
 
-    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def reduce_scatter(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """(T, ...) -> (T / ranks, ...)."""
         x = x.contiguous()
+        if shares is not None:
+            return self._scatter_rows(x, shares)
         y = into if into is not None else scattered(x, self.size)
         return Launch(y, lambda: self.group.reduce_scatter(y, x))
+
+    def _scatter_rows(self, x: Tensor, shares: Sequence[int]) -> Launch:
+        """A sum of messages, in rank order: the library's reduce-scatter has parts of one length."""
+        parts, own = x.split(list(shares)), self.rank
+        arrived = [torch.empty_like(parts[own]) for _ in range(self.size)]
+
+        def total() -> None:
+            arrived[own].copy_(parts[own])
+            for part in arrived[1:]:
+                arrived[0].add_(part)
+
+        return Launch(arrived[0], lambda: self._exchange(parts, arrived), total)
+
+    def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
+        """To every rank its tokens; all messages are one kernel."""
+        x, own = x.contiguous(), self.rank
+        y = x.new_empty(sum(extents.receives), *x.shape[1:])
+        outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
+        return Launch(
+            y,
+            lambda: self._exchange(outgoing, incoming),
+            lambda: incoming[own].copy_(outgoing[own]),
+        )
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
+        """Messages to and from all other ranks that are not empty."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self.group.messages(
+            [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],
+            [(incoming[rank], rank) for rank in others if incoming[rank].numel()],
+        )
 
     def all_reduce(self, x: Tensor) -> Launch:
         """In place."""
@@ -187,6 +228,8 @@ class TorchGroup:
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel."""
+        if not sends and not receives:
+            return _Last(())
         both = ((dist.irecv, receives), (dist.isend, sends))
         works = dist.batch_isend_irecv(
             [

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Launch, Work, gathered, scattered
+from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, parts_of, scattered
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,24 @@ class MessageLine:
         """The group for messages from one rank to another."""
         return self.upward if self.upward is not None and source < target else self.group
 
-    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def all_gather(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """(t, ...) -> (t x ranks, ...)."""
         x = x.contiguous()
-        y = into if into is not None else gathered(x, self.size)
-        parts = y.chunk(self.size)
+        y = into if into is not None else gathered(x, self.size, shares)
+        parts = parts_of(y, self.size, shares)
         own = parts[self.rank]
         finish = None if own.data_ptr() == x.data_ptr() else lambda: own.copy_(x)
         return Launch(y, lambda: self._exchange([x] * self.size, parts), finish, x.nbytes * (self.size - 1))
 
-    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def reduce_scatter(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """(T, ...) -> (T / ranks, ...); the sum is in rank order."""
-        x = x.contiguous()
-        y = into if into is not None else scattered(x, self.size)
-        parts, own = x.chunk(self.size), self.rank
+        x, own = x.contiguous(), self.rank
+        y = into if into is not None else scattered(x, self.size, None if shares is None else shares[own])
+        parts = parts_of(x, self.size, shares)
         arrived = [parts[own] if peer == own else torch.empty_like(y) for peer in range(self.size)]
 
         def total() -> None:
@@ -66,6 +70,18 @@ class MessageLine:
                 so_far = torch.add(so_far, part, out=y if last else arrived[int(own == 0)])
 
         return Launch(y, lambda: self._exchange(parts, arrived), total, x.nbytes - y.nbytes)
+
+    def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
+        """To every rank its tokens."""
+        x, own = x.contiguous(), self.rank
+        y = x.new_empty(sum(extents.receives), *x.shape[1:])
+        outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
+        return Launch(
+            y,
+            lambda: self._exchange(outgoing, incoming),
+            lambda: incoming[own].copy_(outgoing[own]),
+            x.nbytes - outgoing[own].nbytes,
+        )
 
     def all_reduce(self, x: Tensor) -> Launch:
         """In place."""
@@ -114,7 +130,8 @@ class MessageLine:
         return Launch(y, issue, sends=x.nbytes)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it.
+        """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it, if they are not
+        empty, which both sides know.
 
         Messages between two ranks of a group arrive in the order in which they were sent, so exchanges need
         no tags as long as all ranks start them in one order, as they do collectives.
@@ -122,8 +139,10 @@ class MessageLine:
         works = []
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(self.receive(incoming[source], source, 0).issue())
-            works.append(self.send(outgoing[target], target, 0).issue())
+            if incoming[source].numel():
+                works.append(self.receive(incoming[source], source, 0).issue())
+            if outgoing[target].numel():
+                works.append(self.send(outgoing[target], target, 0).issue())
         return _All(works)
 
 

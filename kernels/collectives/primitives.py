@@ -8,7 +8,7 @@ How they travel: as messages between ranks on CPU (`messages`), as kernels of a 
 (`communicator`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,14 +35,34 @@ class Launch:
     """Bytes that this rank sends, where whoever issues has to write them (CPU)."""
 
 
-def gathered(x: Tensor, ranks: int) -> Tensor:
+@dataclass(frozen=True)
+class Extents:
+    """How many tokens go to every rank, and come from it."""
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+    @property
+    def back(self) -> "Extents":
+        """The other way."""
+        return Extents(self.receives, self.sends)
+
+
+def gathered(x: Tensor, ranks: int, shares: Sequence[int] | None = None) -> Tensor:
     """Memory for what all ranks' tensors like x are together."""
-    return torch.empty((x.shape[0] * ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    tokens = x.shape[0] * ranks if shares is None else sum(shares)
+    return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
-def scattered(x: Tensor, ranks: int) -> Tensor:
+def scattered(x: Tensor, ranks: int, share: int | None = None) -> Tensor:
     """Memory for one rank's part of x."""
-    return torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    tokens = x.shape[0] // ranks if share is None else share
+    return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+def parts_of(x: Tensor, ranks: int, shares: Sequence[int] | None) -> Sequence[Tensor]:
+    """Every rank's part of x, views."""
+    return x.chunk(ranks) if shares is None else x.split(list(shares))
 
 
 class Channel(Protocol):
@@ -72,17 +92,25 @@ class Line(Channel, Protocol):
     def size(self) -> int:
         """How many there are."""
 
-    def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def all_gather(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """Concatenate the tokens of all ranks, in rank order: (t, ...) -> (t x ranks, ...).
 
-        ``into``: the memory for that; x may be its part that is this rank's.
+        ``into``: the memory for that; x may be its part that is this rank's. ``shares``: tokens of every
+        rank, where they have not as many.
         """
 
-    def reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Launch:
+    def reduce_scatter(
+        self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
+    ) -> Launch:
         """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...).
 
-        ``into``: the memory for that; it may be the part of x that is this rank's.
+        ``into``: the memory for that; it may be the part of x that is this rank's. ``shares``: as above.
         """
+
+    def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
+        """Send every rank its tokens, which stand in rank order, and receive as they will stand."""
 
     def all_reduce(self, x: Tensor) -> Launch:
         """Sum over the ranks, in place."""

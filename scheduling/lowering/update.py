@@ -37,14 +37,16 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "replica": layout.replicas > 1,
-        "edp": model.experts > 0 and layout.dp > layout.ep,
+        "edp": model.experts > 0 and layout.ep > 1 and layout.expert_replicas > 1,
     }
     return tuple(axis for axis, needed in found.items() if needed)
 
 
 def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
     """Axes along which gradients differ, over which the squares of the norm are summed, one by one."""
-    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": layout.share_ranks > 1}
+    shared = layout.share_ranks > 1
+    experts = layout.ep > 1 and not shared
+    found = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": shared, "ep": experts}
     return tuple(axis for axis, needed in found.items() if needed)
 
 

@@ -129,7 +129,7 @@ class Prices:
             case "copies":
                 count, ranks = held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
             case "edp":
-                count, ranks = held.experts, layout.dp // layout.ep
+                count, ranks = held.experts, layout.expert_replicas
             case "replica":
                 count, ranks = held.total // layout.share_ranks, layout.replicas
             case _:

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.config import Config, parse_config
+from braid.actors.config import Config, ParallelConfig, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
@@ -41,9 +41,11 @@ from braid.jobs.benchmarks.plain_torch import (
 )
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
+from braid.kernels.operators.context_blocks import causal_order
 from braid.scheduling.schedule_text import write
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.end_to_end.plain_experts import ExpertModel
 
 BYTES_VOCABULARY = 257
 """Of the tokenizer ``bytes``."""
@@ -232,6 +234,13 @@ def windows(data: Path, split: str, sequence: int) -> Tensor:
     return tokens.unfold(0, sequence + 1, sequence)
 
 
+def tokens_of_ranks(shape: ModelShape, parallel: ParallelConfig, micro_batch: int) -> list[Tensor]:
+    """Places of a micro-batch's flattened tokens that each rank of cp and tp routes to experts."""
+    places = torch.arange(micro_batch * shape.sequence).view(micro_batch, shape.sequence)
+    own = (causal_order(parallel.cp, rank, shape.sequence).own for rank in range(parallel.cp))
+    return [part for one in own for part in places[:, one].flatten().chunk(parallel.tp)]
+
+
 def run_plain(config: Config, data: Path) -> PlainRun:
     """Do what ``config`` says in this process, one rank, with the plain loop."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
@@ -239,7 +248,9 @@ def run_plain(config: Config, data: Path) -> PlainRun:
     if config.data.document_mask:
         end, restart = read_index(data).end_of_document, config.data.restart_positions
         sizes = replace(sizes, end_of_document=end, restart_positions=restart)
-    model = PlainModel(sizes, DTYPES[train.dtype])
+    dtype = DTYPES[train.dtype]
+    groups = tokens_of_ranks(shape, config.parallel, train.micro_batch)
+    model = ExpertModel(sizes, shape, dtype, groups) if shape.experts else PlainModel(sizes, dtype)
     load_named(model, initial_parameters(shape, train.seed))
     names = PlainSettings.__dataclass_fields__
     trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))

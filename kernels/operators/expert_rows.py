@@ -1,0 +1,58 @@
+"""How many rows of tokens go to which rank and which expert, from the visits that every rank has counted.
+
+Legend: E experts of all ranks, of which this rank has L; S = tp x ep sources of rows.
+"""
+
+import torch
+from torch import Tensor
+
+from braid.kernels.collectives.primitives import Extents
+from braid.kernels.operators.operator import ComputeOperator
+
+
+class ExpertLoad(ComputeOperator):
+    """Counts of visits as shares of all visits of a micro-batch; those of its ranks are to be summed."""
+
+    def __init__(self, visits: int, dtype: torch.dtype) -> None:
+        """``visits``: of the micro-batch, on all its ranks."""
+        super().__init__()
+        self.visits, self.dtype = visits, torch.promote_types(dtype, torch.float32)
+
+    def forward(self, counts_E: Tensor) -> tuple[Tensor]:
+        """Return this rank's part of load_E."""
+        return (counts_E.to(self.dtype) / self.visits,)
+
+
+class ExpertRows(ComputeOperator):
+    """Rows by source and expert, and what follows for transfers. Ranks of ep have E / ep experts each.
+
+    ``capacity``: rows that each source has for every expert, whatever was counted; None: as many as visits.
+    """
+
+    def __init__(
+        self, *, experts: int, tp: int, tp_rank: int, ep: int, ep_rank: int, capacity: int | None
+    ) -> None:
+        super().__init__()
+        self.experts, self.tp, self.tp_rank, self.ep, self.ep_rank = experts, tp, tp_rank, ep, ep_rank
+        full = None if capacity is None else torch.full((tp, ep, experts), capacity, dtype=torch.int64)
+        self._static = None if full is None else self._extents(full)
+
+    def forward(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
+        """Map counts (tp x ep x E, flat; with a capacity anything) to: rows to and from every rank of ep, and
+        the same on the way back; rows of every rank of tp; rows_SL by source, on the host; rows of every
+        expert of this rank. Where none is dropped the host waits for the counts.
+        """
+        if self._static is not None:
+            there, back, shares, sources, sizes = self._static
+            return there, back, shares, sources.clone(), sizes  # a value of its own, which is let go of
+        return self._extents(counts.cpu().view(self.tp, self.ep, self.experts))
+
+    def _extents(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
+        held = self.experts // self.ep
+        own = slice(self.ep_rank * held, (self.ep_rank + 1) * held)
+        sends = counts[self.tp_rank, self.ep_rank].view(self.ep, held).sum(1)
+        receives = counts[self.tp_rank, :, own].sum(1)
+        there = Extents(tuple(sends.tolist()), tuple(receives.tolist()))
+        shares = tuple(counts[:, :, own].sum((1, 2)).tolist())
+        sources = counts[:, :, own].reshape(self.tp * self.ep, held).contiguous()
+        return there, there.back, shares, sources, tuple(sources.sum(0).tolist())

@@ -1,0 +1,68 @@
+"""The linear maps of a rank's experts, each for its own rows: one GEMM forward and one for each gradient.
+
+Legend: E local experts, n rows in the order of the experts, I input features, O output features (either of
+the two may be this rank's share).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from braid.kernels.operators.accumulation import accumulate_product, way_to_accumulate
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+
+
+class GroupedLinear(ComputeOperator):
+    """y = x weight[e]ᵀ for the rows of expert e, with weight_EOI.
+
+    Every method is told ``sizes``: how many rows each expert has, on the host; ValueError if these are not
+    the rows that there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = empty_parameter(experts, outputs, inputs, device=device, dtype=dtype)
+        if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
+            way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
+
+    def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
+        """Return y_nO."""
+        y_nO = x_nI.new_empty(x_nI.shape[0], self.weight.shape[1])
+        for expert, rows in self._segments(x_nI, sizes):
+            torch.mm(x_nI[rows], self.weight[expert].t(), out=y_nO[rows])
+        return (y_nO,)
+
+    def input_gradient(self, dy_nO: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
+        """Return dx_nI; with a share of the outputs it is a partial sum over the ranks."""
+        dx_nI = dy_nO.new_empty(dy_nO.shape[0], self.weight.shape[2])
+        for expert, rows in self._segments(dy_nO, sizes):
+            torch.mm(dy_nO[rows], self.weight[expert], out=dx_nI[rows])
+        return (dx_nI,)
+
+    def weight_gradient(self, dy_nO: Tensor, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> None:
+        """Accumulate dyᵀ x of every expert's rows; that of an expert without rows stays as it is."""
+        for expert, rows in self._segments(dy_nO, sizes):
+            accumulate_product(self.gradients["weight"][expert], dy_nO[rows], x_nI[rows])
+
+    def _segments(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Iterator[tuple[int, slice]]:
+        """Every expert that has rows, with its rows."""
+        numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
+        if len(numbers) != self.experts or min(numbers) < 0:
+            raise ValueError(f"sizes={numbers} must be at least 0, for each of experts={self.experts}")
+        if sum(numbers) != x.shape[0]:
+            raise ValueError(f"sizes={numbers} add up to {sum(numbers)} rows, not {x.shape[0]}")
+        end = 0
+        for expert, size in enumerate(numbers):
+            first, end = end, end + size
+            if size:
+                yield expert, slice(first, end)

@@ -1,0 +1,194 @@
+"""Tokens brought to the experts that they visit and back, and rows from one order of segments to another.
+
+A visit is a token and one of its k choices. Every visit has at most one row and every row at most one visit,
+so that rows move by gathers in both directions, and no sum depends on which thread comes first.
+
+Legend: t this rank's tokens, k experts that a token visits, n rows in the order of the experts, D hidden,
+E experts, S sources of rows. Sums are at least fp32, rounded once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.router import count_visits
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Which visit lies in which row: int64, -1 where there is none."""
+
+    sources_n: Tensor
+    """The visit of every row: token * k + number of the choice."""
+    slots_tk: Tensor
+    """The row of every visit."""
+    complete: bool
+    """Every visit has a row, and every row a visit: there is no -1."""
+
+    def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        """Return rows_nD: the token of each row's visit, times its gate if given; 0 where there is none."""
+        rows, choices = self.sources_n.shape[0], self.slots_tk.shape[1]
+        if not x_tD.shape[0]:
+            return x_tD.new_zeros(rows, x_tD.shape[1])
+        source_n = self.sources_n if self.complete else self.sources_n.clamp(min=0)
+        rows_nD = x_tD.index_select(0, source_n // choices)
+        if gates_tk is not None:
+            gate_n1 = gates_tk.flatten().index_select(0, source_n).unsqueeze(-1)
+            rows_nD = rows_nD.to(_wide(x_tD.dtype)).mul_(gate_n1).to(x_tD.dtype)
+        return self._without_absent(rows_nD, self.sources_n)
+
+    def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        """Return y_tD: the sum of the rows of each token's visits, first choice first, times their gates."""
+        self._check(rows_nD)
+        tokens, choices = self.slots_tk.shape
+        y_tD = rows_nD.new_zeros(tokens, rows_nD.shape[1], dtype=_wide(rows_nD.dtype))
+        for choice in range(choices):
+            row_tD = self._visited(rows_nD, choice)
+            if gates_tk is None:
+                y_tD.add_(row_tD)
+            else:
+                y_tD.addcmul_(row_tD, gates_tk[:, choice].unsqueeze(-1))
+        return y_tD.to(rows_nD.dtype)
+
+    def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
+        """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row; 0 if it has none."""
+        self._check(rows_nD)
+        wide_dy_tD = dy_tD.to(_wide(dy_tD.dtype))
+        d_gates_tk = wide_dy_tD.new_empty(self.slots_tk.shape)
+        for choice in range(self.slots_tk.shape[1]):
+            d_gates_tk[:, choice] = (self._visited(rows_nD, choice) * wide_dy_tD).sum(-1)
+        return d_gates_tk
+
+    def _visited(self, rows_nD: Tensor, choice: int) -> Tensor:
+        """The row of every token's visit of one choice (t x D); 0 where it has none."""
+        slot_t = self.slots_tk[:, choice]
+        row_tD = rows_nD.index_select(0, slot_t if self.complete else slot_t.clamp(min=0))
+        return self._without_absent(row_tD, slot_t)
+
+    def _without_absent(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Rows whose index is -1 zeroed, in place."""
+        return rows if self.complete else rows.masked_fill_((index < 0).unsqueeze(-1), 0)
+
+    def _check(self, rows_nD: Tensor) -> None:
+        if rows_nD.shape[0] != self.sources_n.shape[0]:
+            raise ValueError(f"{rows_nD.shape[0]} rows, not the {self.sources_n.shape[0]} that were sent out")
+
+
+class _Dispatch(ComputeOperator):
+    """What the way to the experts and the way back share: where visits have their places.
+
+    ``capacity`` None: every visit has one, n = t k. Else every expert has so many, n = E capacity, of which
+    expert e has rows e * capacity on; visits beyond those are dropped, in the order of tokens.
+    """
+
+    def __init__(self, experts: int, capacity: int | None) -> None:
+        super().__init__()
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity={capacity} must be at least 1, or None: no visit is dropped")
+        self.experts, self.capacity = experts, capacity
+
+    def places(self, choice_tk: Tensor) -> Places:
+        """Places in the order of experts, within an expert in the order of tokens.
+
+        Raises ValueError for a choice that is no expert, on the CPU only: elsewhere the check would stall.
+        """
+        self._check(choice_tk)
+        choice = choice_tk.flatten()
+        visit = torch.arange(choice.shape[0], device=choice.device)
+        order = choice.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, visit)
+        if self.capacity is None:
+            return Places(sources_n=order, slots_tk=place.view(choice_tk.shape), complete=True)
+        counts_E = count_visits(choice_tk, self.experts)
+        within = place - (counts_E.cumsum(0) - counts_E).index_select(0, choice)
+        rows, kept = self.experts * self.capacity, within < self.capacity
+        slot = torch.where(kept, choice * self.capacity + within, rows)
+        sources = choice.new_full((rows + 1,), -1).scatter_(0, slot, visit)  # the last is for all that drop
+        slots_tk = slot.masked_fill(kept.logical_not_(), -1).view(choice_tk.shape)
+        return Places(sources_n=sources[:rows], slots_tk=slots_tk, complete=False)
+
+    def _check(self, choice_tk: Tensor) -> None:
+        if choice_tk.device.type != "cpu" or not choice_tk.numel():
+            return
+        low, high = (int(bound) for bound in torch.aminmax(choice_tk))
+        if low < 0 or high >= self.experts:
+            raise ValueError(f"choices lie in [{low}, {high}], not in [0, {self.experts}), the experts")
+
+
+class Permute(_Dispatch):
+    """A copy of every token for each of its visits, in the order of the experts."""
+
+    def forward(self, x_tD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
+        """Return rows_nD; rows that no visit fills are zero."""
+        return (self.places(choice_tk).gather(x_tD),)
+
+    def input_gradient(self, d_rows_nD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
+        """Return dx_tD."""
+        return (self.places(choice_tk).combine(d_rows_nD),)
+
+
+class Unpermute(_Dispatch):
+    """What the experts made of a token, weighted and added up: y_t = sum_j gate_tj row of visit (t, j)."""
+
+    def forward(self, rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
+        """Return y_tD, in the dtype of the rows; visits that were dropped count nothing."""
+        return (self.places(choice_tk).combine(rows_nD, gates_tk),)
+
+    def input_gradient(
+        self, dy_tD: Tensor, rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return d_rows_nD and d_gates_tk (wide), both 0 where no visit is."""
+        places = self.places(choice_tk)
+        return places.gather(dy_tD, gates_tk), places.gate_gradient(dy_tD, rows_nD)
+
+
+def dropped(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
+    """How many visits find no place (0-dim, int64)."""
+    counts_E = count_visits(choice_tk, experts)
+    return (counts_E - (choice_tk.numel() if capacity is None else capacity)).clamp_(min=0).sum()
+
+
+class Regroup(ComputeOperator):
+    """Rows that come source by source, within a source by expert, put into the order expert by expert.
+
+    Within an expert they stay in the order of sources, and within a segment as they are. ``back``: forward
+    puts rows from the order expert by expert into that source by source, and the gradient the other way.
+    """
+
+    def __init__(self, sources: int, experts: int, *, back: bool = False) -> None:
+        super().__init__()
+        self.sources, self.experts, self.back = sources, experts, back
+
+    def forward(self, rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
+        """Return the rows in the other order: the input itself if there is one source or one expert.
+
+        ``sizes_SE`` (int64, on the host): rows of every source for every expert.
+        """
+        return (self._regrouped(rows_nD, sizes_SE, self.back),)
+
+    def input_gradient(self, d_rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
+        """Return the gradient in the order that the rows had."""
+        return (self._regrouped(d_rows_nD, sizes_SE, not self.back),)
+
+    def _regrouped(self, rows_nD: Tensor, sizes_SE: Tensor, back: bool) -> Tensor:
+        self._check(rows_nD, sizes_SE)
+        if 1 in sizes_SE.shape:
+            return rows_nD
+        sizes = sizes_SE.t() if back else sizes_SE
+        outer, inner = sizes.shape
+        segments = torch.split(rows_nD, sizes.flatten().tolist())
+        return torch.cat([segments[i * inner + j] for j in range(inner) for i in range(outer)])
+
+    def _check(self, rows_nD: Tensor, sizes_SE: Tensor) -> None:
+        if sizes_SE.shape != (self.sources, self.experts):
+            raise ValueError(
+                f"sizes are {tuple(sizes_SE.shape)}, not sources={self.sources} x experts={self.experts}"
+            )
+        if (total := int(sizes_SE.sum())) != rows_nD.shape[0]:
+            raise ValueError(f"sizes add up to {total} rows, not {rows_nD.shape[0]}")

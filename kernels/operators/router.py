@@ -1,0 +1,187 @@
+"""The router of a mixture of experts: scores of all experts for every token, and the choice of the best.
+
+Sources: the choice of k experts, Shazeer et al. 2017; the loss that balances them, Fedus et al. 2021 (Switch
+Transformer), equations 4 to 6; the loss that keeps logits small, Zoph et al. 2022 (ST-MoE), equation 5;
+balancing by a bias instead of a loss, Wang et al. 2024 (arXiv 2408.15664).
+
+Legend: t this rank's tokens, D hidden, E experts, k experts that a token visits. A visit is a token and one
+of its choices. Logits, softmax and gates are in the wide dtype: fp32, or float64 if the weight is.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from braid.kernels.operators.accumulation import accumulate_product
+from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
+
+
+def count_visits(choice_tk: Tensor, experts: int) -> Tensor:
+    """Return counts_E (int64): how many visits every expert gets. The host does not wait for the device."""
+    choice = choice_tk.flatten()
+    counts_E = torch.zeros(experts, dtype=torch.int64, device=choice.device)
+    return counts_E.scatter_add_(0, choice, torch.ones_like(choice))
+
+
+class Router(ComputeOperator):
+    """Scores x weightᵀ with weight_ED, and the k experts with the best ones.
+
+    ``softmax``: over all experts ``before`` the choice, or ``after`` it over those that were chosen.
+    ``normalised``: the weights of the chosen are divided by their sum; after the choice they always sum to 1.
+    ``balance_loss`` and ``z_loss``: what the auxiliary losses (`losses`) are multiplied with.
+    ``bias_balanced``: a number for every expert (``bias_E``, a buffer in fp32, 0 at first, which no gradient
+    reaches) is added to what the choice compares, and not to the weights; `rebalance` moves it. What is
+    compared then are the probabilities if the softmax comes before the choice, else the logits.
+    """
+
+    bias_E: Tensor | None  # noqa: N815, a shape is no word
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        softmax: str = "before",
+        normalised: bool,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        bias_balanced: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
+        if softmax not in ("before", "after"):
+            raise ValueError(f"softmax={softmax!r} must be 'before' or 'after' (the choice)")
+        for name, factor in (("balance_loss", balance_loss), ("z_loss", z_loss)):
+            if not factor >= 0:
+                raise ValueError(f"{name}={factor} must be at least 0")
+        self.experts, self.top_k, self.softmax = experts, top_k, softmax
+        self.normalised = normalised or softmax == "after"
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.weight = empty_parameter(experts, hidden, device=device, dtype=dtype)
+        bias_E = torch.zeros(experts, dtype=torch.float32, device=device) if bias_balanced else None
+        self.register_buffer("bias_E", bias_E)
+
+    def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return gates_tk (wide), choice_tk (int64, the best first), counts_E (int64) and scores_tE.
+
+        x has the weight's dtype. ``counts``: visits of every expert. ``scores``: the logits (wide). Of equal
+        experts the first is chosen, on every run and device.
+        """
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        scores_tE = F.linear(x_tD.to(wide), self.weight.to(wide))
+        order_tE = torch.sort(self._compared(scores_tE), dim=-1, descending=True, stable=True).indices
+        choice_tk = order_tE[:, : self.top_k].contiguous()
+        return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
+
+    def input_gradient(
+        self,
+        d_gates_tk: Tensor,
+        scores_tE: Tensor,
+        choice_tk: Tensor,
+        load_E: Tensor | None = None,
+        scale: Tensor | float | None = None,
+    ) -> tuple[Tensor]:
+        """Return dx_tD, of the sum of token losses and of the auxiliary losses.
+
+        ``load_E``: the share of the micro-batch's visits, over all ranks, that every expert got; it has no
+        gradient. ``scale``: the gradient of the sum of token losses, by which the auxiliary losses' is
+        multiplied too. Both may be None where there is no auxiliary loss.
+        """
+        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, load_E, scale)
+        return ((d_logits_tE @ self.weight.to(d_logits_tE.dtype)).to(self.weight.dtype),)
+
+    def weight_gradient(
+        self,
+        d_gates_tk: Tensor,
+        scores_tE: Tensor,
+        choice_tk: Tensor,
+        x_tD: Tensor,
+        load_E: Tensor | None = None,
+        scale: Tensor | float | None = None,
+    ) -> None:
+        """Accumulate the weight's gradient; takes what ``input_gradient`` takes, and x."""
+        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, load_E, scale)
+        accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
+
+    def losses(self, scores_tE: Tensor, load_E: Tensor | None) -> Tensor:
+        """Return the sums over the tokens of the two auxiliary losses (wide), whose gradients are added here.
+
+        Of a token these are balance_loss * E * sum_e load_e p_e, with p the softmax over all experts (all
+        alike: balance_loss), and z_loss * logsumexp(logits)². ``load_E`` may be None without the first.
+        """
+        sums_2 = scores_tE.new_zeros(2)
+        if self.balance_loss:
+            assert load_E is not None, "the balance loss needs the load of the experts"
+            shares_t = scores_tE.softmax(-1) @ load_E.to(scores_tE.dtype)
+            sums_2[0] = shares_t.sum() * (self.balance_loss * self.experts)
+        if self.z_loss:
+            sums_2[1] = scores_tE.logsumexp(-1).square().sum() * self.z_loss
+        return sums_2
+
+    @torch.no_grad()
+    def rebalance(self, counts_E: Tensor, rate: float) -> None:
+        """Move the bias of every expert by ``rate``: up if it got fewer visits than the average, or down.
+
+        ``counts_E`` (int64): visits of all ranks and micro-batches since the last time.
+        """
+        assert self.bias_E is not None, "only a router that is bias_balanced has a bias"
+        under_E = (counts_E.sum() - self.experts * counts_E).sign()
+        self.bias_E.add_(under_E.to(self.bias_E.dtype), alpha=rate)
+
+    def _compared(self, scores_tE: Tensor) -> Tensor:
+        """What the choice is made by. Probabilities have the order of logits, but may round to ties."""
+        if self.bias_E is None:
+            return scores_tE
+        return self.bias_E + (scores_tE.softmax(-1) if self.softmax == "before" else scores_tE)
+
+    def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
+        """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""
+        if self.normalised:
+            return scores_tE.gather(1, choice_tk).softmax(-1)
+        return scores_tE.softmax(-1).gather(1, choice_tk)
+
+    def _d_logits(
+        self,
+        d_gates_tk: Tensor,
+        scores_tE: Tensor,
+        choice_tk: Tensor,
+        load_E: Tensor | None,
+        scale: Tensor | float | None,
+    ) -> Tensor:
+        """The gradient of the logits (t x E)."""
+        nothing_tE = torch.zeros_like(scores_tE)
+        d_gates_tk = d_gates_tk.to(scores_tE.dtype)
+        if self.normalised:
+            d_chosen_tk = _through_softmax(d_gates_tk, self._gates(scores_tE, choice_tk))
+            d_logits_tE = nothing_tE.scatter_(1, choice_tk, d_chosen_tk)
+        else:
+            d_probability_tE = nothing_tE.scatter_(1, choice_tk, d_gates_tk)
+            d_logits_tE = _through_softmax(d_probability_tE, scores_tE.softmax(-1))
+        if self.balance_loss or self.z_loss:
+            assert scale is not None, "the auxiliary losses need the scale of the token losses"
+            d_logits_tE += self._d_losses(scores_tE, load_E).mul_(scale)
+        return d_logits_tE
+
+    def _d_losses(self, scores_tE: Tensor, load_E: Tensor | None) -> Tensor:
+        """The gradient of the logits (t x E) by the sum of both auxiliary losses."""
+        probability_tE = scores_tE.softmax(-1)
+        d_logits_tE = torch.zeros_like(scores_tE)
+        if self.balance_loss:
+            assert load_E is not None, "the balance loss needs the load of the experts"
+            d_probability_E = load_E.to(scores_tE.dtype) * (self.balance_loss * self.experts)
+            d_logits_tE += _through_softmax(d_probability_E.expand_as(scores_tE), probability_tE)
+        if self.z_loss:
+            d_logits_tE.addcmul_(probability_tE, scores_tE.logsumexp(-1, keepdim=True), value=2 * self.z_loss)
+        return d_logits_tE
+
+
+def _through_softmax(d_y: Tensor, y: Tensor) -> Tensor:
+    """y (d_y - sum(y d_y)): the gradient of the inputs of a softmax over the last dim, y."""
+    d_x: Tensor = _softmax_backward(d_y, y, -1, y.dtype)
+    return d_x

@@ -1,0 +1,107 @@
+"""A mixture of experts in plain PyTorch: every expert in turn, autograd, names as Braid's parameters."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes
+from braid.scheduling.spec import ModelShape
+
+
+class Weight(nn.Module):
+    """A matrix of every expert, E x outputs x inputs."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sizes))
+
+
+class ExpertLayer(Layer):
+    """A layer whose MLP is a mixture.
+
+    ``groups``: places of the micro-batch's flattened tokens on every rank, of which each has a capacity.
+    """
+
+    def __init__(self, sizes: PlainSizes, shape: ModelShape, groups: Sequence[Tensor]) -> None:
+        super().__init__(sizes)
+        del self.mlp_in, self.mlp_out
+        self.shape, self.groups = shape, groups
+        width, hidden, experts = shape.expert_width, shape.hidden, shape.experts
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleDict(
+            {
+                "gate": Weight(experts, width, hidden),
+                "up": Weight(experts, width, hidden),
+                "down": Weight(experts, hidden, width),
+            }
+        )
+        if shape.shared_experts:
+            wide = width * shape.shared_experts
+            self.shared_mlp_in = nn.ModuleDict(
+                {name: nn.Linear(hidden, wide, bias=False) for name in ("gate", "up")}
+            )
+            self.shared_mlp_out = nn.Linear(wide, hidden, bias=False)
+        self.auxiliary = torch.zeros(())
+        self.dropped = 0
+        self.mlp_out = nn.Identity()
+
+    def _inner(self, x_BSD: Tensor) -> Tensor:
+        shape, x_TD = self.shape, x_BSD.flatten(0, 1)
+        logits_TE = self.router(x_TD)
+        all_TE = logits_TE.softmax(-1)
+        if shape.softmax_after:
+            best, choice_Tk = logits_TE.topk(shape.top_k, dim=-1)
+            gates_Tk = best.softmax(-1)
+        else:
+            gates_Tk, choice_Tk = all_TE.topk(shape.top_k, dim=-1)
+            if shape.normalised:
+                gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdim=True)
+        visited_TE = F.one_hot(choice_Tk, shape.experts).sum(1)
+        load_E = visited_TE.sum(0) / choice_Tk.numel()
+        balance = shape.balance_loss * shape.experts * (all_TE * load_E).sum()
+        self.auxiliary = balance + shape.z_loss * logits_TE.logsumexp(-1).square().sum()
+        taken_Tk = torch.ones_like(choice_Tk, dtype=torch.bool)
+        if shape.capacity_factor:
+            for group in self.groups:
+                room = [shape.capacity(len(group))] * shape.experts
+                for token in group.tolist():
+                    for place, expert in enumerate(choice_Tk[token].tolist()):
+                        taken_Tk[token, place] = room[expert] > 0
+                        room[expert] -= 1
+        self.dropped += int((~taken_Tk).sum())
+        y_TD = torch.zeros_like(x_TD)
+        for expert in range(shape.experts):
+            gate, up, down = (self.experts[name].weight[expert] for name in ("gate", "up", "down"))
+            tokens, places = torch.nonzero((choice_Tk == expert) & taken_Tk, as_tuple=True)
+            x_nD = x_TD[tokens]
+            made_nD = (F.silu(x_nD @ gate.T) * (x_nD @ up.T)) @ down.T
+            y_TD = y_TD.index_add(0, tokens, made_nD * gates_Tk[tokens, places].unsqueeze(-1))
+        if shape.shared_experts:
+            inner = F.silu(self.shared_mlp_in["gate"](x_TD)) * self.shared_mlp_in["up"](x_TD)
+            y_TD = y_TD + self.shared_mlp_out(inner)
+        return y_TD.view(x_BSD.shape)
+
+
+class ExpertModel(PlainModel):
+    """With the gradients of the auxiliary losses, whose values are no part of the loss."""
+
+    def __init__(
+        self, sizes: PlainSizes, shape: ModelShape, dtype: torch.dtype, groups: Sequence[Tensor]
+    ) -> None:
+        super().__init__(sizes)
+        self.layers = nn.ModuleList(
+            ExpertLayer(sizes, shape, groups) if kind == "layer" else Layer(sizes) for kind in shape.kinds
+        )
+        self.to(dtype)
+
+    @property
+    def mixtures(self) -> list[ExpertLayer]:
+        """The layers that have experts."""
+        return [layer for layer in self.layers if isinstance(layer, ExpertLayer)]
+
+    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        loss = super().loss_sum(tokens_BS, targets_BS)
+        more = sum(layer.auxiliary for layer in self.mixtures)
+        return loss + (more - more.detach())

@@ -1,0 +1,104 @@
+"""Linear maps of experts against one einsum over all rows, each with its expert's matrix, in float64.
+
+Legend: n rows, I input and O output features, E experts.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.kernels.operators import accumulation
+from braid.kernels.operators.accumulation import way_to_accumulate
+from braid.kernels.operators.grouped_linear import GroupedLinear
+from tests.kernels.cases import TOLERANCE, assert_close, normal, prepare, wide_leaf
+
+
+def check(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype, form: type) -> None:
+    """Compare output, input gradient and twice accumulated weight gradient with autograd."""
+    operator = GroupedLinear(experts=len(sizes), inputs=inputs, outputs=outputs, dtype=dtype)
+    before = prepare(operator, torch.promote_types(dtype, torch.float32))["weight"]
+    told = torch.tensor(sizes) if form is torch.Tensor else form(sizes)
+    x_nI, dy_nO = (normal(sum(sizes), width, dtype=dtype) for width in (inputs, outputs))
+    x, weight = wide_leaf(x_nI), wide_leaf(operator.weight)
+    expert_n = torch.tensor(
+        [expert for expert, size in enumerate(sizes) for _ in range(size)], dtype=torch.long
+    )
+    y = torch.einsum("ni,noi->no", x, weight[expert_n])
+    d_x, d_weight = torch.autograd.grad(y, (x, weight), dy_nO.double())
+    kept = [x_nI.clone(), dy_nO.clone()]
+    with torch.no_grad():
+        (y_nO,) = operator(x_nI, told)
+        (dx_nI,) = operator.input_gradient(dy_nO, told)
+        for _ in range(2):
+            operator.weight_gradient(dy_nO, x_nI, told)
+    assert y_nO.dtype == dx_nI.dtype == dtype
+    assert_close(y_nO, y, TOLERANCE[dtype])
+    assert_close(dx_nI, d_x, TOLERANCE[dtype])
+    assert_close(operator.gradients["weight"], before + 2 * d_weight, TOLERANCE[dtype])
+    for expert, size in enumerate(sizes):
+        if not size:
+            assert torch.equal(operator.gradients["weight"][expert], before[expert])
+    assert torch.equal(x_nI, kept[0])
+    assert torch.equal(dy_nO, kept[1])
+
+
+forms = st.sampled_from([list, tuple, torch.Tensor])
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    inputs=st.integers(1, 9),
+    outputs=st.integers(1, 9),
+    form=forms,
+)
+@settings(max_examples=100, deadline=None)
+def test_equals_autograd(seed, sizes, inputs, outputs, form):
+    torch.manual_seed(seed)
+    check(sizes, inputs, outputs, torch.float64, form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [[90, 0, 3, 1], [0, 0, 64, 0], [0, 0]], ids=str)
+def test_narrow_dtypes_accumulate_in_fp32(dtype, sizes):
+    torch.manual_seed(0)
+    check(sizes, 33, 48, dtype, list)
+
+
+@torch.no_grad()
+def test_small_gradients_are_not_lost_in_a_large_sum():
+    operator = GroupedLinear(experts=2, inputs=1, outputs=1, dtype=torch.bfloat16)
+    assert operator.weight.shape == (2, 1, 1)
+    operator.gradients["weight"] = torch.full((2, 1, 1), 256.0)
+    ones = torch.ones(3, 1, dtype=torch.bfloat16)
+    for _ in range(8):
+        operator.weight_gradient(0.125 * ones, ones, (2, 1))
+    assert operator.gradients["weight"].flatten().tolist() == [258, 257]
+
+
+def test_the_device_is_asked_before_any_step(monkeypatch):
+    asked = []
+    monkeypatch.setattr(accumulation, "_works", lambda *question: bool(asked.append(question)))
+    way_to_accumulate.cache_clear()
+    GroupedLinear(experts=2, inputs=3, outputs=5, device=torch.device("meta"), dtype=torch.bfloat16)
+    assert asked
+    way_to_accumulate.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((2, 2), r"sizes=\[2, 2\] add up to 4 rows, not 5"),
+        (torch.tensor([2, 4]), r"sizes=\[2, 4\] add up to 6 rows, not 5"),
+        ((5,), r"sizes=\[5\] must be at least 0, for each of experts=2"),
+        ((6, -1), r"sizes=\[6, -1\] must be at least 0"),
+    ],
+)
+@torch.no_grad()
+def test_sizes_that_are_not_the_rows_are_refused(sizes, message):
+    operator = GroupedLinear(experts=2, inputs=3, outputs=3)
+    x = torch.zeros(5, 3)
+    for call in (operator.forward, operator.input_gradient, lambda x, n: operator.weight_gradient(x, x, n)):
+        with pytest.raises(ValueError, match=message):
+            call(x, sizes)

@@ -1,0 +1,310 @@
+"""The router against plain autograd in float64, and its choice against Python's sort.
+
+Legend: t tokens, D hidden, E experts, k choices of a token.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from braid.kernels.operators.router import Router, count_visits
+from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
+from tests.kernels.routing import UNEVEN, draw_choice, preference
+
+FP64 = torch.float64
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
+
+
+def made(
+    E: int, k: int, *, D: int = 6, dtype: torch.dtype = FP64, normalised: bool = False, **more
+) -> Router:
+    return Router(hidden=D, experts=E, top_k=k, normalised=normalised, dtype=dtype, **more)
+
+
+def best(compared_tE: Tensor, k: int) -> list[list[int]]:
+    """The k best of every token; of equal ones the first."""
+    return [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:k] for row in compared_tE.tolist()]
+
+
+def share(logits_tE: Tensor) -> Tensor:
+    """Softmax, by its formula."""
+    return logits_tE.exp() / logits_tE.exp().sum(-1, keepdim=True)
+
+
+def reference_gates(logits_tE: Tensor, choice_tk: Tensor, softmax: str, normalised: bool) -> Tensor:
+    if softmax == "after":
+        return share(logits_tE.gather(1, choice_tk))
+    gates_tk = share(logits_tE).gather(1, choice_tk)
+    return gates_tk / gates_tk.sum(-1, keepdim=True) if normalised else gates_tk
+
+
+def reference_losses(logits_tE: Tensor, load_E: Tensor, balance: float, z: float) -> Tensor:
+    """The two sums over tokens."""
+    balances = logits_tE.shape[1] * (load_E * share(logits_tE)).sum()
+    return torch.stack((balance * balances, z * (logits_tE.exp().sum(-1).log() ** 2).sum()))
+
+
+def random_load(E: int) -> Tensor:
+    load_E = torch.rand(E, dtype=FP64)
+    return load_E / load_E.sum()
+
+
+@given(
+    seed=seeds,
+    tokens=st.integers(0, 9),
+    sizes=sizes,
+    softmax=st.sampled_from(["before", "after"]),
+    normalised=st.booleans(),
+    balance=st.sampled_from([0.0, 0.3]),
+    z=st.sampled_from([0.0, 0.2]),
+    biased=st.booleans(),
+    kind=st.sampled_from(UNEVEN),
+)
+@settings(max_examples=120, deadline=None)
+def test_equals_autograd(seed, tokens, sizes, softmax, normalised, balance, z, biased, kind):
+    torch.manual_seed(seed)
+    E, k = sizes
+    router = made(
+        E, k, softmax=softmax, normalised=normalised, balance_loss=balance, z_loss=z, bias_balanced=biased
+    )
+    before = prepare(router, FP64)
+    x_tD, d_gates_tk = normal(tokens, 6, dtype=FP64), normal(tokens, k, dtype=FP64)
+    with torch.no_grad():
+        x_tD[:, 0], router.weight[:, 0] = 1, preference(kind, E, k)
+        if biased:
+            router.bias_E.normal_()
+        gates_tk, choice_tk, counts_E, scores_tE = router(x_tD)
+
+    x, weight = wide_leaf(x_tD), wide_leaf(router.weight)
+    logits_tE = torch.einsum("td,ed->te", x, weight)
+    assert_close(scores_tE, logits_tE)
+    compared_tE = scores_tE
+    if biased:
+        compared_tE = (share(scores_tE) if softmax == "before" else scores_tE) + router.bias_E
+    assert choice_tk.tolist() == best(compared_tE, k)
+    assert counts_E.tolist() == [int((choice_tk == expert).sum()) for expert in range(E)]
+    assert (choice_tk.dtype, counts_E.dtype) == (torch.int64, torch.int64)
+    expected_tk = reference_gates(logits_tE, choice_tk, softmax, normalised)
+    assert_close(gates_tk, expected_tk)
+
+    load_E = random_load(E)
+    losses_2 = reference_losses(logits_tE, load_E, balance, z)
+    assert_close(router.losses(scores_tE, load_E), losses_2)
+    total = (expected_tk * d_gates_tk).sum() + 0.37 * losses_2.sum()
+    d_x, d_weight = torch.autograd.grad(total, (x, weight))
+    reads = (d_gates_tk, scores_tE, choice_tk, load_E if balance else None, 0.37 if balance or z else None)
+    with torch.no_grad():
+        kept = [value.clone() for value in (d_gates_tk, scores_tE, choice_tk, load_E, x_tD)]
+        assert_close(router.input_gradient(*reads)[0], d_x)
+        router.weight_gradient(*reads[:3], x_tD, *reads[3:])
+        router.weight_gradient(*reads[:3], x_tD, *reads[3:])
+    assert_close(router.gradients["weight"], before["weight"] + 2 * d_weight)
+    read = (d_gates_tk, scores_tE, choice_tk, load_E, x_tD)
+    assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_of_equal_experts_the_first_is_chosen(softmax, biased, dtype):
+    torch.manual_seed(0)
+    router = made(33, 5, D=2, softmax=softmax, dtype=dtype, bias_balanced=biased)
+    router.weight.copy_(torch.randint(3, (33, 2)))
+    _, choice_tk, _, scores_tE = router(torch.randint(3, (200, 2)).to(dtype))
+    assert len(scores_tE.unique()) < 33
+    assert choice_tk.tolist() == best(scores_tE, 5)
+    _, choice_tk, counts_E, _ = router(torch.zeros(4, 2, dtype=dtype))
+    assert choice_tk.tolist() == [[0, 1, 2, 3, 4]] * 4
+    assert counts_E.tolist() == [4] * 5 + [0] * 28
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+@pytest.mark.parametrize("dtype", [FP64, torch.float32], ids=str)
+@torch.no_grad()
+def test_the_only_choice_counts_whole_and_has_no_gradient(softmax, dtype):
+    torch.manual_seed(0)
+    router = made(7, 1, softmax=softmax, normalised=True, dtype=dtype)
+    before = prepare(router, dtype)
+    x_tD = normal(9, 6, dtype=dtype)
+    gates_tk, choice_tk, _, scores_tE = router(x_tD)
+    reads = (normal(9, 1, dtype=dtype), scores_tE, choice_tk, None, None)
+    router.weight_gradient(*reads[:3], x_tD, *reads[3:])
+    assert torch.equal(gates_tk, torch.ones(9, 1, dtype=dtype))
+    assert not router.input_gradient(*reads)[0].any()
+    assert torch.equal(router.gradients["weight"], before["weight"])
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@torch.no_grad()
+def test_all_experts_chosen_have_all_the_weight(normalised):
+    torch.manual_seed(0)
+    router = made(5, 5, normalised=normalised)
+    prepare(router, FP64)
+    gates_tk, choice_tk, counts_E, _ = router(normal(8, 6, dtype=FP64))
+    assert_close(gates_tk.sum(-1), torch.ones(8))
+    assert torch.equal(choice_tk.sort(-1).values, torch.arange(5).expand(8, 5))
+    assert counts_E.tolist() == [8] * 5
+    assert bool((gates_tk.diff(dim=-1) <= 0).all()), "the best is first"
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@torch.no_grad()
+def test_without_gradient_of_the_gates_only_the_auxiliary_losses_have_one(normalised):
+    torch.manual_seed(0)
+    router, alone = (made(6, 2, normalised=normalised, balance_loss=b, z_loss=b) for b in (0.5, 0.0))
+    prepare(router, FP64)
+    alone.weight.copy_(router.weight)
+    x_tD, load_E = normal(8, 6, dtype=FP64), random_load(6)
+    _, choice_tk, _, scores_tE = router(x_tD)
+    nothing_tk = torch.zeros(8, 2, dtype=FP64)
+    assert not alone.input_gradient(nothing_tk, scores_tE, choice_tk, None, None)[0].any()
+    with torch.enable_grad():
+        x = wide_leaf(x_tD)
+        total = 0.2 * router.losses(x @ router.weight.detach().t(), load_E).sum()
+        (d_x,) = torch.autograd.grad(total, x)
+    scale = torch.tensor(0.2, dtype=FP64)
+    assert_close(router.input_gradient(nothing_tk, scores_tE, choice_tk, load_E, scale)[0], d_x)
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+@pytest.mark.parametrize("normalised", [False, True])
+@torch.no_grad()
+def test_gates_of_zero_give_numbers(softmax, normalised):
+    """Logits so far apart that all probabilities but one are 0, and a bias that does not choose that one."""
+    router = made(3, 2, D=1, softmax=softmax, normalised=normalised, dtype=torch.float32, bias_balanced=True)
+    router.weight.copy_(torch.tensor([[0.0], [-3000.0], [-2000.0]]))
+    router.bias_E.copy_(torch.tensor([-1e4, 0.0, 0.0]))
+    gates_tk, choice_tk, _, scores_tE = router(torch.ones(4, 1))
+    assert sorted(choice_tk[0].tolist()) == [1, 2]
+    (d_x,) = router.input_gradient(torch.ones(4, 2), scores_tE, choice_tk, None, None)
+    assert bool(gates_tk.isfinite().all())
+    assert bool(d_x.isfinite().all())
+    assert float(gates_tk.sum()) == (4 if router.normalised else 0)
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+def test_bf16_is_rounded_at_the_ends_only(softmax):
+    torch.manual_seed(0)
+    bf16 = torch.bfloat16
+    router = made(16, 4, D=64, softmax=softmax, dtype=bf16, balance_loss=0.1, z_loss=0.01)
+    before = prepare(router, torch.float32)
+    x_tD, d_gates_tk, load_E = normal(50, 64, dtype=bf16), torch.randn(50, 4), random_load(16).float()
+    x, weight = wide_leaf(x_tD), wide_leaf(router.weight)
+    with torch.no_grad():
+        router.weight.mul_(0.125)  # exact, and logits of about 1
+        weight.mul_(0.125)
+        gates_tk, choice_tk, _, scores_tE = router(x_tD)
+        reads = (d_gates_tk, scores_tE, choice_tk, load_E, 0.5)
+        (d_x,) = router.input_gradient(*reads)
+        router.weight_gradient(*reads[:3], x_tD, *reads[3:])
+    logits_tE = x @ weight.t()
+    assert gates_tk.dtype == scores_tE.dtype == torch.float32
+    assert_close(scores_tE, logits_tE, 1e-6)
+    expected_tk = reference_gates(logits_tE, choice_tk, softmax, False)
+    assert_close(gates_tk, expected_tk, 1e-6)
+    losses = reference_losses(logits_tE, load_E.double(), 0.1, 0.01).sum()
+    total = (expected_tk * d_gates_tk).sum() + 0.5 * losses
+    d_x_exact, d_weight = torch.autograd.grad(total, (x, weight))
+    assert d_x.dtype == bf16
+    assert bool(((d_x - d_x_exact).abs() <= 2**-8 * d_x_exact.abs() + 1e-6).all()), "rounded once"
+    assert_close(router.gradients["weight"], before["weight"] + d_weight, 1e-5)
+
+
+@torch.no_grad()
+def test_balanced_experts_cost_the_factor_of_each_token():
+    router = made(8, 2, balance_loss=0.25, z_loss=0.5)
+    losses_2 = router.losses(torch.zeros(10, 8, dtype=FP64), torch.full((8,), 1 / 8))
+    assert_close(
+        losses_2, torch.tensor([10 * 0.25, 10 * 0.5 * torch.log(torch.tensor(8.0)).item() ** 2]), 1e-6
+    )
+
+
+@torch.no_grad()
+def test_the_balance_loss_is_transformers_but_for_the_number_of_choices():
+    """There, the experts' shares add up to k, and the loss is of the mean token."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    torch.manual_seed(0)
+    router = made(8, 3, dtype=torch.float32, balance_loss=1.0)
+    prepare(router, torch.float32)
+    _, _, counts_E, scores_tE = router(torch.randn(50, 6))
+    losses_2 = router.losses(scores_tE, counts_E / counts_E.sum())
+    expected = mixtral.load_balancing_loss_func((scores_tE,), num_experts=8, top_k=3)
+    assert_close(losses_2[0] / 50 * 3, expected, 1e-5)
+
+
+@pytest.mark.parametrize("softmax", ["before", "after"])
+@torch.no_grad()
+def test_the_bias_moves_the_choice_and_not_the_weights(softmax):
+    torch.manual_seed(0)
+    router = made(6, 2, softmax=softmax, bias_balanced=True)
+    prepare(router, FP64)
+    x_tD = normal(20, 6, dtype=FP64)
+    _, unmoved_tk, *_ = router(x_tD)
+    router.bias_E[4] = 100
+    gates_tk, choice_tk, counts_E, scores_tE = router(x_tD)
+    assert int(counts_E[4]) == 20
+    assert not torch.equal(choice_tk, unmoved_tk)
+    assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
+    assert [name for name, _ in router.named_parameters()] == ["weight"]
+    assert router.state_dict()["bias_E"].dtype == torch.float32
+
+
+def test_rebalancing_moves_the_bias_by_the_sign_of_what_is_missing():
+    router = made(4, 2, bias_balanced=True)
+    router.rebalance(torch.tensor([5, 3, 4, 4]), 0.5)
+    assert router.bias_E.tolist() == [-0.5, 0.5, 0, 0]
+    router.rebalance(torch.tensor([0, 0, 1, 0]), 0.25)  # a mean of a quarter
+    assert router.bias_E.tolist() == [-0.25, 0.75, -0.25, 0.25]
+
+
+@pytest.mark.parametrize(("softmax", "rate"), [("before", 0.001), ("after", 0.01)])
+@torch.no_grad()
+def test_rebalancing_balances(softmax, rate):
+    torch.manual_seed(0)
+    router = made(8, 2, softmax=softmax, bias_balanced=True)
+    torch.nn.init.normal_(router.weight, std=0.3)
+    x_tD = normal(400, 6, dtype=FP64)
+    x_tD[:, 0], router.weight[:, 0] = 1, preference("zipf", 8, 2)
+    worst = []
+    for _ in range(500):
+        counts_E = router(x_tD)[2]
+        worst.append(int(counts_E.max()))
+        router.rebalance(counts_E, rate)
+    assert worst[0] > 300, "the average is 100"
+    assert worst[-1] < 125
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_visits_are_counted(kind):
+    torch.manual_seed(0)
+    choice_tk = draw_choice(kind, 30, 9, 2)
+    assert count_visits(choice_tk, 9).tolist() == [int((choice_tk == expert).sum()) for expert in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"top_k": 0}, "top_k=0 must be between 1 and experts=4"),
+        ({"top_k": 5}, "top_k=5 must be between 1 and experts=4"),
+        ({"softmax": "never"}, "softmax='never' must be 'before' or 'after'"),
+        ({"balance_loss": -0.1}, "balance_loss=-0.1 must be at least 0"),
+        ({"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
+    ],
+)
+def test_what_is_wrong_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Router(**{"hidden": 2, "experts": 4, "top_k": 2, "normalised": True, **wrong})
+
+
+def test_auxiliary_losses_want_load_and_scale():
+    router = made(4, 2, balance_loss=0.1, dtype=torch.float32)
+    values = (torch.zeros(3, 2), torch.zeros(3, 4), torch.tensor([[0, 1]] * 3))
+    for load_E, scale, missing in ((None, 1.0, "load"), (torch.ones(4) / 4, None, "scale")):
+        with pytest.raises(AssertionError, match=missing), torch.no_grad():
+            router.input_gradient(*values, load_E, scale)
+    with pytest.raises(AssertionError, match="bias_balanced"):
+        router.rebalance(torch.ones(4, dtype=torch.int64), 0.1)
