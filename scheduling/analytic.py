@@ -144,7 +144,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, TransferFit]:
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
-    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica"))]
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
     wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
     for axis in PARTITIONED:
         if (mesh := node_mesh(groups[axis])) is not None:

@@ -15,7 +15,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.collectives.primitives import Launch
 
-_ALONG: Final = ("tp", "pp", "dp", "replica")
+_ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
 """Axes over which gradients, or squares of them, are summed."""
 
 
@@ -93,7 +93,7 @@ class LinkTimes:
         """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind."""
         measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
         elements = self._shape[0] * self._shape[1]
-        lines, shared = self._mesh.lines, ("dp", *self._factors)
+        lines, shared = self._mesh.lines, ("dp", "edp", *self._factors)
         for _ in range(rounds):
             for count in (elements, max(1, elements // 8)):
                 x = self._like.new_zeros(count)

@@ -163,7 +163,7 @@ class Profiler:
         for operator in graph.operators:
             key = operator.key
             if operator.kind.communicates:
-                ns = self._communicate(operator, values, key, meets=beside)
+                ns = self._communicate(part, operator, values, key, meets=beside)
                 if counts and not beside:
                     self._solo[key].append(ns)
                 continue
@@ -208,11 +208,11 @@ class Profiler:
         Rows(held, piece, (self.mesh.place.index(("tp",)),)).place(into, part)
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
-    def _communicate(self, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
+    def _communicate(self, part: Part, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
         (source, *more), (target,) = operator.reads, operator.writes
         x: Tensor = values[source]
         extents = [values[name] for name in more]
-        name = _class_of(operator, x)
+        name = _class_of(operator, part.values[source].bytes(self.model.context.dtype.itemsize))
         self._spare_of[key] = name
         if name not in self._spares:
             spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
@@ -334,6 +334,6 @@ class Profiler:
         return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
 
 
-def _class_of(operator: Operator, x: Tensor) -> str:
-    """Collectives of one class take the same time."""
-    return f"{operator.axis}/{operator.kind.value} {x.numel() * x.element_size()}"
+def _class_of(operator: Operator, size: int) -> str:
+    """Collectives of one class take the same time, of rows of experts with as many on average."""
+    return f"{operator.axis}/{operator.kind.value} {size}"
