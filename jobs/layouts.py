@@ -85,11 +85,12 @@ def _room(launcher: Launcher) -> int:
 def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config]:
     """The configuration in every layout of as many ranks as possible that suits model, batch and schedule.
 
-    Degrees that are given are kept. `ConfigError` where none does. The most promising ones, if they are many.
+    Degrees that are given are kept; samples are cut over ranks (cp) only where that is given. `ConfigError`
+    where none does. The most promising ones, if they are many.
     """
     fixed, refused = config.parallel.fixed, ConfigError("there is no room for a rank")
     by_ranks: dict[int, list[Config]] = {}
-    for degrees in degrees_up_to(room):
+    for degrees in degrees_up_to(room, fixed.get("cp", 1), shape.experts or 1):
         if any(fixed.get(axis, degree) != degree for axis, degree in vars(degrees).items()):
             continue
         one = _in_layout(config, degrees)
@@ -107,7 +108,7 @@ def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config
 
 
 def _in_layout(config: Config, degrees: Degrees) -> Config:
-    given = config.parallel.model_dump(exclude={"auto", "dp", "tp", "pp"}, exclude_unset=True)
+    given = config.parallel.model_dump(exclude={"auto", *vars(degrees)}, exclude_unset=True)
     parallel = ParallelConfig.model_validate({**given, **vars(degrees)})
     return config.model_copy(update={"parallel": parallel})
 
@@ -126,16 +127,16 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         recompute=train.recompute,
-        fixed={"cp": 1, "ep": 1},
+        fixed={"cp": config.parallel.cp},
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
     )
-    steps: dict[tuple[int, int, int], float] = {}
+    steps: dict[tuple[int, ...], float] = {}
     for candidate in candidates(search, spec):
         layout = candidate.setting.layout
-        steps[layout.dp, layout.tp, layout.pp] = candidate.step_ns
+        steps[layout.dp, layout.tp, layout.pp, layout.ep] = candidate.step_ns
 
     def step(one: Config) -> float:
         parallel = one.parallel
-        return steps.get((parallel.dp, parallel.tp, parallel.pp), float("inf"))
+        return steps.get((parallel.dp, parallel.tp, parallel.pp, parallel.ep), float("inf"))
 
     return sorted(fitting, key=step)[:MEASURED]

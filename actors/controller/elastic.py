@@ -5,7 +5,7 @@ gains what the remaining steps take less. Global batch and order of samples stay
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from braid.actors.config import Config, ElasticConfig
 from braid.scheduling.stragglers import Straggler
@@ -21,21 +21,24 @@ class Degrees:
     dp: int
     tp: int
     pp: int
+    cp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
         """Ranks that it takes."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     def of(self, config: Config) -> Config:
         """The configuration with this layout."""
-        parallel = config.parallel.model_copy(update={"dp": self.dp, "tp": self.tp, "pp": self.pp})
+        parallel = config.parallel.model_copy(update=asdict(self))
         return config.model_copy(update={"parallel": parallel})
 
 
 def degrees_of(config: Config) -> Degrees:
     """A configuration's layout."""
-    return Degrees(config.parallel.dp, config.parallel.tp, config.parallel.pp)
+    own = config.parallel
+    return Degrees(own.dp, own.tp, own.pp, own.cp, own.ep)
 
 
 def best_degrees(
@@ -43,24 +46,31 @@ def best_degrees(
 ) -> Degrees | None:
     """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
 
+    Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
     ``runs``: whether model and batch fit a layout. None if nothing from ``elastic.min_ranks`` on does.
     """
     now = degrees_of(config)
     limit = min(capacity, elastic.max_ranks or capacity)
     fitting = [
-        one for one in degrees_up_to(limit) if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
+        one
+        for one in degrees_up_to(limit, now.cp, now.ep)
+        if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
     ]
     return max(
-        fitting, key=lambda one: (one.ranks, one.tp == now.tp, one.pp == now.pp, one.dp, one.tp), default=None
+        fitting,
+        key=lambda one: (one.ranks, one.tp == now.tp, one.pp == now.pp, one.ep, one.dp, one.tp),
+        default=None,
     )
 
 
-def degrees_up_to(limit: int) -> Iterator[Degrees]:
-    """Every way to lay out so many ranks, and every smaller number."""
-    for ranks in range(1, limit + 1):
+def degrees_up_to(limit: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degrees]:
+    """Every way to lay out so many ranks, and every smaller number, with ``cp`` and up to ``most_ep``."""
+    for ranks in range(1, limit // cp + 1):
         for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
             for pp in (n for n in range(1, ranks // tp + 1) if ranks // tp % n == 0):
-                yield Degrees(ranks // tp // pp, tp, pp)
+                dp = ranks // tp // pp
+                for ep in (n for n in range(1, most_ep + 1) if dp * cp % n == 0):
+                    yield Degrees(dp, tp, pp, cp, ep)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "pp2dp2": {"pp": 2, "dp": 2},
     "cp2": {"cp": 2},
     "cp2tp2": {"cp": 2, "tp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2tp2": {"dp": 2, "ep": 2, "tp": 2},
 }
 OURS = ("braid_w", "braid_eager", "braid_v")
 ANY_OF_OURS = "braid"
@@ -28,21 +30,23 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
     "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
-    **dict.fromkeys(("cp2", "cp2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
+    **dict.fromkeys(("cp2", "cp2tp2", "ep2", "ep2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
-FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2")
+FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2")
 """Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
 """Baselines: `ddp` under that ZeRO stage."""
+MIXTURE: Mapping[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.01}
+"""Of layouts with experts: as many as Mixtral's, each as wide as the MLP of the other layouts' model."""
 GLOO, MESSAGES = False, True
 PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
     "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
     **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
-    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2", "cp2tp2"), ()),
+    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2", "cp2tp2", "ep2", "ep2tp2"), ()),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 
@@ -88,6 +92,7 @@ class OverlapCase:
                     "layers": self.layers,
                     "heads": max(2, self.hidden // 64),
                     "sequence": self.tokens,
+                    **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
                 },
                 "train": {
                     "global_batch": self.micro_batches * self.replicas,
@@ -142,7 +147,8 @@ class OverlapCase:
         over = f" over {self.shards}" if self.shards else ""
         zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         context = f" {self.context}" if "cp" in LAYOUTS[self.layout] else ""
+        family = "moe" if "ep" in LAYOUTS[self.layout] else "llama"
         return (
-            f"llama hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
+            f"{family} hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
             f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}, fp32"
         )

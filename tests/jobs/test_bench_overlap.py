@@ -242,7 +242,7 @@ def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
     for words, message in (
         (
             ("--layout", "tp3"),
-            "--layout 'tp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, ",
+            "--layout 'tp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
         ),
         (("--alpha", "0.3", "--link-mbit", "100"), "--link-mbit and --alpha exclude each other"),
         (("--schedules", "megatron,bread"), "--schedules: 'bread' must be one of"),
