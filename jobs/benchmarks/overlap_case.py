@@ -30,7 +30,8 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
     "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
-    **dict.fromkeys(("cp2", "cp2tp2", "ep2", "ep2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
+    **dict.fromkeys(("cp2", "cp2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
+    **dict.fromkeys(("ep2", "ep2tp2"), ("megatron", "expert_overlap", "wavelet", "dhelix", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
-from braid.scheduling.lowering.programs import Order, graph_of, own_program, program_of
+from braid.scheduling.lowering.programs import Order, beside_exchanges, graph_of, own_program, program_of
 from braid.scheduling.lowering.update import Stages, with_gathering, with_update
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import Partition
@@ -157,9 +157,10 @@ def _programs(
     blocks = (passes_in(i) for stage in stages for i in stage)
     together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
-    if setting.kind.pairs is PairMethod.TURNS:
+    if setting.kind.pairs in (PairMethod.TURNS, PairMethod.EXCHANGES):
         for sides in _meeting(setting, stages):
-            orders.setdefault(write_sides(sides), ())
+            fixed = setting.kind.pairs is PairMethod.EXCHANGES
+            orders.setdefault(write_sides(sides), beside_exchanges(sides, parts) if fixed else ())
     for sides in _alike(setting, stages, parts):
         orders.setdefault(write_sides(sides), _one_behind_the_other(sides, parts))
     decided = set()

@@ -29,6 +29,8 @@ class PairMethod(StrEnum):
 
     TURNS = "turns"
     """They take turns, operator by operator (Wavelet's round robin)."""
+    EXCHANGES = "exchanges"
+    """What experts exchange goes beside the other pass's attention and experts, in one fixed order."""
     BARRIERS = "barriers"
     """Paired segments between barriers (DHelix)."""
     ORDER = "order"
@@ -157,6 +159,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "interleaved": _kind("interleaved"),
     "intra_batch": _kind("1f1b", cuts_collectives=True),
     "wavelet": _kind("w", pairs=PairMethod.TURNS),
+    "expert_overlap": _kind("w", pairs=PairMethod.EXCHANGES),
     "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
     "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),

@@ -1,6 +1,6 @@
 """Operator programs: from an order of operators to what a rank issues and where it waits."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part
@@ -155,6 +155,33 @@ def _taking_turns(graphs: Sequence[Graph]) -> list[Step]:
         for turn in reversed(range(len(graphs)))
         if n < len(graphs[turn].operators)
     ]
+
+
+def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
+    """The order in which Megatron-Core and torchtitan overlap the exchanges of experts, for a forward and a
+    backward pass: each all-to-all stands behind the other pass's attention, or experts, which hide it.
+
+    Passes without exchanges run one behind the other.
+    """
+    stretches = [list(_cut_at_exchanges(graph_of(parts[side.unit], side.kind))) for side in sides]
+    several = len(sides) > 1
+    order: list[Step] = []
+    turns = list(reversed(range(len(sides))))  # the backward pass begins
+    for number in range(max(map(len, stretches))):
+        for turn in turns:
+            order += [(turn, name) for name in (stretches[turn][number : number + 1] or [[]])[0]]
+    return tuple(write_step(turn, name, several=several) for turn, name in order)
+
+
+def _cut_at_exchanges(graph: Graph) -> Iterator[list[str]]:
+    """Operators up to and with an all-to-all, those up to and with the next one, and so on."""
+    stretch: list[str] = []
+    for op in graph.operators:
+        stretch.append(op.name)
+        if op.kind is Kind.ALL_TO_ALL:
+            yield stretch
+            stretch = []
+    yield stretch
 
 
 def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Step]) -> None:

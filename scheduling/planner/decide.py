@@ -17,7 +17,7 @@ from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES
+from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES, PairMethod
 from braid.scheduling.lowering.partitions import WAYS, mega_scale, with_partitions
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Part
@@ -146,6 +146,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # wavelet
         if layout.tp == 1 and kind.cuts_collectives:
             continue  # nothing to cut
+        if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
+            continue  # nothing to exchange
         if layout.dp * layout.cp == 1 and name == "ddp":
             continue  # nothing to sum over replicas
         if name == "ooo_backprop" and layout.pp * layout.dp * layout.cp == 1:

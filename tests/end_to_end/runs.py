@@ -41,11 +41,16 @@ from braid.jobs.benchmarks.plain_torch import (
 )
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
+from braid.jobs.planning.work import Request, fixed_setting
 from braid.kernels.operators.context_blocks import causal_order
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule_text import write
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.end_to_end.plain_experts import ExpertModel
+from tests.scheduling.plans import cluster
 
 BYTES_VOCABULARY = 257
 """Of the tokenizer ``bytes``."""
@@ -206,6 +211,19 @@ def run_layout(path: Path, data: Path, /, until: int | None = None, **overrides:
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     events = tuple(Controller(plan, KeptRanks(config), RunOptions(until=until)).run())
     return Run(config=config, shape=shape, directory=config.run_directory, events=events)
+
+
+def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The section ``overlap`` with a plan on modelled costs, where its schedule needs decisions."""
+    overlap = overrides["overlap"]
+    if SCHEDULES[overlap["schedule"]].pairs not in (PairMethod.BARRIERS, PairMethod.ORDER):
+        return overlap
+    config = small_config(path, **overrides)
+    spec = cluster(gpus=config.layout().ranks, intra=4e8)
+    job = Request(config, config.shape(BYTES_VOCABULARY), spec)
+    file = config.run_directory.with_suffix(".yaml")
+    file.write_text(plan_of(evaluate(fixed_setting(job), spec), spec).to_yaml(), encoding="utf-8")
+    return {**overlap, "plan": str(file)}
 
 
 def initial_parameters(shape: ModelShape, seed: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import PlainRun, prepare_text, run_layout, run_plain, small_config
+from tests.end_to_end.runs import PlainRun, planned, prepare_text, run_layout, run_plain, small_config
 
 SEED, STEPS = 3, 10
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -29,6 +29,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("losses", "wavelet", {"dp": 2, "ep": 2, "cp": 2}),
     ("losses", "megatron", {"dp": 2, "ep": 4, "cp": 2, "context": "ring"}),
     ("plain", "wavelet", {"cp": 4, "ep": 2}),
+    ("losses", "expert_overlap", {"dp": 2, "ep": 2}),
+    ("mixed", "expert_overlap", {"dp": 2, "ep": 2, "pp": 2}),
+    ("losses", "braid_w", {"dp": 2, "ep": 2}),
+    ("plain", "dhelix", {"dp": 2, "ep": 2, "tp": 2}),
+    ("mixed", "braid_w", {"dp": 2, "ep": 2, "pp": 2}),
+    ("losses", "braid_w", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
     ("capacity", "megatron", {"dp": 2, "ep": 2}),
     ("capacity", "wavelet", {"dp": 2, "ep": 2, "tp": 2}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),
@@ -72,11 +78,9 @@ def test_losses_are_those_of_plain_pytorch(
     tmp_path: Path, data: Path, mixture: str, schedule: str, parallel: Mapping[str, Any]
 ) -> None:
     expected = plain(mixture, parallel, tmp_path / "plain", data)
-    run = run_layout(
-        tmp_path / "run",
-        data,
-        **{**overrides(mixture), "parallel": parallel, "overlap": {"schedule": schedule}},
-    )
+    sections = {**overrides(mixture), "parallel": parallel, "overlap": {"schedule": schedule}}
+    sections["overlap"] = planned(tmp_path / "plans", sections)
+    run = run_layout(tmp_path / "run", data, **sections)
     assert len(run.losses) == STEPS
     assert run.losses == pytest.approx(expected.losses, rel=1e-9, abs=0)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-9, abs=0)

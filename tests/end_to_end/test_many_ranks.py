@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 
-from braid.jobs.planning.work import Request, fixed_setting
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
-from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.spec import CONTEXT_MODES
 from tests.end_to_end.runs import (
-    BYTES_VOCABULARY,
     PlainRun,
+    planned,
     prepare_text,
     run_layout,
     run_plain,
     small_config,
 )
-from tests.scheduling.plans import cluster
 
 STEPS, TOLERANCE = 3, 1e-9
 STEPS_OF_REPLICAS = 20
@@ -149,13 +144,7 @@ def test_losses_are_those_of_plain_pytorch(
     }
     expected = plain.of(overrides)
     overrides |= {"parallel": parallel, "overlap": {"schedule": schedule}}
-    if SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
-        config = small_config(plain.path / "plans", **overrides)
-        spec = cluster(gpus=config.layout().ranks, intra=4e8)
-        job = Request(config, config.model.shape(BYTES_VOCABULARY), spec)
-        file = plain.path / f"plan-{family}-{layers}-{schedule}-{'-'.join(map(str, parallel.values()))}.yaml"
-        file.write_text(plan_of(evaluate(fixed_setting(job), spec), spec).to_yaml(), encoding="utf-8")
-        overrides["overlap"] = {"schedule": schedule, "plan": str(file)}
+    overrides["overlap"] = planned(plain.path / "plans", overrides)
     run = run_layout(plain.path / "runs", plain.data, **overrides)
     assert len(run.losses) == steps
     assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
