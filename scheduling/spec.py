@@ -10,6 +10,7 @@ from typing import Final
 
 from braid.scheduling.mesh import MeshShape, Position
 from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
+from braid.scheduling.rotary import RotaryScaling
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
@@ -52,6 +53,11 @@ class ModelShape:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    """Biases on queries, keys and values, in a family that has no others."""
+    head_norm: bool = False
+    """RMSNorm over every head of queries and keys, before they are turned by their positions."""
     experts: int = 0
     top_k: int = 0
     capacity_factor: float = 1.0
@@ -73,6 +79,13 @@ class ModelShape:
             )
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
+        if self.family == "gpt":
+            for key in ("rotary_scaling", "qkv_bias", "head_norm"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={value} does not go with model.family gpt, which has learned "
+                        f"positions, biases on all matrices and no norms of heads; leave it out"
+                    )
 
     def _check_experts(self) -> None:
         if self.family != "moe":
@@ -106,8 +119,13 @@ class ModelShape:
 
     @property
     def biases(self) -> bool:
-        """Whether linear layers have biases."""
+        """Whether linear layers and norms have biases."""
         return self.family == "gpt"
+
+    @property
+    def biases_of_qkv(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.biases or self.qkv_bias
 
     @property
     def query_width(self) -> int:
@@ -128,7 +146,11 @@ class ModelShape:
         experts = self.expert_layers * (mlp * (self.experts - 1) + self.hidden * self.experts)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
-            layer += qkv + self.hidden + mlp_in + self.hidden
+            layer += self.hidden + mlp_in + self.hidden
+        if self.biases_of_qkv:
+            layer += qkv
+        if self.head_norm:
+            layer += 2 * self.head_dim
         tables = self.vocabulary * self.hidden * (1 if self.tied_head else 2)
         positions = self.sequence * self.hidden if self.family == "gpt" else 0
         return self.layers * layer + experts + norm + tables + positions

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from braid.actors.config import Config
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, mark_at
 from braid.actors.controller.records import read_identity
-from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.spec import ModelShape
 
 Verify = Callable[[Path], None]
@@ -67,8 +66,9 @@ class Homes:
         Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
         """
         found = self.newest_good(verify)
-        # Checkpoints from before there were patterns are of models without any.
-        ours, theirs = asdict(shape), {"pattern": UNIFORM, **found.manifest.shape}
+        # What a checkpoint does not name came later, and its model has none of it.
+        defaults = {field.name: field.default for field in fields(shape) if field.default is not MISSING}
+        ours, theirs = asdict(shape), {**defaults, **found.manifest.shape}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             raise CheckpointError(

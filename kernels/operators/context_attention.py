@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.kernels.operators.attention import rotary_tables, turn
+from braid.kernels.operators.attention import Scaling, rotary_tables, turn
 from braid.kernels.operators.context_blocks import Block, blocks, positions, zigzag
 from braid.kernels.operators.operator import ComputeOperator, Saved
 from braid.kernels.operators.partial_attention import Merged, gradients
@@ -68,12 +68,14 @@ class SplitHeads(ComputeOperator):
         head_dim: int,
         sequence: int,
         rotary_base: float | None,
+        rotary_scaling: Scaling | None,
         own: Sequence[int],
     ) -> None:
         """``own``: places in a sample of ``sequence`` tokens of this rank's tokens."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.sequence, self.rotary_base, self.own = sequence, rotary_base, tuple(own)
+        self.sequence, self.own = sequence, tuple(own)
+        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +105,9 @@ class SplitHeads(ComputeOperator):
             out_bsnd.copy_(x_bsnd)
             return
         if self._tables is None or self._tables[0].device != x_bsnd.device:
+            place = x_bsnd.device, x_bsnd.dtype
             tables = rotary_tables(
-                self.sequence, self.head_dim, self.rotary_base, x_bsnd.device, x_bsnd.dtype
+                self.sequence, self.head_dim, self.rotary_base, *place, self.rotary_scaling
             )
             own = torch.tensor(self.own, device=x_bsnd.device)
             self._tables = tables[0][own], tables[1][own]
@@ -234,6 +237,7 @@ def context_attention(
     head_dim: int,
     sequence: int,
     rotary_base: float | None,
+    rotary_scaling: Scaling | None = None,
     order: Order,
     ring: bool,
 ) -> dict[str, ComputeOperator]:
@@ -248,6 +252,7 @@ def context_attention(
         head_dim=head_dim,
         sequence=sequence,
         rotary_base=rotary_base,
+        rotary_scaling=rotary_scaling,
         own=order.own,
     )
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
