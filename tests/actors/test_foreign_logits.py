@@ -1,5 +1,6 @@
 """Logits of imported weights are those of `transformers`, computed operator by operator on one rank."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.model import StageModel
@@ -14,7 +16,8 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Kind
-from braid.scheduling.presets.hugging_face import initial_shape
+from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
+from braid.scheduling.presets.library import model_preset
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ParallelLayout
 from tests.foreign_models import KINDS, SEQUENCE, VOCABULARY, in_float64, opened, random_model
@@ -47,6 +50,18 @@ def logits_here(directory: Path, tokens_BS: Tensor, dtype: torch.dtype) -> Tenso
         values["x"] = values.get(part.output)
     found: Tensor = values["head.out"]
     return found
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen2.5-0.5b", "qwen3-0.6b"]
+)
+def test_parameters_of_presets_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    shape = model_preset(name)
+    (tmp_path / CONFIG).write_text(json.dumps(hugging_face_config(shape, "float32")))
+    assert initial_shape(tmp_path, {}) == shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters()
 
 
 @pytest.mark.parametrize("kind", KINDS)
