@@ -83,7 +83,7 @@ def export_checkpoint(
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
 ) -> None:
-    """Write a model for Hugging Face's transformers: safetensors and config.json (Llama, GPT-2).
+    """Write a model for Hugging Face's transformers: safetensors and config.json (Llama, Qwen, GPT-2).
 
     A run's newest verified checkpoint is taken. Tokenizers and generation settings are not written.
     """

@@ -39,6 +39,20 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         self._gradient_with_skip(gradient, x)
         return y
 
+    def head_norm(self, name: str, qkv: str) -> str:
+        """RMSNorm over every head of queries and of keys, which keeps one number of each; values as they are.
+
+        Every rank has both weights whole, and norms its own heads.
+        """
+        shape, dims = self.shape, self.dims(qkv)
+        y = self._value(f"{name}.out", dims)
+        numbers = Dims(dims.tokens, shape.heads + shape.kv_heads, dims.cut)
+        statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
+        op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
+        self._holds(name, whole=2 * shape.head_dim)
+        self._one_gradient(gradient_of(op, (f"d.{y}", qkv, statistics), phase=Pass.GRADIENT), (qkv,))
+        return y
+
     def columns(
         self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
     ) -> str:

@@ -1,6 +1,7 @@
 """The operator graphs of a model's parts: embedding, Llama, GPT and expert layers, head.
 
-With tensor and sequence parallelism a layer has 14 forward and 18 backward operators (DHelix section 4.2).
+With tensor and sequence parallelism a layer has 14 forward and 18 backward operators (DHelix section 4.2),
+one more of each where queries and keys have norms.
 Context parallelism cuts the sequence, expert parallelism sends every token to the ranks that hold its experts
 and back.
 """
@@ -27,7 +28,8 @@ def transformer_layer(g: LayerBuilder) -> str:
     x = g.input()
     a = g.norm("attention_norm", x)
     a = g.gather("attention_gather", a)
-    a = g.columns("qkv", a, shape.query_width + 2 * shape.kv_width, bias=shape.biases)
+    a = g.columns("qkv", a, shape.query_width + 2 * shape.kv_width, bias=shape.biases_of_qkv)
+    a = g.head_norm("head_norm", a) if shape.head_norm else a
     a = g.attention("attention", a)
     a = g.rows("projection", a, shape.hidden)
     a = g.scatter("attention_scatter", a)

@@ -5,12 +5,14 @@ All checks raise `ValueError` with the configuration keys, their values and what
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cached_property
 from math import ceil
 from typing import Final
 
+from braid.scheduling.layer_counts import layer_counts
 from braid.scheduling.mesh import MeshShape, Position, training_mesh
 from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
+from braid.scheduling.rotary import RotaryScaling
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
@@ -50,6 +52,11 @@ class ModelShape:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    """Biases on queries, keys and values, in a family that has no others."""
+    head_norm: bool = False
+    """RMSNorm over every head of queries and keys, before they are turned by their positions."""
     experts: int = 0
     top_k: int = 0
     capacity_factor: float = 0.0
@@ -86,6 +93,13 @@ class ModelShape:
             )
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
+        if self.family == "gpt":
+            for key in ("rotary_scaling", "qkv_bias", "head_norm"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={value} does not go with model.family gpt, which has learned "
+                        f"positions, biases on all matrices and no norms of heads; leave it out"
+                    )
 
     def _check_experts(self) -> None:
         if self.family != "moe":
@@ -129,8 +143,13 @@ class ModelShape:
 
     @property
     def biases(self) -> bool:
-        """Whether linear layers have biases."""
+        """Whether linear layers and norms have biases."""
         return self.family == "gpt"
+
+    @property
+    def biases_of_qkv(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.biases or self.qkv_bias
 
     @property
     def query_width(self) -> int:
@@ -153,7 +172,11 @@ class ModelShape:
         experts = self.expert_layers * (routed - mlp)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
-            layer += qkv + self.hidden + mlp_in + self.hidden
+            layer += self.hidden + mlp_in + self.hidden
+        if self.biases_of_qkv:
+            layer += qkv
+        if self.head_norm:
+            layer += 2 * self.head_dim
         tables = self.vocabulary * self.hidden * (1 if self.tied_head else 2)
         positions = self.sequence * self.hidden if self.family == "gpt" else 0
         return self.layers * layer + experts + norm + tables + positions
@@ -301,7 +324,7 @@ class ParallelLayout:
         chunks of a stage of the folded model it is the later one, whose activations wait less. The last chunk
         takes ``late_layers`` of the first one's. `ValueError` where one of the two keeps no layer.
         """
-        counts = _layer_counts(self, layers)
+        counts = layer_counts(self, layers)
         place = chunk % self.chunks_per_copy
         return range(sum(counts[:place]), sum(counts[: place + 1]))
 
@@ -353,24 +376,6 @@ class ParallelLayout:
         over = f" over {self.shards}" if self.replicas > 1 else ""
         zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         return " x ".join(busy) + ("" if linear else f" ({self.placement}{late})") + zero
-
-
-@cache
-def _layer_counts(layout: ParallelLayout, layers: int) -> tuple[int, ...]:
-    """Layers per chunk of one copy of the model (see `ParallelLayout.layers_of`)."""
-    size, head, late = layout.chunks_per_copy, layout.head_layers, layout.late_layers
-    each, more = divmod(layers + head, size)
-    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:more]
-    counts = [each + (c in inner) for c in range(size)]
-    counts[0] -= late
-    counts[-1] += late - head
-    for end, key, count in (("first", "late_layers", late), ("last", "head_layers", head)):
-        if counts[0 if end == "first" else -1] < 1:
-            raise ValueError(
-                f"parallel.{key}={count} leaves the {end} of {size} chunks of {layers} layers without "
-                f"a layer; lower it"
-            )
-    return tuple(counts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,25 @@
 """Models of `transformers`, made at random: what weights are exchanged with, and the reference for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -19,10 +30,10 @@ SEQUENCE = 32
 NO_TOKENS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
-def _llama(**changes: Any) -> LlamaConfig:
+def _llama(kind: type[PreTrainedConfig] = LlamaConfig, **changes: Any) -> PreTrainedConfig:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     content = {**sizes, "num_key_value_heads": 2, "vocab_size": VOCABULARY, **NO_TOKENS, **changes}
-    return LlamaConfig(max_position_embeddings=SEQUENCE, rope_theta=50_000.0, rms_norm_eps=1e-6, **content)
+    return kind(max_position_embeddings=SEQUENCE, rope_theta=50_000.0, rms_norm_eps=1e-6, **content)
 
 
 def _gpt2(**changes: Any) -> GPT2Config:
@@ -31,9 +42,23 @@ def _gpt2(**changes: Any) -> GPT2Config:
     return GPT2Config(**{**sizes, **dropout, **NO_TOKENS, **changes})
 
 
+LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Of waves of 6, 24, 94 and more tokens: one stays, one is between, the others become longer."""
+
 KINDS: Mapping[str, Callable[[], Any]] = {
     "llama": _llama,
     "llama, tied, wide heads": lambda: _llama(tie_word_embeddings=True, head_dim=24),
+    "llama 3.1": lambda: _llama(rope_scaling=dict(LLAMA3)),
+    "llama, linear": lambda: _llama(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "mistral": lambda: _llama(MistralConfig, sliding_window=SEQUENCE),
+    "qwen2": lambda: _llama(Qwen2Config, tie_word_embeddings=True),
+    "qwen3": lambda: _llama(Qwen3Config, head_dim=24),
     "gpt2": _gpt2,
     "gpt2, head of its own, narrow": lambda: _gpt2(
         tie_word_embeddings=False, n_inner=100, layer_norm_epsilon=1e-6
@@ -54,6 +79,17 @@ def random_model(kind: str, seed: int) -> PreTrainedModel:
 def opened(directory: Path) -> PreTrainedModel:
     """What `transformers` makes of a directory."""
     return AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True)
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """A model in float64, with what `transformers` always computes in fp32 too: norms, rotary angles."""
+    wide = {"float": torch.float64, "float32": torch.float64}
+    with patch.multiple(torch, **wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        model.double()
+        if (rotary := getattr(model.base_model, "rotary_emb", None)) is not None:
+            model.base_model.rotary_emb = type(rotary)(model.config)
+        yield model
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from braid.scheduling.pattern import UNIFORM, built_in_kinds
+from braid.scheduling.records import from_mapping
+from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.spec import FAMILIES, ModelShape
 
 Positive = Annotated[int, Field(ge=1)]
@@ -31,6 +33,15 @@ def _layers(value: Any) -> Any:
     return value
 
 
+def _rotary_scaling(value: Any) -> Any:
+    if value is None or isinstance(value, RotaryScaling):
+        return value
+    try:
+        return from_mapping(RotaryScaling, value, "it")
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("it: ")) from None
+
+
 class ModelConfig(Section):
     """The model: a preset (`braid presets`), sizes, or a preset with some of them changed.
 
@@ -51,6 +62,11 @@ class ModelConfig(Section):
     tied_head: bool = False  # the output matrix is the table of token embeddings
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added to the variance in norms
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0  # base of the wavelengths of rotary positions
+    # what becomes of those waves, for more tokens than a model was first trained on: as in Llama 3.1, or,
+    # without original_sequence, all of them factor times as long
+    rotary_scaling: Annotated[RotaryScaling | None, BeforeValidator(_rotary_scaling)] = None
+    qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5), in families without other biases
+    head_norm: bool = False  # RMSNorm over every head of queries and keys, before they are turned (Qwen3)
     experts: Annotated[int, Field(ge=0)] = 0  # family moe: MLPs of which every token visits some
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     # tokens that an expert takes of each rank, over the average: more are dropped; 0: all that come
@@ -66,7 +82,8 @@ class ModelConfig(Section):
     # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
     # "layer" is the family's own, "dense" (family moe) one without experts, others are names in model.layer
     pattern: str = UNIFORM
-    # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, GPT-2)
+    # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, Mistral,
+    # Qwen2.5, Qwen3, GPT-2)
     initial: Path | None = None
 
     @property
@@ -120,6 +137,9 @@ class ModelConfig(Section):
             tied_head=self.tied_head,
             norm_eps=self.norm_eps,
             rotary_base=self.rotary_base,
+            rotary_scaling=self.rotary_scaling,
+            qkv_bias=self.qkv_bias,
+            head_norm=self.head_norm,
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,

@@ -4,6 +4,7 @@ What a key means is said once, in the comment on its line or in the comment line
 """
 
 import ast
+import dataclasses
 import inspect
 import io
 import tokenize
@@ -99,6 +100,8 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
         return ", or ".join("null" if one is type(None) else in_words(one) for one in inner)
     if origin is dict:
         return f"{in_words(inner[1])}s by name"
+    if dataclasses.is_dataclass(kind):
+        return f"keys {', '.join(field.name for field in dataclasses.fields(kind))}"
     if origin is tuple:
         count = "" if Ellipsis in inner else f"{len(inner)} "
         return f"list of {count}{in_words(inner[0])}s"

@@ -65,6 +65,12 @@ def _llama(shape: ModelShape) -> Iterator[StoredTensor]:
         yield _tensor(f"{stored}.input_layernorm.weight", f"{ours}.attention_norm.weight", hidden)
         for part, rows in (("q", shape.query_width), ("k", shape.kv_width), ("v", shape.kv_width)):
             yield _tensor(f"{stored}.self_attn.{part}_proj.weight", f"{ours}.qkv.{part}.weight", rows, hidden)
+            if shape.qkv_bias:
+                yield _tensor(f"{stored}.self_attn.{part}_proj.bias", f"{ours}.qkv.{part}.bias", rows)
+        for part in "qk" if shape.head_norm else "":
+            yield _tensor(
+                f"{stored}.self_attn.{part}_norm.weight", f"{ours}.{part}_norm.weight", shape.head_dim
+            )
         projection = f"{ours}.projection.weight"
         yield _tensor(f"{stored}.self_attn.o_proj.weight", projection, hidden, shape.query_width)
         yield _tensor(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", hidden)

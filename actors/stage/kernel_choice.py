@@ -118,7 +118,7 @@ def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
     shape, tp = sizes.shape, sizes.tp
     inner = shape.ffn * (2 if shape.gated else 1) // tp
     maps = (
-        (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases, shape.layers),
+        (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases_of_qkv, shape.layers),
         (shape.query_width // tp, shape.hidden, False, shape.layers),
         (shape.hidden, inner, shape.biases, shape.layers),
         (shape.ffn // tp, shape.hidden, False, shape.layers),

@@ -31,6 +31,7 @@ from braid.kernels.operators.context_attention import context_attention
 from braid.kernels.operators.context_blocks import Order, causal_order
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.head_norm import HeadNorm
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import transformer_layer
 from braid.scheduling.pattern import DENSE, UNIFORM
@@ -65,6 +66,23 @@ class ModuleContext:
             return OperatorModule(module=module, slices={"weight": weight})
         bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
         return OperatorModule(module=module, slices={"weight": weight, "bias": bias})
+
+    def head_norm(self, q_name: str, k_name: str) -> OperatorModule:
+        """RMSNorm over every head of queries and keys, whose weights are replicated over ``tp``."""
+        shape, tp = self.shape, self.sizes.tp
+        weights = {
+            key: whole(GlobalParameter(name=f"{name}.weight", shape=(shape.head_dim,), constant=1.0))
+            for key, name in (("q_weight", q_name), ("k_weight", k_name))
+        }
+        module = HeadNorm(
+            heads=shape.heads // tp,
+            kv_heads=shape.kv_heads // tp,
+            head_dim=shape.head_dim,
+            eps=shape.norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        return OperatorModule(module=module, slices=weights)
 
     def columns(self, names: dict[str, int], inputs: int, *, bias: bool = False) -> OperatorModule:
         """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
@@ -110,6 +128,7 @@ class ModuleContext:
             "head_dim": shape.head_dim,
             "sequence": shape.sequence,
             "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
+            "rotary_scaling": shape.rotary_scaling,
         }
         if sizes.cp == 1 and not shape.documents:
             return OperatorModule(module=self.operators.attention(**settings))
@@ -144,14 +163,16 @@ class TransformerLayer:
         return transformer_layer(g)
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
-        """Modules of the 14 operators but for the collectives."""
+        """Modules of the operators but for the collectives."""
         shape, prefix = context.shape, f"layers.{index}"
         qkv = {f"{prefix}.qkv.{part}": width for part, width in _qkv_widths(shape).items()}
         experts = shape.experts and shape.kinds[index] != DENSE
         inside = self._experts(context, prefix) if experts else self._mlp(context, prefix, shape.ffn)
+        heads = {"head_norm": context.head_norm(f"{prefix}.q_norm", f"{prefix}.k_norm")}
         return {
             "attention_norm": context.norm(f"{prefix}.attention_norm"),
-            "qkv": context.columns(qkv, shape.hidden, bias=shape.biases),
+            "qkv": context.columns(qkv, shape.hidden, bias=shape.biases_of_qkv),
+            **(heads if shape.head_norm else {}),
             "attention": context.attention(),
             "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
             "attention_residual": context.residual(f"{prefix}.projection"),

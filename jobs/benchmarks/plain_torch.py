@@ -9,7 +9,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,6 +34,9 @@ class PlainSizes:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    rotary_scaling: Callable[[float], float] | None = None
+    qkv_bias: bool = False
+    head_norm: bool = False
     end_of_document: int | None = None
     """The token behind which attention begins anew; None: it sees whole samples."""
     restart_positions: bool = False
@@ -81,7 +84,10 @@ class Rotary(nn.Module):
     def __init__(self, sizes: PlainSizes) -> None:
         super().__init__()
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
-        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
+        frequencies = sizes.rotary_base**-exponents
+        if sizes.rotary_scaling is not None:
+            frequencies.apply_(sizes.rotary_scaling)
+        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), frequencies)
         angles_SH = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles_SH.cos(), persistent=False)
         self.register_buffer("sin", angles_SH.sin(), persistent=False)
@@ -128,7 +134,11 @@ class Layer(nn.Module):
         query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.attention_norm = norm(sizes)
         widths = {"q": query, "k": key, "v": key}
-        self.qkv = nn.ModuleDict({name: nn.Linear(hidden, width, bias) for name, width in widths.items()})
+        qkv_bias = bias or sizes.qkv_bias
+        self.qkv = nn.ModuleDict({name: nn.Linear(hidden, width, qkv_bias) for name, width in widths.items()})
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.head_norm else None for _ in "qk"
+        )
         self.projection = nn.Linear(query, hidden, bias)
         self.mlp_norm = norm(sizes)
         inner = ("up",) if sizes.is_gpt else ("gate", "up")
@@ -143,6 +153,8 @@ class Layer(nn.Module):
         q_BNSH, k_BKSH, v_BKSH = (
             self.qkv[name](x_BSD).unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for name in "qkv"
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rotary is not None:
             q_BNSH, k_BKSH = (rotary(x_BNSH, seen.positions_bs) for x_BNSH in (q_BNSH, k_BKSH))
         grouped = self.sizes.kv_heads != self.sizes.heads

@@ -7,7 +7,7 @@ Legend: T tokens = b samples of s tokens, Q = local query heads * d, K = local k
 dimension of a head, n heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Final, cast
@@ -29,17 +29,30 @@ BACKENDS: Final[Mapping[str, SDPBackend]] = {
 RuntimeError where one does not."""
 
 
+Scaling = Callable[[float], float]
+"""What becomes of a frequency of the rotary embedding, in radians per token; equal ones are equal objects."""
+
+
 @lru_cache(maxsize=8)
 def rotary_tables(
-    sequence: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+    sequence: int,
+    head_dim: int,
+    base: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    scaling: Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each s x 1 x d/2, of position * base^(-2i/d); one copy serves all layers.
+    """Cosines and sines, each s x 1 x d/2, of position * frequency; one copy serves all layers.
 
-    They are in fp32 for 16-bit activations (``dtype``) too, in which an angle's rounding would be seen.
+    Frequency i is base^(-2i/d), or what ``scaling`` makes of it. They are in fp32 for 16-bit activations
+    (``dtype``) too, in which an angle's rounding would be seen.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     positions = torch.arange(sequence, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, base**-exponents).unsqueeze(1)
+    frequencies = base**-exponents
+    if scaling is not None:
+        frequencies = frequencies.new_tensor([scaling(frequency) for frequency in frequencies.tolist()])
+    angles = torch.outer(positions, frequencies).unsqueeze(1)
     wide = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
 
@@ -82,6 +95,7 @@ class Attention(ComputeOperator):
         head_dim: int,
         sequence: int,
         rotary_base: float | None,
+        rotary_scaling: Scaling | None = None,
         causal: bool = True,
         backend: str | None = None,
     ) -> None:
@@ -91,7 +105,8 @@ class Attention(ComputeOperator):
         if rotary_base is not None and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} must be even for a rotary embedding")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.sequence, self.rotary_base, self.causal = sequence, rotary_base, causal
+        self.sequence, self.causal = sequence, causal
+        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self.backend = None if backend is None else BACKENDS[backend]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Graph]:
@@ -157,4 +172,5 @@ class Attention(ComputeOperator):
 
     def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         assert self.rotary_base is not None
-        return rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)
+        place = like.device, like.dtype
+        return rotary_tables(self.sequence, self.head_dim, self.rotary_base, *place, self.rotary_scaling)

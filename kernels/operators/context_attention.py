@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.kernels.operators.attention import rotary_tables, turn
+from braid.kernels.operators.attention import Scaling, rotary_tables, turn
 from braid.kernels.operators.context_blocks import Block, Documents, Order
 from braid.kernels.operators.operator import ComputeOperator, Saved
 from braid.kernels.operators.partial_attention import Merged, gradients
@@ -32,12 +32,14 @@ class SplitHeads(ComputeOperator):
         head_dim: int,
         sequence: int,
         rotary_base: float | None,
+        rotary_scaling: Scaling | None,
         own: Sequence[int],
     ) -> None:
         """``own``: places in a sample of ``sequence`` tokens of this rank's tokens."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.sequence, self.rotary_base, self.own = sequence, rotary_base, tuple(own)
+        self.sequence, self.own = sequence, tuple(own)
+        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self._own_tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
@@ -70,7 +72,8 @@ class SplitHeads(ComputeOperator):
         """Cosines and sines by position: s x 1 x d/2 of all samples alike, or b x s x 1 x d/2."""
         if self.rotary_base is None:
             return None
-        cos, sin = rotary_tables(self.sequence, self.head_dim, self.rotary_base, like.device, like.dtype)
+        place = like.device, like.dtype
+        cos, sin = rotary_tables(self.sequence, self.head_dim, self.rotary_base, *place, self.rotary_scaling)
         if documents is not None:
             rows = documents.positions.view(-1, len(self.own))
             return cos[rows], sin[rows]
@@ -230,6 +233,7 @@ def context_attention(
     head_dim: int,
     sequence: int,
     rotary_base: float | None,
+    rotary_scaling: Scaling | None = None,
     order: Order,
     ring: bool,
 ) -> dict[str, ComputeOperator]:
@@ -244,6 +248,7 @@ def context_attention(
         head_dim=head_dim,
         sequence=sequence,
         rotary_base=rotary_base,
+        rotary_scaling=rotary_scaling,
         own=order.own,
     )
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

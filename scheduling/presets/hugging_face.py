@@ -1,20 +1,34 @@
 """``config.json`` of a Hugging Face directory as a `ModelShape`, and back.
 
-Two architectures are known: Llama (family ``llama``) and GPT-2 (family ``gpt``), which compute what Braid's
+Llama, Mistral, Qwen2 (and 2.5) and Qwen3 (family ``llama``) and GPT-2 (family ``gpt``) compute what Braid's
 families compute, to the last operator; what differs in any other way is refused, never approximated.
 Dropout is not read: Braid has none. Keys are those of `transformers`, old and new.
+
+A Mistral that attends to all earlier tokens computes what a Llama does, and is written as one.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from braid.scheduling.records import from_mapping
+from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.spec import ModelShape
 
 CONFIG: Final = "config.json"
+TRAITS: Final = ("qkv_bias", "head_norm")
+"""Fields of `ModelShape` that no key says, but the architecture."""
+SCALING: Final = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_sequence": "original_max_position_embeddings",
+}
+"""Field of `RotaryScaling` -> key of ``rope_parameters`` or ``rope_scaling``."""
+_ROTARY: Final = {"default": (), "linear": ("factor",), "llama3": tuple(SCALING)}
+"""Fields of `RotaryScaling` that each known kind of rotary embedding has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,34 +45,75 @@ class Architecture:
     """Key -> what `transformers` takes where the key is missing or null; other keys must be there."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Key -> values that compute what Braid computes; the first is the default and is what is written."""
+    traits: frozenset[str] = frozenset()
+    """Those of `TRAITS` that its models have."""
 
+
+_LLAMA_KEYS: Final = {
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+    "sequence": "max_position_embeddings",
+    "tied_head": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+}
+_LLAMA_DEFAULTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"],
+    "tie_word_embeddings": lambda content: False,
+    "rms_norm_eps": lambda content: 1e-6,
+    "rope_theta": lambda content: 10000.0,
+}
+_SILU: Final = {"hidden_act": ("silu", "swish")}
 
 LLAMA: Final = Architecture(
     family="llama",
     model_type="llama",
     name="LlamaForCausalLM",
-    keys={
-        "hidden": "hidden_size",
-        "ffn": "intermediate_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "vocabulary": "vocab_size",
-        "sequence": "max_position_embeddings",
-        "tied_head": "tie_word_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "rotary_base": "rope_theta",
-    },
+    keys=_LLAMA_KEYS,
     defaults={
+        **_LLAMA_DEFAULTS,
         "num_key_value_heads": lambda content: content["num_attention_heads"],
-        "head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"],
         "max_position_embeddings": lambda content: 2048,
-        "tie_word_embeddings": lambda content: False,
-        "rms_norm_eps": lambda content: 1e-6,
-        "rope_theta": lambda content: 10000.0,
     },
-    fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+    fixed={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
+)
+
+QWEN2: Final = Architecture(
+    family="llama",
+    model_type="qwen2",
+    name="Qwen2ForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 32768},
+    fixed={**_SILU, "use_sliding_window": (False,)},
+    traits=frozenset({"qkv_bias"}),
+)
+
+QWEN3: Final = Architecture(
+    family="llama",
+    model_type="qwen3",
+    name="Qwen3ForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "head_dim": lambda content: 128,
+        "max_position_embeddings": lambda content: 32768,
+    },
+    fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    traits=frozenset({"head_norm"}),
+)
+
+MISTRAL: Final = Architecture(
+    family="llama",
+    model_type="mistral",
+    name="MistralForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 131072},
+    fixed=_SILU,
 )
 
 GPT2: Final = Architecture(
@@ -88,15 +143,20 @@ GPT2: Final = Architecture(
     },
 )
 
-ARCHITECTURES: Final = (LLAMA, GPT2)
+ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GPT2)
+"""The first that computes what a shape says is what it is written as."""
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
     """The architecture that computes what a model of this shape computes; `ValueError` if there is none."""
-    found = next((known for known in ARCHITECTURES if known.family == shape.family), None)
+    traits = frozenset(name for name in TRAITS if getattr(shape, name))
+    same = (known for known in ARCHITECTURES if (known.family, known.traits) == (shape.family, traits))
+    found = next(same, None)
     if found is None:
+        shown = "".join(f", model.{name}=true" for name in sorted(traits))
         raise ValueError(
-            f"model.family={shape.family!r} has no Hugging Face form here; llama and gpt have one"
+            f"model.family={shape.family!r}{shown} has no Hugging Face form here; llama, with at most one of "
+            f"{' and '.join(f'model.{name}' for name in TRAITS)}, and gpt have one"
         )
     if found is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
         raise ValueError(
@@ -124,6 +184,10 @@ def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
     }
     if known is GPT2:
         content |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    if (scaling := shape.rotary_scaling) is not None:
+        kind = "linear" if scaling.original_sequence is None else "llama3"
+        sizes = {SCALING[field]: getattr(scaling, field) for field in _ROTARY[kind]}
+        content["rope_scaling"] = {"rope_type": kind, **sizes}
     return content
 
 
@@ -133,9 +197,11 @@ def initial_shape(directory: Path, given: Mapping[str, Any]) -> ModelShape:
     A Llama's ``sequence`` may be shorter than the longest that it was made for. `ValueError` names the
     configuration's key, its value, the directory's and the remedy.
     """
-    shape = _read_shape(directory / CONFIG)
+    content = _content(directory / CONFIG)
+    shape = _shape(content, directory / CONFIG)
     if shape.family == "llama" and given.get("sequence", shape.sequence) < shape.sequence:
-        shape = ModelShape(**{**vars(shape), "sequence": given["sequence"]})
+        shape = replace(shape, sequence=given["sequence"])
+    _check_window(content, shape.sequence, directory / CONFIG)
     for field, value in given.items():
         if value is not None and value != getattr(shape, field):
             raise ValueError(
@@ -145,7 +211,7 @@ def initial_shape(directory: Path, given: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
-def _read_shape(path: Path) -> ModelShape:
+def _content(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         where = "is not a directory" if path.parent.exists() else "does not exist"
         raise ValueError(
@@ -159,8 +225,14 @@ def _read_shape(path: Path) -> ModelShape:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{path} cannot be read: {reason}; model.initial needs it") from None
+    return content
+
+
+def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     known = _architecture(content, path)
-    content |= _rotary(content, path)
+    rotary = _rotary(content, path)
+    if "rope_theta" in rotary:
+        content = {**content, "rope_theta": rotary["rope_theta"]}
     for key, values in known.fixed.items():
         if content.get(key, values[0]) not in values:
             raise ValueError(
@@ -171,9 +243,29 @@ def _read_shape(path: Path) -> ModelShape:
     heads, hidden = sizes["heads"], sizes["hidden"]
     if known is GPT2 and isinstance(heads, int) and isinstance(hidden, int):
         sizes |= {"kv_heads": heads, "head_dim": hidden // max(1, heads)}
-    shape = from_mapping(ModelShape, {"family": known.family, **sizes}, str(path))
+    given = {"family": known.family, **sizes, **dict.fromkeys(known.traits, True)}
+    shape = replace(
+        from_mapping(ModelShape, given, str(path)), rotary_scaling=_scaling(content, path, rotary)
+    )
     architecture_of(shape)
     return shape
+
+
+def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None:
+    """`ValueError` unless every token attends to all before it, as here."""
+    kinds = content.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
+        raise ValueError(
+            f"{path}: layer_types={kinds!r} is not what Braid computes; only 'full_attention' is"
+        )
+    if content["model_type"] != MISTRAL.model_type:
+        return
+    window = content.get("sliding_window", 4096)  # what `transformers` takes where the key is missing
+    if window is not None and not (isinstance(window, int) and window >= sequence):
+        raise ValueError(
+            f"{path}: sliding_window={window!r} hides tokens of a sequence of {sequence}, and Braid attends "
+            f"to all; set model.sequence to at most the window"
+        )
 
 
 def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
@@ -191,21 +283,36 @@ def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
     return known
 
 
-def _rotary(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The rotary base, which newer files keep in ``rope_parameters``; other kinds of rotary are refused."""
-    found: dict[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        inner = content.get(key)
-        if inner is None:
-            continue
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"{path}: {key}={inner!r} must hold keys and values")
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind != "default" or inner.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{path}: {key}={dict(inner)!r} is not what Braid computes; only 'default' is")
-        if "rope_theta" in inner:
-            found["rope_theta"] = inner["rope_theta"]
+def _rotary(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """What is said of the rotary embedding: newer files keep it in ``rope_parameters``, with its base."""
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    found = content.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path}: {key}={found!r} must hold keys and values")
+    partial = found.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    nested = any(isinstance(value, Mapping) for value in found.values())
+    if _kind(found) not in _ROTARY or partial not in (None, 1.0) or nested:
+        shown = f"{key}={dict(found)!r}" if partial in (None, 1.0) else f"partial_rotary_factor={partial!r}"
+        raise ValueError(
+            f"{path}: {shown} is not what Braid computes; only {', '.join(map(repr, _ROTARY))} of all "
+            f"dimensions are"
+        )
     return found
+
+
+def _kind(rotary: Mapping[str, Any]) -> str:
+    return str(rotary.get("rope_type", rotary.get("type", "default")))
+
+
+def _scaling(content: Mapping[str, Any], path: Path, rotary: Mapping[str, Any]) -> RotaryScaling | None:
+    fields = _ROTARY[_kind(rotary)]
+    if not fields:
+        return None
+    outer = SCALING["original_sequence"]
+    given = {**rotary, **({outer: content[outer]} if outer in content else {})}
+    if missing := [SCALING[field] for field in fields if SCALING[field] not in given]:
+        raise ValueError(f"{path}: {missing[0]} is missing, which rope_type {_kind(rotary)!r} needs")
+    return from_mapping(RotaryScaling, {field: given[SCALING[field]] for field in fields}, str(path))
 
 
 def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path) -> Any:

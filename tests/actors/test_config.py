@@ -112,6 +112,28 @@ def test_layers_by_name(tmp_path: Path) -> None:
     assert preset.model.shape(1).kinds.count("layer") == 31
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            {"rotary_scaling": {"facto": 2}},
+            "model.rotary_scaling: unknown key 'facto'; did you mean 'factor'?",
+        ),
+        ({"rotary_scaling": {"factor": 0}}, "model.rotary_scaling: factor=0.0 must be greater than zero"),
+        ({"rotary_scaling": 8}, "model.rotary_scaling=8: it must hold keys and values, found 8"),
+        ({"rotary_scaling": {}}, "model.rotary_scaling: it.factor is missing; give it a number"),
+        ({"family": "gpt", "rotary_scaling": {"factor": 2}}, "does not go with model.family gpt"),
+        ({"family": "gpt", "head_norm": True}, "model.head_norm=True does not go with model.family gpt"),
+        ({"preset": "gpt-6.7b", "qkv_bias": True}, "model.qkv_bias=True does not go with model.family gpt"),
+    ],
+)
+def test_parts_of_attention_that_cannot_be(model: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"model": model}).check(257)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("layer", [3, {}, {"own": 3}, {1: "a:B"}, ["a:B"], True])
 def test_layers_that_are_no_names(layer: object) -> None:
     with pytest.raises(ConfigError, match=r"model\.layer.*'package\.module:Class'"):

@@ -5,7 +5,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.presets.hugging_face import hugging_face_config
+from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
@@ -33,10 +34,11 @@ TOKENS = 257
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories as `transformers` writes them, not to be changed."""
     path = tmp_path_factory.mktemp("stored")
-    for kind in ("llama", "gpt2"):
+    kinds = ("llama", "llama 3.1", "mistral", "qwen2", "qwen3", "gpt2")
+    for kind in kinds:
         random_model(kind, 0).save_pretrained(path / kind)
     random_model("llama", 0).save_pretrained(path / "files", max_shard_size="200KB")
-    return {kind: path / kind for kind in ("llama", "gpt2", "files")}
+    return {kind: path / kind for kind in (*kinds, "files")}
 
 
 @pytest.fixture
@@ -73,15 +75,20 @@ def test_sizes_come_from_the_directory(stored: dict[str, Path]) -> None:
     common = {"hidden": 64, "layers": 4, "heads": 4, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
     llama = {"kv_heads": 2, "head_dim": 16, "ffn": 96, "norm_eps": 1e-6, "rotary_base": 50_000.0}
     assert load(stored["llama"]) == ModelShape(family="llama", **common, **llama)
+    assert load(stored["mistral"]) == load(stored["llama"])
+    scaling = RotaryScaling(factor=4.0, original_sequence=64)
+    assert load(stored["llama 3.1"]) == replace(load(stored["llama"]), rotary_scaling=scaling)
+    assert load(stored["qwen2"]) == replace(load(stored["llama"]), tied_head=True, qkv_bias=True)
+    assert load(stored["qwen3"]) == replace(load(stored["llama"]), head_dim=24, head_norm=True)
     gpt = {"kv_heads": 4, "head_dim": 16, "ffn": 256, "tied_head": True}
     assert load(stored["gpt2"]) == ModelShape(family="gpt", **common, **gpt)
 
 
-def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path]) -> None:
-    free = load(stored["llama"])
-    given = asdict(free)
-    assert load(stored["llama"], **given) == free
-    assert load(stored["llama"], sequence=16) == ModelShape(**{**given, "sequence": 16})
+@pytest.mark.parametrize("kind", ["llama", "llama 3.1", "qwen2", "qwen3"])
+def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path], kind: str) -> None:
+    free = load(stored[kind])
+    assert load(stored[kind], **asdict(free)) == free
+    assert load(stored[kind], sequence=16) == replace(free, sequence=16)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +103,8 @@ def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path]
         ("gpt2", "sequence", 16, SEQUENCE),
         ("gpt2", "tied_head", False, True),
         ("gpt2", "norm_eps", 1e-6, 1e-5),
+        ("llama", "qkv_bias", True, False),
+        ("qwen3", "head_norm", False, True),
     ],
 )
 def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, theirs: Any) -> None:
@@ -109,7 +118,13 @@ def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, t
 
 def test_a_resolved_configuration_reads_back(stored: dict[str, Path], tmp_path: Path) -> None:
     """Defaults are not taken for sizes that somebody asked for."""
-    for model in ({"initial": str(stored["llama"])}, {"preset": "qwen3-0.6b", "layers": 2}):
+    scaling = {"factor": 4.0, "original_sequence": 64}
+    for model in (
+        {"initial": str(stored["llama"])},
+        {"initial": str(stored["llama 3.1"]), "rotary_scaling": scaling},
+        {"preset": "qwen3-0.6b", "layers": 2},
+        {"rotary_scaling": scaling, "head_norm": True},
+    ):
         first = parse_config({"model": model})
         (tmp_path / "again.yaml").write_text(first.to_yaml())
         again = load_config(tmp_path / "again.yaml")
@@ -122,6 +137,8 @@ def test_older_files(copy: Callable[[str], Path]) -> None:
     llama = copy("llama")
     edit(llama / "config.json", rope_parameters=None, rope_scaling=None, rope_theta=123.0)
     assert load(llama).rotary_base == 123.0
+    edit(llama / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
+    assert (load(llama).rotary_base, load(llama).rotary_scaling) == (123.0, RotaryScaling(factor=2.0))
     gpt = copy("gpt2")
     tensors = load_file(gpt / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -134,23 +151,32 @@ def refused(directory: Path, *says: str) -> None:
         load(directory)
     for text in says:
         assert text in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         (
-            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-            ("mistral", "'llama'", "'gpt2'"),
+            {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]},
+            ("gemma3", "'llama'", "'qwen3'", "'gpt2'"),
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, ("LlamaForSequenceClassification",)),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
         ({"attention_bias": True}, ("attention_bias=True",)),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            ("rope_parameters", "llama3", "default"),
+            ("low_freq_factor is missing", "'llama3'"),
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling", "linear")),
+        *(
+            ({"rope_scaling": {"rope_type": kind, "factor": 2.0}}, ("rope_scaling", kind, "'llama3'"))
+            for kind in ("yarn", "dynamic", "longrope", "proportional")
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, ("factor='x'", "a number")),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, ("factor=-1.0", "greater than zero")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ("rope_parameters", "yarn")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "all dimensions")),
+        ({"mlp_bias": True}, ("mlp_bias=True", "False")),
         ({"rope_parameters": [1]}, ("rope_parameters=[1]",)),
         ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
         ({"hidden_size": None}, ("hidden_size is missing",)),
@@ -169,6 +195,46 @@ def test_other_models(copy: Callable[[str], Path], changes: dict[str, Any], says
     directory = copy("llama")
     edit(directory / "config.json", **changes)
     refused(directory, str(directory), *says)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        (
+            "mistral",
+            {"sliding_window": SEQUENCE - 1},
+            ("sliding_window=31", "sequence of 32", "model.sequence"),
+        ),
+        ("mistral", {"sliding_window": "all"}, ("sliding_window='all'",)),
+        ("mistral", {"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ("mistral", {"num_key_value_heads": None}, ("num_key_value_heads is missing",)),
+        ("qwen2", {"use_sliding_window": True}, ("use_sliding_window=True", "False")),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, ("layer_types=['sliding_attention'",)),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
+        ("qwen2", {"model_type": "llama", "architectures": None}, ("holds tensor", "proj.bias")),
+        ("qwen3", {"attention_bias": True}, ("attention_bias=True", "False")),
+        ("qwen3", {"layer_types": 3}, ("layer_types=3",)),
+        ("qwen3", {"head_dim": None}, ("shape [96, 64] instead of [512, 64]",)),
+        ("qwen3", {"model_type": "qwen2", "architectures": None}, ("lacks tensor", "q_proj.bias")),
+        ("llama 3.1", {"original_max_position_embeddings": 0}, ("original_sequence=0",)),
+    ],
+)
+def test_other_relatives(
+    copy: Callable[[str], Path], kind: str, changes: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    directory = copy(kind)
+    edit(directory / "config.json", **changes)
+    refused(directory, str(directory), *says)
+
+
+def test_a_window_as_long_as_the_samples_hides_nothing(copy: Callable[[str], Path]) -> None:
+    directory = copy("mistral")
+    edit(directory / "config.json", sliding_window=16)
+    assert load(directory, sequence=16).sequence == 16
+    with pytest.raises(ValueError, match="sliding_window=16 hides tokens of a sequence of 17"):
+        load(directory, sequence=17)
+    edit(directory / "config.json", sliding_window=None)
+    assert load(directory).sequence == SEQUENCE
 
 
 @pytest.mark.parametrize(
@@ -283,12 +349,15 @@ def test_what_has_no_equal_is_not_written() -> None:
     for changes in ({"kv_heads": 2, "head_dim": 16}, {"kv_heads": 4, "head_dim": 8}):
         with pytest.raises(ValueError, match=r"no equal in `transformers`"):
             hugging_face_config(ModelShape(family="gpt", **sizes, **changes), "float32")
+    both = {"kv_heads": 4, "head_dim": 16, "qkv_bias": True, "head_norm": True}
+    with pytest.raises(ValueError, match=r"'llama', model\.head_norm=true, model\.qkv_bias=true has no"):
+        hugging_face_config(ModelShape(family="llama", **sizes, **both), "float32")
     experts = {"kv_heads": 4, "head_dim": 16, "experts": 4, "top_k": 2}
     with pytest.raises(ValueError, match=r"model\.family='moe'"):
         hugging_face_config(ModelShape(family="moe", **sizes, **experts), "float32")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_reads_its_slices_only(
     stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, rank: int

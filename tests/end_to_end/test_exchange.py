@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
-from braid.actors.config import Config, load_config
+from braid.actors.config import Config, TrainConfig, load_config
 from braid.actors.stage.data import sample_ids
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
 from braid.jobs.cli import main
@@ -30,6 +31,7 @@ from tests.foreign_models import (
     VOCABULARY,
     LossOf,
     assert_same_bits,
+    in_float64,
     opened,
     random_model,
     tensors_in,
@@ -51,6 +53,11 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 OURS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "llama, tied, wide heads": {"tied_head": True, "head_dim": 24},
+    "llama 3.1": {"rotary_scaling": {"factor": 4.0, "original_sequence": 64}},
+    "llama, linear": {"rotary_scaling": {"factor": 2.0}},
+    "mistral": {},
+    "qwen2": {"tied_head": True, "qkv_bias": True},
+    "qwen3": {"head_dim": 24, "head_norm": True},
     "gpt2": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "gpt2, head of its own, narrow": {"family": "gpt", "kv_heads": 4, "ffn": 100},
 }
@@ -64,7 +71,7 @@ class Exchange:
         self._path, self._seed = path, seed
         self.data = prepare_text(path, seed)
         self.stored = cache(self._stored)
-        self._references: dict[str, tuple[list[float], list[float]]] = {}
+        self._references: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
 
     def _stored(self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
         """A random model as `transformers` saves it."""
@@ -82,19 +89,23 @@ class Exchange:
 
     def reference(self, kind: str, config: Config) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of `transformers` and torch's AdamW under the same settings."""
-        if kind not in self._references:
-            train = config.train
-            names = PlainSettings.__dataclass_fields__
-            settings = PlainSettings(**{name: getattr(train, name) for name in names})
-            model: Any = LossOf(opened(self.stored(kind)).train())
-            trainer = PlainTrainer(model, settings)
-            samples = windows(self.data, "train", SEQUENCE)
-            results = []
-            for step in range(train.steps):
-                ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
-                results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
-            self._references[kind] = [loss for loss, _ in results], [norm for _, norm in results]
-        return self._references[kind]
+        train = config.train
+        key = kind, train.dtype
+        if key not in self._references:
+            model = opened(self.stored(kind)).train()
+            with in_float64(model) if train.dtype == "fp64" else nullcontext():
+                self._references[key] = self._steps(LossOf(model), train)
+        return self._references[key]
+
+    def _steps(self, model: Any, train: TrainConfig) -> tuple[list[float], list[float]]:
+        names = PlainSettings.__dataclass_fields__
+        trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
+        samples = windows(self.data, "train", SEQUENCE)
+        results = []
+        for step in range(train.steps):
+            ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
+            results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
+        return [loss for loss, _ in results], [norm for _, norm in results]
 
     def exported(self, run: Run, *options: str) -> Path:
         """What ``braid checkpoint export`` makes of a run."""
@@ -121,21 +132,24 @@ def logits(model: Any, tokens_BS: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found.logits
 
 
-QUICK = [("llama", "tp 2"), ("gpt2", "pp 2")]
-CASES = [(kind, layout) for kind in ("llama", "gpt2") for layout in LAYOUTS]
-CASES += [("llama, tied, wide heads", "pp 2"), ("gpt2, head of its own, narrow", "tp 2")]
+QUICK = [("llama", "tp 2", "fp32"), ("gpt2", "pp 2", "fp32")]
+QUICK += [(kind, "tp 2", "fp64") for kind in ("qwen2", "qwen3")]
+CASES = [(kind, layout, "fp32") for kind in ("llama", "gpt2") for layout in LAYOUTS]
+CASES += [("llama, tied, wide heads", "pp 2", "fp32"), ("gpt2, head of its own, narrow", "tp 2", "fp32")]
+CASES += [(kind, "tp 2", "fp64") for kind in ("llama 3.1", "mistral", "qwen2", "qwen3")]
+TOLERANCE = {"fp32": 2e-5, "fp64": 1e-9}
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "dtype"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_training_goes_on_as_in_transformers(exchange: Exchange, kind: str, layout: str) -> None:
-    run = exchange.run(kind, layout, exchange.stored(kind))
+def test_training_goes_on_as_in_transformers(exchange: Exchange, kind: str, layout: str, dtype: str) -> None:
+    run = exchange.run(kind, layout, exchange.stored(kind), dtype=dtype)
     losses, norms = exchange.reference(kind, run.config)
     assert len(run.losses) == STEPS
-    assert run.losses == pytest.approx(losses, rel=2e-5, abs=0)
-    assert run.gradient_norms == pytest.approx(norms, rel=2e-5, abs=0)
+    assert run.losses == pytest.approx(losses, rel=TOLERANCE[dtype], abs=0)
+    assert run.gradient_norms == pytest.approx(norms, rel=TOLERANCE[dtype], abs=0)
     assert max(norms) > run.config.train.clip_norm, "nothing was clipped: too easy a test"
     assert losses[-1] < losses[0] - 0.1, "nothing was learned: too easy a test"
 
@@ -170,6 +184,8 @@ def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: st
     target = exchange.exported(run)
     assert_same_bits(tensors_in(target), tensors_in(exchange.stored(kind)))
     assert initial_shape(target, {}) == initial_shape(exchange.stored(kind), {})
+    tokens = torch.arange(SEQUENCE).unsqueeze(0)
+    assert torch.equal(logits(opened(target), tokens), logits(opened(exchange.stored(kind)), tokens))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

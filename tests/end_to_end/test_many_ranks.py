@@ -4,6 +4,7 @@ A few steps of tiny models, as all ranks share this machine's cores; orders come
 costs.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,22 @@ OF_GPT: list[tuple[int, str, dict[str, int]]] = [
     (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
     (4, "ddp", {"dp": 4, "zero": 3, "shards": 2}),
 ]
+QWEN: Mapping[str, Any] = {
+    "family": "llama",
+    "qkv_bias": True,
+    "head_norm": True,
+    "head_dim": 24,
+    "rotary_scaling": {"factor": 4.0, "original_sequence": 64},
+}
+OF_QWEN: list[tuple[int, str, dict[str, Any]]] = [
+    (4, "braid_w", {"cp": 2, "tp": 2, "context": "ring"}),
+    (4, "zbv", {"cp": 2, "pp": 2, "context": "all_gather"}),
+    (4, "braid_together_4", {"tp": 2, "dp": 2, "zero": 3}),
+]
 ALL_CASES = [
     *((*case, "llama") for case in CASES),
     *((*case, "gpt") for case in OF_GPT),
+    *((*case, "qwen") for case in OF_QWEN),
     *(
         (layers, schedule, {**parallel, "context": context}, family)
         for layers, schedule, parallel in OF_CONTEXT
@@ -111,7 +125,7 @@ class Plain:
 
     def of(self, overrides: Mapping[str, Mapping[str, Any]]) -> PlainRun:
         """Done once."""
-        key = (*overrides["model"].values(), overrides["train"]["steps"])
+        key = json.dumps(overrides["model"]), overrides["train"]["steps"]
         if key not in self._runs:
             config = small_config(self.path / "plain", **{**overrides, "parallel": {}, "overlap": {}})
             self._runs[key] = run_plain(config, self.data)
@@ -135,7 +149,7 @@ def test_losses_are_those_of_plain_pytorch(
     steps = STEPS_OF_REPLICAS if "dp" in parallel else STEPS
     overrides: dict[str, Mapping[str, Any]] = {
         "model": {
-            "family": family,
+            **(QWEN if family == "qwen" else {"family": family}),
             "layers": layers,
             "kv_heads": 4 if "tp" in parallel or family == "gpt" else 2,
         },

@@ -33,6 +33,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt": {"family": "gpt", "kv_heads": 4},
     "llama of 8 layers": {"family": "llama", "layers": 8},
     "gpt, one table": {"family": "gpt", "kv_heads": 4, "tied_head": True},
+    "llama, norms of heads": {"family": "llama", "head_norm": True, "qkv_bias": True},
 }
 TWO_STRANDS = [
     name
@@ -74,6 +75,7 @@ CASES = [
     ("gpt", "intra_batch", {"tp": 4}, "fp64"),
     ("llama", "intra_batch", {"tp": 2}, "fp32"),
     ("llama", "planned pieces", {"tp": 2}, "fp64"),
+    *(("llama, norms of heads", name, {"tp": 2}, "fp64") for name in ("braid_w", "intra_batch")),
 ]
 """``intra_batch`` is exact to the bit as long as a row of a GEMM comes out the same beside fewer other rows:
 so it is in single and double precision on the CPU that this was tried on."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.head_norm import HeadNorm
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
@@ -110,6 +111,24 @@ def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
     return Case(
         operator=RMSNorm(hidden=width, eps=EPSILON, dtype=dtype),
         inputs=(normal(tokens, width, dtype=dtype),),
+        reference=reference,
+        input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+        weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
+    )
+
+
+def head_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
+    """Norms of heads of ``width``: four of queries, two of keys, and as many of values that stay."""
+
+    def reference(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        heads = qkv.unflatten(-1, (8, width))
+        normed = heads / (heads.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+        parts = normed[:, :4] * q_weight, normed[:, 4:6] * k_weight, heads[:, 6:]
+        return torch.cat(parts, dim=1).flatten(1)
+
+    return Case(
+        operator=HeadNorm(heads=4, kv_heads=2, head_dim=width, eps=EPSILON, dtype=dtype),
+        inputs=(normal(tokens, 8 * width, dtype=dtype),),
         reference=reference,
         input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
         weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
@@ -242,6 +261,7 @@ def position_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
 
 CASES: tuple[Callable[[int, int, torch.dtype], Case], ...] = (
     rms_norm,
+    head_norm,
     layer_norm,
     linear,
     swiglu,

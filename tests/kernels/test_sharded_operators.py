@@ -14,6 +14,7 @@ from torch import Tensor
 from braid.kernels.operators.activation import SwiGLU
 from braid.kernels.operators.attention import Attention
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.head_norm import HeadNorm
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
@@ -163,6 +164,33 @@ def test_norm_by_tokens(tp, kind):
     assert_close(torch.cat(y), expected[0])
     assert_close(torch.cat(dx), expected[1])
     for actual, reference in zip(sums, expected[2:], strict=True):
+        assert_close(sum(actual), reference)
+
+
+@degrees
+@torch.no_grad()
+def test_head_norm_by_heads(tp):
+    """Every rank norms its own heads; gradients of the weights, which all have, add up."""
+    torch.manual_seed(tp)
+    d, values = 5, {"q_weight": double(5), "k_weight": double(5)}
+    qkv, dy = ([double(6, n * tp * d) for n in (2, 1, 1)] for _ in range(2))
+
+    def run(*columns: Tensor) -> tuple[Tensor, ...]:
+        qkv, dy = torch.cat(columns[:3], dim=1), torch.cat(columns[3:], dim=1)
+        widths = [part.shape[1] for part in columns[:3]]
+        heads, kv_heads = widths[0] // d, widths[1] // d
+        operator = load(HeadNorm(heads=heads, kv_heads=kv_heads, head_dim=d, eps=EPSILON, **DOUBLE), **values)
+        y, statistics = operator(qkv)
+        (dx,) = operator.input_gradient(dy, qkv, statistics)
+        operator.weight_gradient(dy, qkv, statistics)
+        return *y.split(widths, dim=1), *dx.split(widths, dim=1), *operator.gradients.values()
+
+    expected = run(*qkv, *dy)
+    shards = zip(*[parts(x, tp, 1) for x in (*qkv, *dy)], strict=True)
+    results = [*zip(*[run(*shard) for shard in shards], strict=True)]
+    for actual, reference in zip(results[:6], expected[:6], strict=True):
+        assert_close(torch.cat(actual, dim=1), reference)
+    for actual, reference in zip(results[6:], expected[6:], strict=True):
         assert_close(sum(actual), reference)
 
 

@@ -48,6 +48,8 @@ LLAMA = ModelShape(
     sequence=16,
 )
 GPT = replace(LLAMA, family="gpt", kv_heads=8, ffn=256)
+QWEN = replace(LLAMA, qkv_bias=True, head_norm=True)
+"""With what Qwen2.5 and Qwen3 have each."""
 MICRO_BATCH = 2
 TOKENS = MICRO_BATCH * LLAMA.sequence
 

@@ -12,7 +12,7 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, with_recompu
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.scheduling.cases import GPT, LLAMA, TOKENS, model_parts
+from tests.scheduling.cases import GPT, LLAMA, QWEN, TOKENS, model_parts
 
 FORWARD = """
 attention_norm attention_gather qkv attention projection attention_scatter attention_residual
@@ -23,7 +23,7 @@ mlp_residual.grad mlp_scatter.grad mlp_out.dgrad mlp_out.wgrad activation.grad m
 mlp_gather.grad mlp_norm.grad attention_residual.grad attention_scatter.grad projection.dgrad
 projection.wgrad attention.grad qkv.dgrad qkv.wgrad attention_gather.grad attention_norm.grad
 """
-SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+SHAPES = pytest.mark.parametrize("shape", [LLAMA, QWEN, GPT], ids=["llama", "qwen", "gpt"])
 DEGREES = pytest.mark.parametrize("tp", [1, 2, 4])
 
 
@@ -45,7 +45,7 @@ def builder(name: str = "layer", tp: int = 1) -> LayerBuilder:
 # -- operators ---------------------------------------------------------------------------------------------
 
 
-@SHAPES
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_layer_has_14_forward_and_18_backward_operators(shape: ModelShape, tp: int) -> None:
     layer = model_parts(shape, tp)["layer"]
@@ -54,7 +54,16 @@ def test_a_layer_has_14_forward_and_18_backward_operators(shape: ModelShape, tp:
     assert (len(layer.forward.operators), len(layer.backward.operators)) == (14, 18)
 
 
-@SHAPES
+def test_norms_of_heads_stand_before_attention() -> None:
+    layer = model_parts(QWEN, 2)["layer"]
+    assert names(layer.forward) == FORWARD.replace("qkv attention", "qkv head_norm attention").split()
+    backward = BACKWARD.replace("attention.grad qkv", "attention.grad head_norm.grad qkv")
+    assert names(layer.backward) == backward.split()
+    assert layer.backward.named("head_norm.grad").phase is Pass.GRADIENT
+    assert layer.modules["head_norm"].whole == 2 * QWEN.head_dim
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_without_tensor_parallelism_collectives_vanish(shape: ModelShape) -> None:
     layer = model_parts(shape, 1)["layer"]
     assert names(layer.forward) == computing(FORWARD).split()
@@ -393,6 +402,8 @@ def test_policies_save_less_and_less(shape: ModelShape, tp: int, width: int) -> 
     ],
 )
 def test_what_is_recomputed(shape: ModelShape, policy: str, tp: int, expected: str) -> None:
+    if shape.head_norm:
+        expected = expected.replace("qkv attention", "qkv head_norm attention")
     layer = model_parts(shape, tp, policy)["layer"]
     again = [op for op in layer.backward.operators if op.phase is Pass.RECOMPUTE]
     assert tuple(again) == layer.backward.operators[: len(again)], "recomputation comes first"

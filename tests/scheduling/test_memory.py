@@ -60,6 +60,7 @@ from tests.scheduling.cases import (
     LLAMA,
     LOWERED,
     MICRO_BATCH,
+    QWEN,
     TOKENS,
     choices_for,
     code_of,
@@ -74,7 +75,7 @@ from tests.scheduling.partition_cases import collectives_of, partition_of
 from tests.scheduling.plans import cluster
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+SHAPES = pytest.mark.parametrize("shape", [LLAMA, QWEN, GPT], ids=["llama", "qwen", "gpt"])
 
 
 class MlpLayer:
