@@ -92,9 +92,8 @@ def model_flops(shape: ModelShape, tokens: int) -> int:
     """
     qkv = shape.query_width + 2 * shape.kv_width
     mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers
-    widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (
-        mlp * (shape.top_k - 1) + shape.experts
-    )
+    visited = 3 * shape.expert_width * (shape.top_k + shape.shared_experts)
+    widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (visited - mlp + shape.experts)
     weights = shape.hidden * (widths + shape.vocabulary)
     attention = shape.layers * shape.sequence * shape.query_width
     return 3 * tokens * (2 * weights + 2 * attention)

@@ -71,7 +71,7 @@ class ModelConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     # tokens that an expert takes of each rank, over the average: more are dropped; 0: all that come
     capacity_factor: Annotated[float, Field(ge=0)] = 0.0
-    expert_ffn: Positive | None = None  # width of an expert; default: ffn
+    expert_ffn: Annotated[int, Field(ge=0)] = 0  # width of an expert; 0: ffn
     shared_experts: Annotated[int, Field(ge=0)] = 0  # that every token visits, beside top_k of the others
     softmax_after: bool = False  # gates: softmax over the chosen experts' scores, not over all experts'
     normalised: bool = True  # gates of a token are divided by their sum
@@ -143,7 +143,7 @@ class ModelConfig(Section):
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
-            expert_ffn=self.expert_ffn or 0,
+            expert_ffn=self.expert_ffn,
             shared_experts=self.shared_experts,
             softmax_after=self.softmax_after,
             normalised=self.normalised,

@@ -17,7 +17,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
-from braid.kernels.collectives.primitives import Launch
+from braid.kernels.collectives.primitives import Launch, Line
 from braid.kernels.collectives.stages import gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
@@ -35,6 +35,14 @@ Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """An operation of a stretch, called with the frames and the passes of the stretch."""
 
 
+def _all_gather(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
+    return line.all_gather(x) if shares is None else line.all_gather(x, shares=shares)
+
+
+def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
+    return line.reduce_scatter(x) if shares is None else line.reduce_scatter(x, shares=shares)
+
+
 def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
     """How an operator that communicates is launched, given a line, x, and perhaps how many rows go where.
 
@@ -42,9 +50,9 @@ def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Lau
     """
     match kind:
         case Kind.ALL_GATHER:
-            return lambda line, x, shares=None: line.all_gather(x, shares=shares)
+            return _all_gather
         case Kind.REDUCE_SCATTER:
-            return lambda line, x, shares=None: line.reduce_scatter(x, shares=shares)
+            return _reduce_scatter
         case Kind.ALL_TO_ALL:
             return lambda line, x, extents: line.all_to_all(x, extents)
         case Kind.ALL_REDUCE:

@@ -3,10 +3,15 @@
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from braid.scheduling.operators import Graph, Kind, Operator, Pass
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
 
 CUT: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-"""Collectives of layers that may be cut."""
+"""Kinds of collectives of layers that may be cut."""
+
+
+def can_be_cut(part: Part, op: Operator) -> bool:
+    """Whether a partition may divide an operator: a collective of rows of which every rank has as many."""
+    return op.kind in CUT and len(op.reads) == 1 and part.values[op.reads[0]].precision is not Precision.INDEX
 
 
 def operators_beside(graph: Graph, op: Operator, most: int) -> list[Operator]:

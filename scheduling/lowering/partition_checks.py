@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 
-from braid.scheduling.lowering.beside import CUT, operators_beside
+from braid.scheduling.lowering.beside import can_be_cut, operators_beside
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.partition import PARTITIONED, Partition
 from braid.scheduling.pattern import is_layer
@@ -17,8 +17,9 @@ def check_partition(one: Partition, parts: Mapping[str, Part], layout: ParallelL
     if first in parts:
         operators = (*parts[first].forward.operators, *parts[first].backward.operators)
         found = next((op for op in operators if op.name == second), None)
-        if found is None or found.kind not in CUT or not is_layer(first):
-            known = [op.name for op in operators if op.kind in CUT] if is_layer(first) else []
+        part = parts[first]
+        if found is None or not is_layer(first) or not can_be_cut(part, found):
+            known = [op.name for op in operators if can_be_cut(part, op)] if is_layer(first) else []
             raise ValueError(
                 f"partition {one.what}: that is no all-gather or reduce-scatter of a layer; "
                 f"{first} has {', '.join(known) or 'none'}"

@@ -9,7 +9,7 @@ runs them. MegaScale's pipelines of gathers and GEMMs are the partition `mega_sc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from braid.scheduling.lowering.beside import CUT, operators_beside
+from braid.scheduling.lowering.beside import can_be_cut, operators_beside
 from braid.scheduling.lowering.partition_checks import check_partition
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Piece, Stream, Value
 from braid.scheduling.partition import WHOLE, Factor, Partition, Region, Share, Span, chosen
@@ -50,7 +50,8 @@ def cut_gemms(part: Part) -> frozenset[str]:
     found = set()
     for graph in (part.forward, part.backward):
         for op in graph.operators:
-            if op.kind is Kind.ALL_GATHER and (beside := operators_beside(graph, op, 1)):
+            gathers = op.kind is Kind.ALL_GATHER and can_be_cut(part, op)
+            if gathers and (beside := operators_beside(graph, op, 1)):
                 found.add(beside[0].key)
     return frozenset(found)
 
@@ -82,7 +83,7 @@ class _Cutter:
         groups: dict[str, list[Operator]] = {}
         for op in graph.operators:
             how = chosen(self.partitions, f"{self.original.name}/{op.name}", f"{op.axis}/{op.kind.value}")
-            if op.kind not in CUT or how is None:
+            if how is None or not can_be_cut(self.original, op):
                 continue
             beside = [one for one in operators_beside(graph, op, how.operators) if one.name not in taken]
             if how.operators and not beside:

@@ -99,7 +99,8 @@ def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
     if kind.pairs is not None and bench.setting.unit_layers:
         pairings, note = _decide_units(bench, whole_ends=whole_ends)
         orders |= pairings
-    elif kind.pairs is not None:
+    elif kind.pairs not in (None, PairMethod.EXCHANGES):  # that one is fixed
+        assert kind.pairs is not None
         pairings, note = _decide_layers(bench, kind.pairs)
         orders |= pairings
     return Choices(orders=orders), note

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from braid.scheduling.cluster import Group
-from braid.scheduling.lowering.beside import CUT, operators_beside
+from braid.scheduling.lowering.beside import CUT, can_be_cut, operators_beside
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
@@ -65,7 +65,7 @@ def collectives(bench: Bench) -> list[Collecting]:
         if is_layer(name)
         for graph in (part.forward, part.backward)
         for op in graph.operators
-        if op.kind in CUT and op.axis == "tp"
+        if can_be_cut(part, op) and op.axis == "tp"
         for beside in [operators_beside(graph, op, MOST_BESIDE)]
     ]
 

@@ -87,7 +87,9 @@ def test_sizes_come_from_the_directory(stored: dict[str, Path]) -> None:
 @pytest.mark.parametrize("kind", ["llama", "llama 3.1", "qwen2", "qwen3"])
 def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path], kind: str) -> None:
     free = load(stored[kind])
-    assert load(stored[kind], **asdict(free)) == free
+    given = asdict(free)
+    del given["documents"]  # a matter of the data
+    assert load(stored[kind], **given) == free
     assert load(stored[kind], sequence=16) == replace(free, sequence=16)
 
 

@@ -82,7 +82,7 @@ def test_layers_that_are_not_built_in_are_refused() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["layer", "dense", "dense 3*layer", "layer dense"])
-@pytest.mark.parametrize("shape", [MOE, replace(MOE, capacity_factor=2.0, experts=8, top_k=3)])
+@pytest.mark.parametrize("shape", [MOE, replace(MOE, expert_ffn=40, shared_experts=2, experts=8, top_k=3)])
 def test_parameters_and_flops_are_those_of_the_graphs(shape: ModelShape, pattern: str) -> None:
     shape, layout = replace(shape, pattern=pattern), ParallelLayout()
     parts = built_in_parts(part_sizes(shape, layout, 1))

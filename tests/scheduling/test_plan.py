@@ -56,7 +56,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
         (r"placement: folded", "placement: linear", r"set it to 'folded'"),
         (r"placement: folded", "placement: upside", r"must be one of linear, folded"),
         (r"    layers: 8", "    layers: 2", r"model.layers=2 cannot fill 4 chunks"),
-        (r"  method: order", "  method: magic", r"must be one of turns, barriers, order"),
+        (r"  method: order", "  method: magic", r"must be one of turns, exchanges, barriers, order"),
         (r"    zero: 0", "    zero: 4", r"parallel.zero=4 must be one of 0, 1"),
         (
             r"  pipeline:",

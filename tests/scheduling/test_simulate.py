@@ -164,7 +164,7 @@ def test_every_sum_and_the_update_have_their_price(
                     if count:
                         name = f"parameters.{chunk} {axis} {number}"
                         expected[name] = profile.transfer_ns(axis, Kind.ALL_GATHER, count * 2)
-        for axis in ("tp", "pp", "dp") if zero else ("tp", "pp"):
+        for axis in ("tp", "pp", "dp") if zero else ("tp", "pp", "ep"):
             if layout.degree(axis) > 1:
                 expected[f"norm {axis}"] = profile.transfer_ns(axis, Kind.ALL_REDUCE, NORM_BYTES)
         most = max(
