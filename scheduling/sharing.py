@@ -113,8 +113,8 @@ class Sharing:
                 at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
                 if at == begin and behind:
                     inserted[at][place].append((Compute, Update(*touch.key)))
-                first, last = map(list, zip(*map(self._ends, of), strict=True))
-                inserted[at][place] += [(Start, one) for one in first]
+                ends = [self._ends(one) for one in of]  # none of experts that one rank alone has
+                inserted[at][place] += [(Start, first) for first, _ in ends]
                 for nth in range(1, len(moves)):  # one use before the next, and the last one before its own
                     turn = uses[min(number, max(0, early + nth, number - len(moves) + nth))]
                     inserted[turn.position][turn.touch.first] += [
@@ -126,7 +126,7 @@ class Sharing:
                             (Start, replace(one, move=moves[nth])),
                         )
                     ]
-                inserted[position][touch.first] += [(Wait, one) for one in last]
+                inserted[position][touch.first] += [(Wait, last) for _, last in ends]
                 there.add(touch.key)
             again = following.get(number)
             if self.layout.zero > 2 and (again is None or again - number > keep):

@@ -142,8 +142,8 @@ def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str,
     """
     forward, backward = list(layer.forward.operators), list(layer.backward.operators)
     pair, name = f"F:{layer.name}|B:{layer.name}", layer.name
-    if method is PairMethod.TURNS:
-        return {}  # lowering lets them take turns
+    if method in (PairMethod.TURNS, PairMethod.EXCHANGES):
+        return {}  # lowering has their order
     if method is PairMethod.BARRIERS:
         width = max(len(forward), len(backward))
         padded = [[op.name for op in ops] + [""] * (width - len(ops)) for ops in (forward, backward)]

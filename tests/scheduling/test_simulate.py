@@ -33,7 +33,7 @@ from tests.scheduling.plans import (
     setting,
 )
 
-PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs is not None]
+PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs not in (None, PairMethod.EXCHANGES)]
 
 
 def layer_ns(bench: Bench) -> int:
@@ -196,7 +196,7 @@ def test_every_sum_and_the_update_have_their_price(
             assert all(len(alike) == 1 for alike in found.values())
         in_turn = sorted(found, key=lambda name: found[name][-1].start)
         gradients = [name for name in in_turn if name.startswith("gradients")]
-        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp")[: 2 + bool(zero)] if layout.degree(axis) > 1]
+        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp" if zero else "ep") if layout.degree(axis) > 1]
         end = ["norm", *norms, *([] if early else ["optimizer"])]
         if early:  # from one update to the next: each bucket's gathers follow its own
             assert in_turn[0] == "clip"
