@@ -101,7 +101,8 @@ class CollectiveBuilder(GraphBuilder):
         sent = width * made.elements if shifts else width * whole * (degree - 1) // degree
         if kind is Kind.ALL_REDUCE:
             sent *= 2
-        y = self._value(f"{name}.out", made, precision)
+        in_place = x if kind is Kind.ALL_REDUCE else None
+        y = self._value(f"{name}.out", made, precision, alias=in_place)
         return self._emit(
             name,
             kind,

@@ -176,7 +176,7 @@ class GraphBuilder:
         """Name the gradient of ``x`` that the next contribution writes: whole, or one more partial sum."""
         count = self._arrived[x] = self._arrived.get(x, 0) + 1
         name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
-        return self._value(name, self._dims[x], alias=alias)
+        return self._value(name, self._dims[x], self._values[x].precision, alias=alias)
 
     def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
         """Emit a backward operator that adds to the gradients of the values ``receivers``.
@@ -185,7 +185,7 @@ class GraphBuilder:
         """
         partials = {x: self._partial(x) for x in receivers}
         writes = tuple(
-            self._value(f"d.{x}@{operator.module}", self._dims[x], alias=alias)
+            self._value(f"d.{x}@{operator.module}", self._dims[x], self._values[x].precision, alias=alias)
             if partial
             else self._arrive(x, alias)
             for x, partial in partials.items()

@@ -41,6 +41,10 @@ class PairedSegment:
         return bool(self.forward and self.backward)
 
 
+MOST_PREFIXES = 512
+"""Of a graph whose pairings are all searched: beyond, seconds become minutes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pairing:
     """Segments in order and the time they take."""
@@ -226,18 +230,33 @@ def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
     return np.divide(sums, products, out=np.zeros_like(sums), where=products > 0)
 
 
+def _prefixes(graph: StrandGraph) -> tuple[int, ...]:
+    """All prefixes; where branches side by side (shared experts) make them too many, those of one order of
+    weight gradients, which nothing waits for, and one of all others."""
+    if len(graph.prefixes) <= MOST_PREFIXES:
+        return graph.prefixes
+    kinds = (graph.weights, graph.all & ~graph.weights)
+    in_order = [{kind & ((1 << op) - 1) for op in range(len(graph) + 1)} for kind in kinds]
+    return tuple(
+        mask
+        for mask in graph.prefixes
+        if all(mask & kind in some for kind, some in zip(kinds, in_order, strict=True))
+    )
+
+
 def _segments(graph: StrandGraph) -> _Segments:
     """Every segment from every prefix, sorted by target."""
-    place = {mask: n for n, mask in enumerate(graph.prefixes)}
+    prefixes = _prefixes(graph)
+    place = {mask: n for n, mask in enumerate(prefixes)}
     rows: list[tuple[int, int, int]] = []
-    for done in graph.prefixes:
+    for done in prefixes:
         seen: set[int] = set()
         stack = [0]
         while stack:
             taken = stack.pop()
             for op in graph.ready(done | taken):
                 larger = taken | 1 << op
-                if larger in seen or not _may_join(graph, op, taken):
+                if larger in seen or done | larger not in place or not _may_join(graph, op, taken):
                     continue
                 seen.add(larger)
                 stack.append(larger)
@@ -248,7 +267,7 @@ def _segments(graph: StrandGraph) -> _Segments:
         for op in bits(mask):
             weights[n, op] = graph.solo_ns[op]
     return _Segments(
-        prefixes=graph.prefixes,
+        prefixes=prefixes,
         source=np.array([row[1] for row in rows], dtype=np.int64),
         target=np.array([row[0] for row in rows], dtype=np.int64),
         masks=tuple(row[2] for row in rows),

@@ -5,7 +5,7 @@ the right shape and any content, which is all that memory depends on.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -50,7 +50,7 @@ from braid.scheduling.planner.orders import decisions
 from braid.scheduling.schedule import Reduce, Step
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
+from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Placement, Workload
 from braid.scheduling.sweep import Sweep
 from braid.scheduling.validate import ScheduleError, check_memory, linked
 from tests.end_to_end.command import ROOT
@@ -105,20 +105,24 @@ LAYERS: dict[str, LayerDefinition] = {**load_layers({"example": EXAMPLE}), "mlp"
 """The family's own layer, and two others."""
 
 
-def graphs(shape: ModelShape, layout: ParallelLayout, policy: str = "none") -> dict[str, Part]:
+def graphs(
+    shape: ModelShape, layout: ParallelLayout, policy: str = "none", context: str = "all_gather"
+) -> dict[str, Part]:
     """The parts of a model that may have all these layers."""
     layers = {kind: definition.graph for kind, definition in LAYERS.items()}
-    return every_part(part_sizes(shape, layout, MICRO_BATCH), layers, policy)
+    return every_part(part_sizes(shape, layout, MICRO_BATCH, context=context), layers, policy)
 
 
-def stage_model(shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str = "fp32") -> StageModel:
+def stage_model(
+    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: str = "fp32", context: str = "all_gather"
+) -> StageModel:
     """The modules of a rank, not initialised."""
     return StageModel(
         layers=LAYERS,
         shape=shape,
         layout=layout,
         place=Place.of(layout.mesh, rank),
-        sizes=part_sizes(shape, layout, MICRO_BATCH),
+        sizes=part_sizes(shape, layout, MICRO_BATCH, context=context),
         device=torch.device("cpu"),
         dtype=DTYPES[dtype],
     )
@@ -174,7 +178,7 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
 
 
 def held_for_real(
-    shape: ModelShape, code: Code, stage: int, dtype: str = "fp32"
+    shape: ModelShape, code: Code, stage: int, dtype: str = "fp32", context: str = "all_gather"
 ) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
@@ -182,10 +186,10 @@ def held_for_real(
     of do.
     """
     layout = code.layout
-    rank = layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
+    rank = layout.rank_at({**dict.fromkeys(layout.mesh.sizes, 0), "pp": stage})
     held: list[tuple[Operation, int]] = []
     with mesh_of(layout, rank) as mesh:
-        model = stage_model(shape, layout, rank, dtype)
+        model = stage_model(shape, layout, rank, dtype, context)
         model.initialise(0)
         streams = HostStreams()
         recorder = Recorder(streams)
@@ -201,17 +205,17 @@ def held_for_real(
                 (operation, held_bytes(executor.held(), passing(weights, gradients)))
             ),
         )
-        tokens = torch.zeros(TOKENS, dtype=torch.int64)
+        tokens = torch.zeros(TOKENS // layout.cp, dtype=torch.int64)
         update = Sharing(weights, gradients) if layout.zero else NoUpdate()
         executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, update)
         streams.close()
     return held
 
 
-def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32") -> None:
+def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32", context: str = "all_gather") -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
     for stage, stretches in enumerate(code.stages):
-        found = iter(held_for_real(shape, code, stage, dtype))
+        found = iter(held_for_real(shape, code, stage, dtype, context))
         sweep, during = Sweep(code, DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
         most = 0
         for stretch, said in zip(stretches, during, strict=True):
@@ -332,6 +336,54 @@ def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, poli
     assert found
     for code in found:
         assert_exact(shape, code)
+
+
+MIXTURE = replace(
+    LLAMA, family="moe", experts=4, top_k=2, ffn=48, capacity_factor=1.0, balance_loss=0.1, shared_experts=1
+)
+SPREAD: list[tuple[ModelShape, dict[str, int], str]] = [
+    *(
+        (shape, degrees, context)
+        for shape in (QWEN, GPT)
+        for degrees in ({"cp": 2}, {"cp": 2, "tp": 2, "pp": 2})
+        for context in CONTEXT_MODES
+    ),
+    (MIXTURE, {"dp": 2, "ep": 2}, "all_gather"),
+    (MIXTURE, {"dp": 2, "ep": 4, "cp": 2, "tp": 2}, "ring"),
+]
+
+
+@pytest.mark.parametrize(("shape", "degrees", "context"), SPREAD)
+@pytest.mark.parametrize(
+    ("policy", "schedule", "dtype"),
+    [
+        ("none", "wavelet", "bf16"),
+        ("selective", "dhelix", "fp32"),
+        ("full", "wavelet", "fp32"),
+        ("fine", "dhelix", "bf16"),
+    ],
+)
+@pytest.mark.slow
+def test_activations_of_spread_tokens_are_counted_to_the_byte(
+    shape: ModelShape, degrees: Mapping[str, int], context: str, policy: str, schedule: str, dtype: str
+) -> None:
+    """Over ranks that have some of a sample's tokens, and those that have some experts of one capacity."""
+    shape = replace(shape, layers=4)
+    layout = ParallelLayout(**degrees, placement=SCHEDULES[schedule].placement_on(degrees.get("pp", 1)))
+    setting = Setting(
+        model=shape,
+        layout=layout,
+        workload=Workload(global_batch=4 * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH),
+        schedule=schedule,
+        recompute=policy,
+        context=context,
+    )
+    parts = graphs(shape, layout, policy, context)
+    spec = cluster(gpus=layout.ranks, intra=1e8)
+    bench = measured(parts, analytic_profile(spec, layout, parts))(setting)
+    for choices, _ in decisions(bench):
+        code = linked(training_schedule(setting, bench.parts, choices), layout, shape.kinds, bench.parts)
+        assert_exact(shape, code, dtype, context)
 
 
 @given(st.data(), st.sampled_from(["megatron", "wavelet", "zbv", "braid_w"]), st.sampled_from([LLAMA, GPT]))
