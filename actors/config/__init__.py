@@ -100,7 +100,7 @@ class ParallelConfig(Section):
     ``parallel: auto``: `braid plan` searches them, and a run measures what the machine makes of each;
     ``{auto: true, tp: 8}`` fixes those that are given.
     ``zero`` that is not given is searched by `braid plan`: each layout has the first from 1 on that fits.
-    ``cp`` and ``ep`` are planned and simulated only: a run wants 1 and 1.
+    ``ep`` borrows ranks of dp x cp: the innermost ones, as many experts on each.
     """
 
     dp: Positive = 1  # data: replicas, each with its share of the batch
