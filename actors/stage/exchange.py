@@ -154,7 +154,8 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tup
     """What a file's tensors are made of, in the dtype of the checkpoint, by name.
 
     Of a global parameter of experts this is a box, from the first expert that is in the file to the last, so
-    that nothing is read of the others; the number is the first one's. Of others it is all, and 0.
+    that nothing is read of the others; the number is the first one's. Of others it is all, and 0. One box, as
+    a stored slice of many experts is read anew for each box that asks for some of it.
     """
     boxes: dict[str, tuple[tuple[int, ...], range]] = {}
     for tensor in group:

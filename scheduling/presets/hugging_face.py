@@ -64,7 +64,7 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"{shape.heads}, model.kv_heads={shape.kv_heads}, model.head_dim={shape.head_dim}, "
             f"model.hidden={shape.hidden} have no equal in `transformers`"
         )
-    if shape.shared_experts:
+    if shape.experts and shape.shared_experts:
         raise ValueError(
             f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "
             f"Qwen3-MoE has experts that every token visits"

@@ -6,7 +6,7 @@ Inputs are fresh in every session: the seed stands in the tests' names, and BRAI
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.actors.config import Config, TrainConfig, load_config
+from braid.actors.stage import exchange as exchanging
 from braid.actors.stage.data import sample_ids
-from braid.actors.stage.hub_files import SINGLE
+from braid.actors.stage.hub_files import SINGLE, StoredTensor
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
 from braid.jobs.cli import main
 from braid.scheduling.presets.hugging_face import initial_shape
@@ -252,6 +253,22 @@ def test_the_layout_does_not_show_in_the_file(exchange: Exchange) -> None:
         for layout in ("one rank", "ep 2")
     ]
     assert files[0] == files[1]
+
+
+def test_an_export_holds_no_more_than_a_file(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors of all experts it reads those that the file has."""
+    load, held = exchanging._load, []
+
+    def noting(reader: Any, group: Sequence[StoredTensor]) -> Any:
+        parts = load(reader, group)
+        held.append((sum(t.numel() for _, t in parts.values()), sum(math.prod(t.shape) for t in group)))
+        return parts
+
+    run = exchange.run("mixtral", "ep 2", exchange.stored("mixtral"), until=1, **FROZEN)
+    monkeypatch.setattr(exchanging, "_load", noting)
+    exchange.exported(run, "--max-file-gb", "0.0001")
+    assert len(held) > 2
+    assert all(read == written for read, written in held)
 
 
 def test_a_capacity_is_of_training(exchange: Exchange, capsys: pytest.CaptureFixture[str]) -> None:
