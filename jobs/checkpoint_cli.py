@@ -83,9 +83,10 @@ def export_checkpoint(
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
 ) -> None:
-    """Write a model for Hugging Face's transformers: safetensors and config.json (Llama, Qwen, GPT-2).
+    """Write a model for Hugging Face's transformers: safetensors and config.json.
 
-    A run's newest verified checkpoint is taken. Tokenizers and generation settings are not written.
+    Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE. A run's newest verified checkpoint is taken. Tokenizers
+    and generation settings are not written.
     """
     from braid.jobs.checkpoints import best_checkpoint, check_built_in, new_directory
 
@@ -97,6 +98,12 @@ def export_checkpoint(
     check_built_in(found.path)
     for complaint in complaints:
         typer.echo(f"braid: {complaint}; falling back to step {found.step}", err=True)
+    if found.shape.capacity_factor:
+        typer.echo(
+            f"braid: experts were trained to drop tokens beyond model.capacity_factor="
+            f"{found.shape.capacity_factor}; the exported model drops none",
+            err=True,
+        )
     with new_directory(directory) as partial:
         from braid.actors.stage.exchange import export_model
 

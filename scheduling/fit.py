@@ -22,8 +22,8 @@ def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
 
 def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
     """Raise `ValueError` where model, layout and batch cannot be cut into equal parts."""
-    for key, value in (("heads", shape.heads), ("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
-        if value % layout.tp:
+    for key in ("heads", "kv_heads", "ffn", "expert_ffn"):
+        if (value := getattr(shape, key)) % layout.tp:
             raise ValueError(
                 f"model.{key}={value} is not divisible by parallel.tp={layout.tp}; "
                 f"set parallel.tp to one of {_divisors(value)}"

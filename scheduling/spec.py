@@ -91,7 +91,7 @@ class ModelShape:
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"each key-value head must serve the same number of query heads"
             )
-        if self.family == "llama" and self.head_dim % 2:
+        if self.family != "gpt" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
         if self.family == "gpt":
             for key in ("rotary_scaling", "qkv_bias", "head_norm"):

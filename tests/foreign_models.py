@@ -15,10 +15,12 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
@@ -51,6 +53,12 @@ LLAMA3: Mapping[str, Any] = {
 }
 """Of waves of 6, 24, 94 and more tokens: one stays, one is between, the others become longer."""
 
+
+def _qwen3_moe(**changes: Any) -> PreTrainedConfig:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24}
+    return _llama(Qwen3MoeConfig, **{**sizes, **changes})
+
+
 KINDS: Mapping[str, Callable[[], Any]] = {
     "llama": _llama,
     "llama, tied, wide heads": lambda: _llama(tie_word_embeddings=True, head_dim=24),
@@ -59,6 +67,11 @@ KINDS: Mapping[str, Callable[[], Any]] = {
     "mistral": lambda: _llama(MistralConfig, sliding_window=SEQUENCE),
     "qwen2": lambda: _llama(Qwen2Config, tie_word_embeddings=True),
     "qwen3": lambda: _llama(Qwen3Config, head_dim=24),
+    "mixtral": lambda: _llama(MixtralConfig, num_local_experts=4),
+    "qwen3 moe": lambda: _qwen3_moe(norm_topk_prob=True),
+    "qwen3 moe, sparse, tied": lambda: _qwen3_moe(
+        decoder_sparse_step=2, mlp_only_layers=[3], num_experts_per_tok=3, tie_word_embeddings=True
+    ),
     "gpt2": _gpt2,
     "gpt2, head of its own, narrow": lambda: _gpt2(
         tie_word_embeddings=False, n_inner=100, layer_norm_epsilon=1e-6
@@ -87,6 +100,8 @@ def in_float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     wide = {"float": torch.float64, "float32": torch.float64}
     with patch.multiple(torch, **wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
         model.double()
+        if hasattr(model.config, "num_local_experts"):
+            model.set_experts_implementation("eager")  # its grouped products know no float64
         if (rotary := getattr(model.base_model, "rotary_emb", None)) is not None:
             model.base_model.rotary_emb = type(rotary)(model.config)
         yield model

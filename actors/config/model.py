@@ -83,7 +83,7 @@ class ModelConfig(Section):
     # "layer" is the family's own, "dense" (family moe) one without experts, others are names in model.layer
     pattern: str = UNIFORM
     # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, Mistral,
-    # Qwen2.5, Qwen3, GPT-2)
+    # Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE)
     initial: Path | None = None
 
     @property

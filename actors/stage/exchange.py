@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.stage.checkpoint import quietly
+from braid.actors.stage.global_state import GlobalSlices, GlobalState, LoadPlanner
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.optimizer import Optimizer
-from braid.actors.stage.parameters import ParameterSlice
+from braid.actors.stage.parameters import GlobalParameter, ParameterSlice
 from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.spec import ModelShape
 
@@ -32,11 +33,11 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
     """
     hub = HubDirectory.open(directory)
     hub.check(shape)
-    homes: dict[str, tuple[StoredTensor, int]] = {}
-    for tensor in stored_tensors(shape):
+    homes: dict[tuple[str, int | None], tuple[StoredTensor, int]] = {}
+    for tensor in hub.tensors(shape):
         row = 0
         for name, rows in tensor.sources:
-            homes[name] = (tensor, row)
+            homes[name, tensor.expert] = (tensor, row)
             row += rows
     with contextlib.ExitStack() as files:
         opened = {
@@ -44,18 +45,31 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
         }
         for master, share in zip(optimizer.masters, optimizer.shares, strict=True):
             for piece in share.slices:
-                tensor, row = homes[piece.source.name]
-                stored = hub.stored_name(tensor)
-                piece.of_local(master).copy_(
-                    _read(opened[hub.places[stored]].get_slice(stored), tensor, piece, row)
-                )
+                for expert, box, target in _boxes(piece, master, (piece.source.name, None) not in homes):
+                    tensor, row = homes[piece.source.name, expert]
+                    stored = hub.stored_name(tensor)
+                    part = opened[hub.places[stored]].get_slice(stored)
+                    target.copy_(_read(part, tensor, box, row))
     optimizer.restored(0)
 
 
-def _read(part: Any, tensor: StoredTensor, piece: ParameterSlice, row: int) -> Tensor:
-    """A slice of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
-    extents = [slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True)]
-    extents[0] = slice(row + extents[0].start, row + extents[0].stop)
+def _boxes(
+    piece: ParameterSlice, local: Tensor, by_expert: bool
+) -> Iterator[tuple[int | None, list[slice], Tensor]]:
+    """A slice as boxes of stored tensors, and where each goes: itself, or one for each of its experts."""
+    box = [slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)]
+    target = piece.of_local(local)
+    if not by_expert:
+        yield None, box, target
+        return
+    for expert, matrix in zip(range(box[0].start, box[0].stop), target, strict=True):
+        yield expert, box[1:], matrix
+
+
+def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
+    """A box of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
+    extents, rows = list(box), len(tensor.leading)
+    extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
     if not tensor.transposed:
         found: Tensor = part[tuple(extents)]
         return found
@@ -106,18 +120,13 @@ def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[S
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
     }
-    wanted = {name: shape for tensor in tensors for name, shape in _source_shapes(tensor).items()}
+    wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
     for name in sorted(held.keys() | wanted.keys()):
         if held.get(name) != wanted.get(name):
             raise ValueError(
                 f"checkpoint {checkpoint} cannot be exported: parameter {name} has shape {held.get(name)} "
                 f"there and {wanted.get(name)} in the model that `transformers` knows"
             )
-
-
-def _source_shapes(tensor: StoredTensor) -> dict[str, tuple[int, ...]]:
-    columns = () if tensor.columns is None else (tensor.columns,)
-    return {name: (rows, *columns) for name, rows in tensor.sources}
 
 
 def _bytes(tensor: StoredTensor, itemsize: int) -> int:
@@ -141,19 +150,40 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
     return groups
 
 
-def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, Tensor]:
-    """The global parameters that a file's tensors are made of, in the dtype of the checkpoint."""
+def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
+    """What a file's tensors are made of, in the dtype of the checkpoint, by name.
+
+    Of a global parameter of experts this is a box, from the first expert that is in the file to the last, so
+    that nothing is read of the others; the number is the first one's. Of others it is all, and 0. One box, as
+    a stored slice of many experts is read anew for each box that asks for some of it.
+    """
+    boxes: dict[str, tuple[tuple[int, ...], range]] = {}
+    for tensor in group:
+        for name, rows in tensor.sources:
+            shape = tensor.source_shape(rows)
+            first = tensor.expert or 0
+            own = range(shape[0]) if tensor.expert is None else range(first, first + 1)
+            held = boxes[name][1] if name in boxes else own
+            boxes[name] = shape, range(min(held.start, own.start), max(held.stop, own.stop))
     entries = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {}
-    for name in (name for tensor in group for name, _ in tensor.sources):
+    state: GlobalState = {}
+    parts: dict[str, tuple[int, Tensor]] = {}
+    for name, (shape, own) in boxes.items():
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
-        state[f"parameter.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        sizes, offsets = (len(own), *shape[1:]), (own.start, *[0] * (len(shape) - 1))
+        local = torch.empty(sizes, dtype=entry.properties.dtype)
+        source = GlobalParameter(name=name, shape=shape)
+        slices = state[f"parameter.{name}"] = GlobalSlices(shape)
+        slices.add(ParameterSlice(source=source, offsets=offsets, sizes=sizes), local)
+        parts[name] = own.start, local
     with quietly():
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    return parts
 
 
-def _stored(tensor: StoredTensor, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    stacked = torch.cat([parts[name] for name, _ in tensor.sources]).to(dtype)
+def _stored(tensor: StoredTensor, parts: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    held = [parts[name] for name, _ in tensor.sources]
+    rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in held]
+    stacked = torch.cat(rows).to(dtype)
     return stacked.t().contiguous() if tensor.transposed else stacked

@@ -1,8 +1,12 @@
 """Weights as Hugging Face directories hold them: names, shapes, files. Importable without torch.
 
-A stored tensor is one global parameter of ours, or several stacked along their first dim (GPT-2's fused q, k,
-v), and perhaps transposed (GPT-2 keeps matrices as inputs x outputs). Only safetensors are ever opened: they
-are numbers behind a JSON header, while pickles can run code when they are read.
+A stored tensor is one global parameter of ours, or several stacked along their rows (GPT-2's fused q, k, v),
+and perhaps transposed (GPT-2 keeps matrices as inputs x outputs). Where a global parameter holds the matrices
+of all experts (E x rows x columns), a stored tensor is one expert's; or, in the other form that
+`transformers` writes (``save_original_format=False``), all experts' too, gates stacked on up projections.
+
+Only safetensors are ever opened: they are numbers behind a JSON header, while pickles can run code when they
+are read.
 """
 
 import json
@@ -12,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from braid.scheduling.presets.hugging_face import CONFIG, GPT2, architecture_of
+from braid.scheduling.pattern import DENSE
+from braid.scheduling.presets.architectures import GPT2, MIXTRAL
+from braid.scheduling.presets.hugging_face import CONFIG, architecture_of
 from braid.scheduling.spec import ModelShape
 
 SINGLE: Final = "model.safetensors"
@@ -21,6 +27,11 @@ PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 READABLE: Final = ("F64", "F32", "F16", "BF16")
 """Element types, as safetensors name them."""
 
+STACKED: Final = ".mlp.experts.down_proj"
+"""How names of down projections end that hold all experts'."""
+
+_MIXTRAL: Final = {"gate": "w1", "up": "w3", "down": "w2"}
+"""How Mixtral's files call an expert's matrices."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _BUFFERS = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 """Constants that old files hold beside the weights: causal masks, rotary frequencies."""
@@ -34,12 +45,26 @@ class StoredTensor:
     sources: tuple[tuple[str, int], ...]
     columns: int | None = None
     transposed: bool = False
+    experts: int = 0
+    """How many experts' matrices each of the global parameters holds; 0: they are no experts'."""
+    expert: int | None = None
+    """The one of them that is stored; None: all, experts x rows x columns."""
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Dims before the rows."""
+        return (self.experts,) if self.experts and self.expert is None else ()
+
+    def source_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the global parameter that has so many rows here."""
+        experts = (self.experts,) if self.experts else ()
+        return (*experts, rows) if self.columns is None else (*experts, rows, self.columns)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
         """In our orientation: rows are outputs."""
         rows = sum(count for _, count in self.sources)
-        return (rows,) if self.columns is None else (rows, self.columns)
+        return (*self.leading, rows) if self.columns is None else (*self.leading, rows, self.columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,17 +72,21 @@ class StoredTensor:
         return self.stacked_shape[::-1] if self.transposed else self.stacked_shape
 
 
-def stored_tensors(shape: ModelShape) -> tuple[StoredTensor, ...]:
-    """Every tensor that a model of this shape is stored as; `ValueError` if it has no such form."""
+def stored_tensors(shape: ModelShape, stacked: bool = False) -> tuple[StoredTensor, ...]:
+    """Every tensor that a model of this shape is stored as; `ValueError` if it has no such form.
+
+    ``stacked``: matrices of all experts are one tensor, as in the modules of `transformers` 5; else they are
+    tensors of their own, as in published files.
+    """
     gpt = architecture_of(shape) is GPT2
-    return tuple(_gpt2(shape) if gpt else _llama(shape))
+    return tuple(_gpt2(shape) if gpt else _llama(shape, stacked))
 
 
 def _tensor(name: str, source: str, rows: int, columns: int | None = None) -> StoredTensor:
     return StoredTensor(name=name, sources=((source, rows),), columns=columns)
 
 
-def _llama(shape: ModelShape) -> Iterator[StoredTensor]:
+def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
     hidden, ffn = shape.hidden, shape.ffn
     yield _tensor("model.embed_tokens.weight", "embedding.weight", shape.vocabulary, hidden)
     for index in range(shape.layers):
@@ -74,12 +103,45 @@ def _llama(shape: ModelShape) -> Iterator[StoredTensor]:
         projection = f"{ours}.projection.weight"
         yield _tensor(f"{stored}.self_attn.o_proj.weight", projection, hidden, shape.query_width)
         yield _tensor(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", hidden)
+        if shape.experts and shape.kinds[index] != DENSE:
+            yield from _experts(shape, stored, ours, stacked)
+            continue
         for part in ("gate", "up"):
             yield _tensor(f"{stored}.mlp.{part}_proj.weight", f"{ours}.mlp_in.{part}.weight", ffn, hidden)
         yield _tensor(f"{stored}.mlp.down_proj.weight", f"{ours}.mlp_out.weight", hidden, ffn)
     yield _tensor("model.norm.weight", "final_norm.weight", hidden)
     if not shape.tied_head:
         yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
+
+
+def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterator[StoredTensor]:
+    """Router and experts of a layer, whose names begin so."""
+    hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
+    matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
+    matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
+    original = architecture_of(shape) is MIXTRAL and not stacked
+    block = f"{stored}.block_sparse_moe" if original else f"{stored}.mlp"
+    yield _tensor(f"{block}.gate.weight", f"{ours}.router.weight", experts, hidden)
+    if stacked:
+        fused = tuple((matrices[part][0], width) for part in ("gate", "up"))
+        yield StoredTensor(
+            name=f"{block}.experts.gate_up_proj", sources=fused, columns=hidden, experts=experts
+        )
+        down, rows, columns = matrices["down"]
+        yield StoredTensor(
+            name=f"{stored}{STACKED}", sources=((down, rows),), columns=columns, experts=experts
+        )
+        return
+    for expert in range(experts):
+        for part, (name, rows, columns) in matrices.items():
+            called = _MIXTRAL[part] if original else f"{part}_proj"
+            yield StoredTensor(
+                name=f"{block}.experts.{expert}.{called}.weight",
+                sources=((name, rows),),
+                columns=columns,
+                experts=experts,
+                expert=expert,
+            )
 
 
 def _gpt2(shape: ModelShape) -> Iterator[StoredTensor]:
@@ -148,9 +210,13 @@ class HubDirectory:
         bare = tensor.name.removeprefix("transformer.")
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
+    def tensors(self, shape: ModelShape) -> tuple[StoredTensor, ...]:
+        """Those of such a model, in the form that the directory has experts in."""
+        return stored_tensors(shape, stacked=any(name.endswith(STACKED) for name in self.places))
+
     def check(self, shape: ModelShape) -> None:
         """`ValueError` unless the directory holds exactly the tensors of such a model, in their shapes."""
-        tensors = {self.stored_name(tensor): tensor for tensor in stored_tensors(shape)}
+        tensors = {self.stored_name(tensor): tensor for tensor in self.tensors(shape)}
         if missing := [name for name in tensors if name not in self.places]:
             raise ValueError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which {CONFIG} says is there"
@@ -158,9 +224,12 @@ class HubDirectory:
         known = {*tensors, *(("lm_head.weight",) if shape.tied_head else ())}
         spare = [name for name in self.places if name not in known and not _BUFFERS.fullmatch(name)]
         if spare:
+            sizes = f"model.layers={shape.layers}"
+            if shape.experts:
+                sizes += f", model.experts={shape.experts}"
             raise ValueError(
                 f"{self.path} holds tensor {min(spare)}{_and_more(spare)}, which a {shape.family} model of "
-                f"model.layers={shape.layers} does not have; it is of another architecture"
+                f"{sizes} does not have; it is of another architecture"
             )
         headers = {file: _header(file) for file in set(self.places.values())}
         for name, tensor in tensors.items():

@@ -1,25 +1,36 @@
 """``config.json`` of a Hugging Face directory as a `ModelShape`, and back.
 
-Llama, Mistral, Qwen2 (and 2.5) and Qwen3 (family ``llama``) and GPT-2 (family ``gpt``) compute what Braid's
-families compute, to the last operator; what differs in any other way is refused, never approximated.
-Dropout is not read: Braid has none. Keys are those of `transformers`, old and new.
+What the known `architectures` compute is what Braid's families compute, to the last operator; what differs in
+any other way is refused, never approximated. What is of training alone is not read: dropout and
+``router_jitter_noise``, which Braid does not have, and ``router_aux_loss_coef``. That is the factor of a loss
+over the tokens of all layers together; ours, ``model.balance_loss``, is one of each layer and micro-batch: no
+factor makes the two equal. A run that begins with such weights has none, unless its configuration says so.
 
 A Mistral that attends to all earlier tokens computes what a Llama does, and is written as one.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from braid.scheduling.pattern import DENSE, UNIFORM, pattern_of
+from braid.scheduling.presets.architectures import (
+    ARCHITECTURES,
+    GPT2,
+    MIXTRAL,
+    OTHER_NAMES,
+    QWEN3_MOE,
+    REFUSED,
+    TRAITS,
+    Architecture,
+)
 from braid.scheduling.records import from_mapping
 from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.spec import ModelShape
 
 CONFIG: Final = "config.json"
-TRAITS: Final = ("qkv_bias", "head_norm")
-"""Fields of `ModelShape` that no key says, but the architecture."""
 SCALING: Final = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -29,126 +40,15 @@ SCALING: Final = {
 """Field of `RotaryScaling` -> key of ``rope_parameters`` or ``rope_scaling``."""
 _ROTARY: Final = {"default": (), "linear": ("factor",), "llama3": tuple(SCALING)}
 """Fields of `RotaryScaling` that each known kind of rotary embedding has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """How a family is written in ``config.json``."""
-
-    family: str
-    model_type: str
-    name: str
-    """Of its class in `transformers`."""
-    keys: Mapping[str, str]
-    """Field of `ModelShape` -> key."""
-    defaults: Mapping[str, Callable[[Mapping[str, Any]], Any]]
-    """Key -> what `transformers` takes where the key is missing or null; other keys must be there."""
-    fixed: Mapping[str, tuple[Any, ...]]
-    """Key -> values that compute what Braid computes; the first is the default and is what is written."""
-    traits: frozenset[str] = frozenset()
-    """Those of `TRAITS` that its models have."""
-
-
-_LLAMA_KEYS: Final = {
-    "hidden": "hidden_size",
-    "ffn": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary": "vocab_size",
-    "sequence": "max_position_embeddings",
-    "tied_head": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "rotary_base": "rope_theta",
-}
-_LLAMA_DEFAULTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
-    "head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"],
-    "tie_word_embeddings": lambda content: False,
-    "rms_norm_eps": lambda content: 1e-6,
-    "rope_theta": lambda content: 10000.0,
-}
-_SILU: Final = {"hidden_act": ("silu", "swish")}
-
-LLAMA: Final = Architecture(
-    family="llama",
-    model_type="llama",
-    name="LlamaForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "num_key_value_heads": lambda content: content["num_attention_heads"],
-        "max_position_embeddings": lambda content: 2048,
-    },
-    fixed={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
-)
-
-QWEN2: Final = Architecture(
-    family="llama",
-    model_type="qwen2",
-    name="Qwen2ForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 32768},
-    fixed={**_SILU, "use_sliding_window": (False,)},
-    traits=frozenset({"qkv_bias"}),
-)
-
-QWEN3: Final = Architecture(
-    family="llama",
-    model_type="qwen3",
-    name="Qwen3ForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "head_dim": lambda content: 128,
-        "max_position_embeddings": lambda content: 32768,
-    },
-    fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
-    traits=frozenset({"head_norm"}),
-)
-
-MISTRAL: Final = Architecture(
-    family="llama",
-    model_type="mistral",
-    name="MistralForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 131072},
-    fixed=_SILU,
-)
-
-GPT2: Final = Architecture(
-    family="gpt",
-    model_type="gpt2",
-    name="GPT2LMHeadModel",
-    keys={
-        "hidden": "n_embd",
-        "ffn": "n_inner",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "vocabulary": "vocab_size",
-        "sequence": "n_positions",
-        "tied_head": "tie_word_embeddings",
-        "norm_eps": "layer_norm_epsilon",
-    },
-    defaults={
-        "n_inner": lambda content: 4 * content["n_embd"],
-        "tie_word_embeddings": lambda content: True,
-        "layer_norm_epsilon": lambda content: 1e-5,
-    },
-    fixed={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-)
-
-ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GPT2)
-"""The first that computes what a shape says is what it is written as."""
+_OF_TRAINING: Final = ("capacity_factor", "balance_loss", "z_loss")
+"""Fields of a mixture of experts that a run decides, whatever its weights come from."""
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """The architecture that computes what a model of this shape computes; `ValueError` if there is none."""
+    """The architecture that computes what a model of this shape computes; `ValueError` if there is none.
+
+    Losses of routers and capacities of experts are of training, and no part of that.
+    """
     traits = frozenset(name for name in TRAITS if getattr(shape, name))
     same = (known for known in ARCHITECTURES if (known.family, known.traits) == (shape.family, traits))
     found = next(same, None)
@@ -156,7 +56,7 @@ def architecture_of(shape: ModelShape) -> Architecture:
         shown = "".join(f", model.{name}=true" for name in sorted(traits))
         raise ValueError(
             f"model.family={shape.family!r}{shown} has no Hugging Face form here; llama, with at most one of "
-            f"{' and '.join(f'model.{name}' for name in TRAITS)}, and gpt have one"
+            f"{' and '.join(f'model.{name}' for name in TRAITS)}, moe without model.qkv_bias and gpt have one"
         )
     if found is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
         raise ValueError(
@@ -164,7 +64,23 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"{shape.heads}, model.kv_heads={shape.kv_heads}, model.head_dim={shape.head_dim}, "
             f"model.hidden={shape.hidden} have no equal in `transformers`"
         )
+    if shape.experts and shape.shared_experts:
+        raise ValueError(
+            f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "
+            f"Qwen3-MoE has experts that every token visits"
+        )
+    if found is MIXTRAL and (shape.expert_layers < shape.layers or not _normalised(shape)):
+        raise ValueError(
+            f"Mixtral has experts in every layer, and divides gates by their sum; model.pattern="
+            f"{shape.pattern!r}, model.normalised={str(shape.normalised).lower()} have no equal in "
+            f"`transformers` without model.head_norm"
+        )
     return found
+
+
+def _normalised(shape: ModelShape) -> bool:
+    """Whether a token's gates sum to 1: a softmax over the chosen is one over all, divided by their sum."""
+    return shape.normalised or shape.softmax_after
 
 
 def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
@@ -173,7 +89,18 @@ def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
     Without ids of special tokens, which Braid does not know, and without dropout, which it does not have.
     """
     known = architecture_of(shape)
-    content: dict[str, Any] = {
+    more: dict[str, Any] = {}
+    if known is MIXTRAL:
+        shape = replace(shape, ffn=shape.expert_width)
+    if known is QWEN3_MOE:
+        dense = [index for index, kind in enumerate(shape.kinds) if kind == DENSE]
+        more = {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        shape = replace(shape, expert_ffn=shape.expert_width, normalised=_normalised(shape))
+    if (scaling := shape.rotary_scaling) is not None:
+        kind = "linear" if scaling.original_sequence is None else "llama3"
+        sizes = {SCALING[field]: getattr(scaling, field) for field in _ROTARY[kind]}
+        more["rope_scaling"] = {"rope_type": kind, **sizes}
+    return {
         "architectures": [known.name],
         "model_type": known.model_type,
         **{key: getattr(shape, field) for field, key in known.keys.items()},
@@ -181,26 +108,24 @@ def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
+        **known.written,
+        **more,
     }
-    if known is GPT2:
-        content |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    if (scaling := shape.rotary_scaling) is not None:
-        kind = "linear" if scaling.original_sequence is None else "llama3"
-        sizes = {SCALING[field]: getattr(scaling, field) for field in _ROTARY[kind]}
-        content["rope_scaling"] = {"rope_type": kind, **sizes}
-    return content
 
 
 def initial_shape(directory: Path, given: Mapping[str, Any]) -> ModelShape:
     """The shape of the model in a directory; fields that are ``given`` are compared with it.
 
-    A Llama's ``sequence`` may be shorter than the longest that it was made for. `ValueError` names the
-    configuration's key, its value, the directory's and the remedy.
+    Where positions are rotary, ``sequence`` may be shorter than the longest that the model was made for; the
+    losses and the capacity of a mixture of experts are as given. `ValueError` names the configuration's key,
+    its value, the directory's and the remedy.
     """
     content = _content(directory / CONFIG)
     shape = _shape(content, directory / CONFIG)
-    if shape.family == "llama" and given.get("sequence", shape.sequence) < shape.sequence:
+    if shape.family != "gpt" and given.get("sequence", shape.sequence) < shape.sequence:
         shape = replace(shape, sequence=given["sequence"])
+    if shape.family == "moe":
+        shape = replace(shape, **{field: given[field] for field in _OF_TRAINING if field in given})
     _check_window(content, shape.sequence, directory / CONFIG)
     for field, value in given.items():
         if value is not None and value != getattr(shape, field):
@@ -244,11 +169,23 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     if known is GPT2 and isinstance(heads, int) and isinstance(hidden, int):
         sizes |= {"kv_heads": heads, "head_dim": hidden // max(1, heads)}
     given = {"family": known.family, **sizes, **dict.fromkeys(known.traits, True)}
-    shape = replace(
-        from_mapping(ModelShape, given, str(path)), rotary_scaling=_scaling(content, path, rotary)
-    )
+    shape = from_mapping(ModelShape, given, str(path))
+    if known is QWEN3_MOE:
+        shape = replace(shape, pattern=_pattern(content, shape.layers, path))
+    shape = replace(shape, rotary_scaling=_scaling(content, path, rotary))
     architecture_of(shape)
     return shape
+
+
+def _pattern(content: Mapping[str, Any], layers: int, path: Path) -> str:
+    """Which layers have experts: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
+    step, dense = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1:
+        raise ValueError(f"{path}: decoder_sparse_step={step!r} must be a whole number of at least 1")
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise ValueError(f"{path}: mlp_only_layers={dense!r} must be a list of numbers of layers")
+    sparse = [index not in dense and (index + 1) % step == 0 for index in range(layers)]
+    return pattern_of([UNIFORM if one else DENSE for one in sparse])
 
 
 def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None:
@@ -258,10 +195,9 @@ def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None
         raise ValueError(
             f"{path}: layer_types={kinds!r} is not what Braid computes; only 'full_attention' is"
         )
-    if content["model_type"] != MISTRAL.model_type:
-        return
-    window = content.get("sliding_window", 4096)  # what `transformers` takes where the key is missing
-    if window is not None and not (isinstance(window, int) and window >= sequence):
+    known = _architecture(content, path)
+    window = content.get("sliding_window", known.window)
+    if known.window != 0 and window is not None and not (isinstance(window, int) and window >= sequence):
         raise ValueError(
             f"{path}: sliding_window={window!r} hides tokens of a sequence of {sequence}, and Braid attends "
             f"to all; set model.sequence to at most the window"
@@ -275,6 +211,8 @@ def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
         if kind == known.model_type and names in (None, [known.name]):
             break
     else:
+        if isinstance(kind, str) and kind in REFUSED:
+            raise ValueError(f"{path}: model_type={kind!r} cannot be imported: {REFUSED[kind]}")
         shown = f"model_type={kind!r}, architectures={names!r}"
         can = " or ".join(f"{known.model_type!r} ({known.name})" for known in ARCHITECTURES)
         raise ValueError(f"{path}: {shown} cannot be imported; it must be {can}")
@@ -316,9 +254,9 @@ def _scaling(content: Mapping[str, Any], path: Path, rotary: Mapping[str, Any]) 
 
 
 def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path) -> Any:
-    value = content.get(key)
-    if value is not None:
-        return value
+    for name in (key, OTHER_NAMES.get(key)):
+        if name is not None and content.get(name) is not None:
+            return content[name]
     if key not in known.defaults:
         raise ValueError(f"{path}: {key} is missing")
     try:

@@ -53,7 +53,18 @@ def logits_here(directory: Path, tokens_BS: Tensor, dtype: torch.dtype) -> Tenso
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-3.1-8b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen2.5-0.5b", "qwen3-0.6b"]
+    "name",
+    [
+        "llama-3.1-8b",
+        "llama-3.2-1b",
+        "mistral-7b-v0.1",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "qwen3-30b-a3b",
+        "qwen3-235b-a22b",
+    ],
 )
 def test_parameters_of_presets_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     shape = model_preset(name)

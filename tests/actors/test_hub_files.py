@@ -28,17 +28,19 @@ from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
 
 TOKENS = 257
+MIXTURES = ("mixtral", "qwen3 moe", "qwen3 moe, sparse, tied")
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories as `transformers` writes them, not to be changed."""
     path = tmp_path_factory.mktemp("stored")
-    kinds = ("llama", "llama 3.1", "mistral", "qwen2", "qwen3", "gpt2")
+    kinds = ("llama", "llama 3.1", "mistral", "qwen2", "qwen3", "gpt2", *MIXTURES)
     for kind in kinds:
         random_model(kind, 0).save_pretrained(path / kind)
     random_model("llama", 0).save_pretrained(path / "files", max_shard_size="200KB")
-    return {kind: path / kind for kind in (*kinds, "files")}
+    random_model("qwen3 moe", 0).save_pretrained(path / "stacked", save_original_format=False)
+    return {kind: path / kind for kind in (*kinds, "files", "stacked")}
 
 
 @pytest.fixture
@@ -80,16 +82,21 @@ def test_sizes_come_from_the_directory(stored: dict[str, Path]) -> None:
     assert load(stored["llama 3.1"]) == replace(load(stored["llama"]), rotary_scaling=scaling)
     assert load(stored["qwen2"]) == replace(load(stored["llama"]), tied_head=True, qkv_bias=True)
     assert load(stored["qwen3"]) == replace(load(stored["llama"]), head_dim=24, head_norm=True)
+    mixture = replace(load(stored["llama"]), family="moe", experts=4, top_k=2)
+    assert load(stored["mixtral"]) == mixture
+    qwen3 = replace(mixture, head_dim=24, head_norm=True, expert_ffn=48)
+    assert load(stored["qwen3 moe"]) == load(stored["stacked"]) == qwen3
+    sparse = {"top_k": 3, "normalised": False, "tied_head": True, "pattern": "dense layer 2*dense"}
+    assert load(stored["qwen3 moe, sparse, tied"]) == replace(qwen3, **sparse)
     gpt = {"kv_heads": 4, "head_dim": 16, "ffn": 256, "tied_head": True}
     assert load(stored["gpt2"]) == ModelShape(family="gpt", **common, **gpt)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama 3.1", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama 3.1", "qwen2", "qwen3", *MIXTURES])
 def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path], kind: str) -> None:
     free = load(stored[kind])
-    given = asdict(free)
-    del given["documents"]  # a matter of the data
-    assert load(stored[kind], **given) == free
+    sizes = {key: value for key, value in asdict(free).items() if key != "documents"}
+    assert load(stored[kind], **{**sizes, "expert_ffn": free.expert_ffn or None}) == free
     assert load(stored[kind], sequence=16) == replace(free, sequence=16)
 
 
@@ -107,6 +114,12 @@ def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path]
         ("gpt2", "norm_eps", 1e-6, 1e-5),
         ("llama", "qkv_bias", True, False),
         ("qwen3", "head_norm", False, True),
+        ("mixtral", "experts", 8, 4),
+        ("mixtral", "softmax_after", True, False),
+        ("qwen3 moe", "expert_ffn", 96, 48),
+        ("qwen3 moe", "normalised", False, True),
+        ("qwen3 moe, sparse, tied", "pattern", "dense layer", "dense layer 2*dense"),
+        ("llama", "balance_loss", 0.01, 0.0),
     ],
 )
 def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, theirs: Any) -> None:
@@ -219,6 +232,29 @@ def test_other_models(copy: Callable[[str], Path], changes: dict[str, Any], says
         ("qwen3", {"head_dim": None}, ("shape [96, 64] instead of [512, 64]",)),
         ("qwen3", {"model_type": "qwen2", "architectures": None}, ("lacks tensor", "q_proj.bias")),
         ("llama 3.1", {"original_max_position_embeddings": 0}, ("original_sequence=0",)),
+        ("mixtral", {"sliding_window": SEQUENCE - 1}, ("sliding_window=31", "sequence of 32")),
+        ("mixtral", {"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ("mixtral", {"num_experts_per_tok": None}, ("num_experts_per_tok is missing",)),
+        ("mixtral", {"num_experts_per_tok": 5}, ("top_k=5", "experts=4")),
+        ("mixtral", {"num_local_experts": 3}, ("experts.3.w1.weight and 11 more", "experts=3 does")),
+        ("stacked", {"num_local_experts": 3}, ("gate.weight has shape [4, 64] instead of [3, 64]",)),
+        ("mixtral", {"num_local_experts": 5}, ("lacks tensor", "experts.4.w1.weight and 11 more")),
+        ("mixtral", {"intermediate_size": 95}, ("w1.weight has shape [96, 64] instead of [95, 64]",)),
+        ("mixtral", {"model_type": "llama", "architectures": None}, ("lacks tensor", "mlp.gate_proj")),
+        ("qwen3 moe", {"attention_bias": True}, ("attention_bias=True", "False")),
+        ("qwen3 moe", {"use_sliding_window": True}, ("use_sliding_window=True", "False")),
+        ("qwen3 moe", {"norm_topk_prob": 1}, ("normalised=1", "true or false")),
+        ("qwen3 moe", {"decoder_sparse_step": 0}, ("decoder_sparse_step=0", "at least 1")),
+        ("qwen3 moe", {"mlp_only_layers": ["0"]}, ("mlp_only_layers=['0']", "numbers of layers")),
+        ("qwen3 moe", {"mlp_only_layers": [2]}, ("lacks tensor model.layers.2.mlp.gate_proj.weight",)),
+        ("qwen3 moe", {"moe_intermediate_size": 40}, ("shape [48, 64] instead of [40, 64]",)),
+        ("stacked", {"moe_intermediate_size": 40}, ("gate_up_proj has shape [4, 96, 64] instead of [4, 80",)),
+        ("stacked", {"num_hidden_layers": 3}, ("holds tensor model.layers.3.", "a moe model")),
+        ("mixtral", {"model_type": "phimoe"}, ("model_type='phimoe'", "SparseMixer", "LayerNorms")),
+        ("mixtral", {"model_type": "deepseek_v3"}, ("model_type='deepseek_v3'", "compressed keys")),
+        ("qwen3 moe", {"model_type": "qwen2_moe"}, ("model_type='qwen2_moe'", "shared expert")),
+        ("qwen3 moe", {"model_type": "olmoe"}, ("model_type='olmoe'", "all heads together")),
+        ("qwen3 moe", {"model_type": ["olmoe"]}, ("model_type=['olmoe']", "'qwen3_moe'")),
     ],
 )
 def test_other_relatives(
@@ -355,17 +391,71 @@ def test_what_has_no_equal_is_not_written() -> None:
     with pytest.raises(ValueError, match=r"'llama', model\.head_norm=true, model\.qkv_bias=true has no"):
         hugging_face_config(ModelShape(family="llama", **sizes, **both), "float32")
     experts = {"kv_heads": 4, "head_dim": 16, "experts": 4, "top_k": 2}
-    with pytest.raises(ValueError, match=r"model\.family='moe'"):
-        hugging_face_config(ModelShape(family="moe", **sizes, **experts), "float32")
+    for changes, says in (
+        ({"qkv_bias": True}, r"'moe', model\.qkv_bias=true has no"),
+        ({"shared_experts": 1}, r"model\.shared_experts=1 has no"),
+        ({"normalised": False}, r"model\.normalised=false have no equal"),
+        (
+            {"pattern": "dense layer"},
+            r"model\.pattern='dense layer', .* no equal .* without model\.head_norm",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hugging_face_config(ModelShape(family="moe", **sizes, **experts, **changes), "float32")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_equal_mixtures_are_written_alike() -> None:
+    """A softmax over the chosen, a width of experts that is no layer's: `transformers` has other words."""
+    sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocabulary": 64}
+    shape = ModelShape(family="moe", **sizes, sequence=8, ffn=96, experts=4, top_k=2)
+    other = replace(shape, ffn=128, expert_ffn=96, softmax_after=True, normalised=False, z_loss=0.1)
+    assert hugging_face_config(other, "float32") == hugging_face_config(shape, "float32")
+    normed = replace(shape, head_norm=True)
+    other = replace(normed, expert_ffn=96, softmax_after=True, normalised=False, balance_loss=0.1)
+    assert hugging_face_config(other, "float32") == hugging_face_config(normed, "float32")
+
+
+def test_settings_of_training_are_the_runs_own(copy: Callable[[str], Path]) -> None:
+    """Noise and the loss of routers are not read; ours may be asked for."""
+    directory = copy("mixtral")
+    free = load(directory)
+    edit(
+        directory / "config.json",
+        router_jitter_noise=0.1,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
+    )
+    assert load(directory) == free
+    assert (free.balance_loss, free.z_loss, free.capacity_factor) == (0.0, 0.0, 0.0)
+    own = {"balance_loss": 0.01, "z_loss": 0.001, "capacity_factor": 1.5}
+    assert load(directory, **own) == replace(free, **own)
+
+
+def test_either_name_of_the_number_of_experts(copy: Callable[[str], Path]) -> None:
+    """Published files of Qwen3-MoE have another one than those of `transformers` 5."""
+    for kind in ("mixtral", "qwen3 moe"):
+        directory = copy(kind)
+        for there, gone in (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")):
+            edit(directory / "config.json", **{there: 4, gone: None})
+            assert load(directory).experts == 4
+
+
+def test_both_forms_of_experts_are_too_many(copy: Callable[[str], Path], stored: dict[str, Path]) -> None:
+    directory = copy("stacked")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(48, 64)}, file)
+    refused(directory, f"holds tensor {name}")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", *MIXTURES, "stacked"])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_reads_its_slices_only(
     stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
 ) -> None:
     """As many elements as the rank holds; and nothing is asked for whole."""
-    shape, layout = load(stored[kind]), ParallelLayout(tp=2, pp=2)
+    shape = load(stored[kind])
+    layout = ParallelLayout(tp=2, dp=2, ep=2) if shape.experts else ParallelLayout(tp=2, pp=2)
     sizes = part_sizes(shape, layout, micro_batch=2)
     model = StageModel(
         shape=shape,

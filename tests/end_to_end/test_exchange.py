@@ -6,10 +6,12 @@ Inputs are fresh in every session: the seed stands in the tests' names, and BRAI
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,11 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.actors.config import Config, TrainConfig, load_config
+from braid.actors.stage import exchange as exchanging
 from braid.actors.stage.data import sample_ids
+from braid.actors.stage.hub_files import SINGLE, StoredTensor
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
 from braid.jobs.cli import main
 from braid.scheduling.presets.hugging_face import initial_shape
 from tests.end_to_end.command import braid, write_config, write_corpus
+from tests.end_to_end.plain_experts import ExpertModel
 from tests.end_to_end.runs import Run, prepare_text, run_layout, windows
 from tests.foreign_models import (
     KINDS,
@@ -46,6 +51,8 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "tp 2": {"parallel": {"tp": 2}},
     "pp 2": {"parallel": {"pp": 2}},
     "pp 2 folded": {"parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+    "ep 2": {"parallel": {"dp": 2, "ep": 2}},
+    "ep 2 x tp 2": {"parallel": {"dp": 2, "ep": 2, "tp": 2}},
     "tp 2 x pp 2": {"parallel": {"tp": 2, "pp": 2}},
 }
 
@@ -58,10 +65,31 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {},
     "qwen2": {"tied_head": True, "qkv_bias": True},
     "qwen3": {"head_dim": 24, "head_norm": True},
+    "mixtral": {"family": "moe", "experts": 4, "top_k": 2},
+    "qwen3 moe": {
+        "family": "moe",
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn": 48,
+        "head_dim": 24,
+        "head_norm": True,
+    },
+    "qwen3 moe, sparse, tied": {
+        "family": "moe",
+        "experts": 4,
+        "top_k": 3,
+        "expert_ffn": 48,
+        "head_dim": 24,
+        "head_norm": True,
+        "normalised": False,
+        "pattern": "dense layer 2*dense",
+        "tied_head": True,
+    },
     "gpt2": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "gpt2, head of its own, narrow": {"family": "gpt", "kv_heads": 4, "ffn": 100},
 }
 """What the kinds are called here; other sizes are those of `SMALL`."""
+MIXTURES = [kind for kind, model in OURS.items() if "experts" in model]
 
 
 class Exchange:
@@ -73,17 +101,27 @@ class Exchange:
         self.stored = cache(self._stored)
         self._references: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
 
-    def _stored(self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-        """A random model as `transformers` saves it."""
-        directory = self._path / "stored" / f"{kind} {dtype} {shard}"
-        random_model(kind, self._seed).to(dtype).save_pretrained(directory, max_shard_size=shard)
+    def _stored(
+        self, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", whole_experts: bool = False
+    ) -> Path:
+        """A random model as `transformers` saves it; with all experts in one tensor if so asked."""
+        directory = self._path / "stored" / f"{kind} {dtype} {shard} {whole_experts}"
+        random_model(kind, self._seed).to(dtype).save_pretrained(
+            directory, max_shard_size=shard, save_original_format=not whole_experts
+        )
         return directory
 
     def run(
-        self, kind: str, layout: str, directory: Path | None, until: int | None = None, **train: Any
+        self,
+        kind: str,
+        layout: str,
+        directory: Path | None,
+        until: int | None = None,
+        model: Mapping[str, Any] = MappingProxyType({}),
+        **train: Any,
     ) -> Run:
         """Ours, from the weights in a directory, or from our own initial values."""
-        model = {**OURS[kind], **({"initial": str(directory)} if directory else {})}
+        model = {**OURS[kind], **model, **({"initial": str(directory)} if directory else {})}
         overrides = {"model": model, "train": {"steps": STEPS, "seed": self._seed, **train}}
         return run_layout(self._path / "runs", self.data, until, **overrides, **LAYOUTS[layout])
 
@@ -134,9 +172,12 @@ def logits(model: Any, tokens_BS: Tensor) -> Tensor:
 
 QUICK = [("llama", "tp 2", "fp32"), ("gpt2", "pp 2", "fp32")]
 QUICK += [(kind, "tp 2", "fp64") for kind in ("qwen2", "qwen3")]
-CASES = [(kind, layout, "fp32") for kind in ("llama", "gpt2") for layout in LAYOUTS]
+QUICK += [(kind, "ep 2", "fp64") for kind in ("mixtral", "qwen3 moe")]
+CASES = [(kind, layout, "fp32") for kind in ("llama", "gpt2") for layout in LAYOUTS if "ep" not in layout]
 CASES += [("llama, tied, wide heads", "pp 2", "fp32"), ("gpt2, head of its own, narrow", "tp 2", "fp32")]
 CASES += [(kind, "tp 2", "fp64") for kind in ("llama 3.1", "mistral", "qwen2", "qwen3")]
+CASES += [(kind, "ep 2", "fp64") for kind in MIXTURES]
+CASES += [("mixtral", "ep 2 x tp 2", "fp64"), ("qwen3 moe, sparse, tied", "tp 2 x pp 2", "fp64")]
 TOLERANCE = {"fp32": 2e-5, "fp64": 1e-9}
 
 
@@ -162,7 +203,9 @@ def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> 
     run = exchange.run(kind, "tp 2", None)
     there = opened(exchange.exported(run))
     assert there.dtype == torch.float32
-    here = PlainModel(PlainSizes.of(run.shape))
+    sizes = PlainSizes.of(run.shape)
+    mixture = kind in MIXTURES
+    here = ExpertModel(sizes, run.shape, torch.float32, ()) if mixture else PlainModel(sizes)
     load_named(here, run.parameters())
     held_out = windows(exchange.data, "validation", SEQUENCE)[: run.config.train.validation_samples]
     ours, theirs = logits(here, held_out[:, :-1]), logits(there, held_out[:, :-1])
@@ -177,8 +220,13 @@ def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> 
     assert run.report["validation"]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 2 x pp 2", marks=pytest.mark.slow)])
+BACK = [(kind, "tp 2") for kind in KINDS] + [(kind, "ep 2") for kind in MIXTURES]
+WIDE = [(kind, "tp 2 x pp 2") for kind in KINDS] + [(kind, "ep 2 x tp 2") for kind in MIXTURES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*BACK, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
+)
 def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: str) -> None:
     run = exchange.run(kind, layout, exchange.stored(kind), until=1, **FROZEN)
     target = exchange.exported(run)
@@ -188,7 +236,51 @@ def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: st
     assert torch.equal(logits(opened(target), tokens), logits(opened(exchange.stored(kind)), tokens))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3 moe", marks=pytest.mark.slow)])
+def test_experts_in_one_tensor(exchange: Exchange, kind: str) -> None:
+    """The form that the modules of `transformers` have; what is written is the other one."""
+    stacked = exchange.stored(kind, whole_experts=True)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(stacked))
+    for layout in ("ep 2", "tp 2"):
+        run = exchange.run(kind, layout, stacked, until=1, **FROZEN)
+        assert_same_bits(tensors_in(exchange.exported(run)), tensors_in(exchange.stored(kind)))
+
+
+def test_the_layout_does_not_show_in_the_file(exchange: Exchange) -> None:
+    stored = exchange.stored("mixtral")
+    files = [
+        (exchange.exported(exchange.run("mixtral", layout, stored, until=1, **FROZEN)) / SINGLE).read_bytes()
+        for layout in ("one rank", "ep 2")
+    ]
+    assert files[0] == files[1]
+
+
+def test_an_export_holds_no_more_than_a_file(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors of all experts it reads those that the file has."""
+    load, held = exchanging._load, []
+
+    def noting(reader: Any, group: Sequence[StoredTensor]) -> Any:
+        parts = load(reader, group)
+        held.append((sum(t.numel() for _, t in parts.values()), sum(math.prod(t.shape) for t in group)))
+        return parts
+
+    run = exchange.run("mixtral", "ep 2", exchange.stored("mixtral"), until=1, **FROZEN)
+    monkeypatch.setattr(exchanging, "_load", noting)
+    exchange.exported(run, "--max-file-gb", "0.0001")
+    assert len(held) > 2
+    assert all(read == written for read, written in held)
+
+
+def test_a_capacity_is_of_training(exchange: Exchange, capsys: pytest.CaptureFixture[str]) -> None:
+    """So are losses of routers: a run sets them beside weights that know nothing of them."""
+    more = {"capacity_factor": 0.5, "balance_loss": 0.01, "z_loss": 0.001}
+    run = exchange.run("mixtral", "ep 2", exchange.stored("mixtral"), until=1, model=more, **FROZEN)
+    assert run.shape == replace(initial_shape(exchange.stored("mixtral"), {}), **more)
+    assert_same_bits(tensors_in(exchange.exported(run)), tensors_in(exchange.stored("mixtral")))
+    assert "model.capacity_factor=0.5; the exported model drops none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_many_files(exchange: Exchange, kind: str) -> None:
     stored = exchange.stored(kind, torch.float32, "100KB")
     assert len(list(stored.glob("*.safetensors"))) > 2

@@ -81,6 +81,14 @@ CASES = [
         ("model.kv_heads=1", "parallel.tp=2"),
         {"model": {"kv_heads": 1}, "parallel": {"tp": 2}},
     ),
+    Case(
+        "width of experts and tp",
+        ("model.expert_ffn=45", "parallel.tp=2"),
+        {
+            "model": {"family": "moe", "experts": 4, "top_k": 2, "expert_ffn": 45},
+            "parallel": {"tp": 2},
+        },
+    ),
     Case("hidden and heads", ("model.hidden=32", "model.heads=5"), {"model": {"heads": 5}}),
     Case(
         "layers and folded pp",

@@ -83,7 +83,7 @@ def test_parameters_without_tables_are_those_published(name: str) -> None:
 @pytest.mark.parametrize("name", ACTIVE)
 def test_active_parameters_are_those_published(name: str) -> None:
     shape = model_preset(name)
-    idle = shape.layers * (shape.experts - shape.top_k) * 3 * shape.hidden * shape.ffn
+    idle = shape.layers * (shape.experts - shape.top_k) * 3 * shape.hidden * shape.expert_width
     assert shape.parameters() - idle == pytest.approx(ACTIVE[name], rel=0.02)
 
 

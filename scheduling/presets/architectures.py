@@ -1,0 +1,185 @@
+"""Architectures of `transformers` that compute what Braid computes, and how ``config.json`` writes them.
+
+Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gpt``, Mixtral and Qwen3-MoE of
+``moe``. Keys are those of `transformers`, old and new.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+TRAITS: Final = ("qkv_bias", "head_norm")
+"""Fields of `ModelShape` that no key says, but the architecture."""
+OTHER_NAMES: Final = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""Keys that `transformers` takes for each other: 5.x writes both architectures' as ``num_local_experts``."""
+REFUSED: Final = {
+    "phimoe": "its gates are softmaxes over the experts that score close to the best one that is left "
+    "(SparseMixer), its norms are LayerNorms with biases, and its projections may have biases",
+    "deepseek_v2": "its attention is over compressed keys and values (multi-head latent attention)",
+    "deepseek_v3": "its attention is over compressed keys and values (multi-head latent attention)",
+    "qwen2_moe": "a gate of its own weighs its shared expert, token by token",
+    "olmoe": "its norms of queries and keys are over all heads together",
+}
+"""``model_type`` -> why Braid does not compute it, of what may be taken for experts like ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How a family is written in ``config.json``."""
+
+    family: str
+    model_type: str
+    name: str
+    """Of its class in `transformers`."""
+    keys: Mapping[str, str]
+    """Field of `ModelShape` -> key."""
+    defaults: Mapping[str, Callable[[Mapping[str, Any]], Any]]
+    """Key -> what `transformers` takes where the key is missing or null; other keys must be there."""
+    fixed: Mapping[str, tuple[Any, ...]]
+    """Key -> values that compute what Braid computes; the first is the default and is what is written."""
+    traits: frozenset[str] = frozenset()
+    """Those of `TRAITS` that its models have."""
+    window: int | None = 0
+    """What `transformers` takes where ``sliding_window`` is missing; 0: its models heed no such key."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Key -> what is written and not read: settings of training, of which Braid has none like it."""
+
+
+_LLAMA_KEYS: Final = {
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+    "sequence": "max_position_embeddings",
+    "tied_head": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+}
+_LLAMA_DEFAULTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"],
+    "tie_word_embeddings": lambda content: False,
+    "rms_norm_eps": lambda content: 1e-6,
+    "rope_theta": lambda content: 10000.0,
+}
+_SILU: Final = {"hidden_act": ("silu", "swish")}
+
+LLAMA: Final = Architecture(
+    family="llama",
+    model_type="llama",
+    name="LlamaForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "num_key_value_heads": lambda content: content["num_attention_heads"],
+        "max_position_embeddings": lambda content: 2048,
+    },
+    fixed={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
+)
+
+QWEN2: Final = Architecture(
+    family="llama",
+    model_type="qwen2",
+    name="Qwen2ForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 32768},
+    fixed={**_SILU, "use_sliding_window": (False,)},
+    traits=frozenset({"qkv_bias"}),
+)
+
+QWEN3: Final = Architecture(
+    family="llama",
+    model_type="qwen3",
+    name="Qwen3ForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "head_dim": lambda content: 128,
+        "max_position_embeddings": lambda content: 32768,
+    },
+    fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    traits=frozenset({"head_norm"}),
+)
+
+MISTRAL: Final = Architecture(
+    family="llama",
+    model_type="mistral",
+    name="MistralForCausalLM",
+    keys=_LLAMA_KEYS,
+    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 131072},
+    fixed=_SILU,
+    window=4096,
+)
+
+_EXPERT_KEYS: Final = {**_LLAMA_KEYS, "top_k": "num_experts_per_tok"}
+_EXPERT_WRITTEN: Final = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
+"""No loss that balances experts: Braid's is of each layer, that of `transformers` of all layers together."""
+
+MIXTRAL: Final = Architecture(
+    family="moe",
+    model_type="mixtral",
+    name="MixtralForCausalLM",
+    keys={**_EXPERT_KEYS, "experts": "num_local_experts"},
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "rms_norm_eps": lambda content: 1e-5,
+        "rope_theta": lambda content: 1_000_000.0,
+        "max_position_embeddings": lambda content: 131072,
+    },
+    fixed=_SILU,
+    window=None,
+    written={**_EXPERT_WRITTEN, "router_jitter_noise": 0.0, "sliding_window": None},
+)
+
+QWEN3_MOE: Final = Architecture(
+    family="moe",
+    model_type="qwen3_moe",
+    name="Qwen3MoeForCausalLM",
+    keys={
+        **_EXPERT_KEYS,
+        "experts": "num_experts",
+        "expert_ffn": "moe_intermediate_size",
+        "normalised": "norm_topk_prob",
+    },
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "max_position_embeddings": lambda content: 32768,
+        "norm_topk_prob": lambda content: False,
+    },
+    fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    traits=frozenset({"head_norm"}),
+    written=_EXPERT_WRITTEN,
+)
+
+GPT2: Final = Architecture(
+    family="gpt",
+    model_type="gpt2",
+    name="GPT2LMHeadModel",
+    keys={
+        "hidden": "n_embd",
+        "ffn": "n_inner",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "vocabulary": "vocab_size",
+        "sequence": "n_positions",
+        "tied_head": "tie_word_embeddings",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "n_inner": lambda content: 4 * content["n_embd"],
+        "tie_word_embeddings": lambda content: True,
+        "layer_norm_epsilon": lambda content: 1e-5,
+    },
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+)
+
+ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GPT2)
+"""The first that computes what a shape says is what it is written as."""
