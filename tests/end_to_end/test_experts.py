@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from braid.actors.controller.routing import ExpertNumbers
 from tests.end_to_end.runs import PlainRun, Run, prepare_text, run_layout, run_plain, small_config
 
 SEED, STEPS = 3, 10
@@ -105,6 +106,20 @@ def test_what_is_recomputed_and_validated_is_not_counted_again(
     _check_routing(run, expected)
 
 
+def _check_ranks(run: Run, found: ExpertNumbers) -> None:
+    """Where all ranks exchange tokens, the fullest rank has most visits of all."""
+    layout, shape = run.config.layout(), run.shape
+    if layout.ep == 1 or shape.capacity_factor:
+        assert found.rank_imbalance is None
+    elif layout.ep == layout.dp * layout.cp:
+        held = shape.experts // layout.ep
+        each = [max(sum(row[at : at + held]) for at in range(0, len(row), held)) for row in found.visits]
+        totals = [sum(row) / layout.ep for row in found.visits]
+        expected = [most / average for most, average in zip(each, totals, strict=True)]
+        assert found.rank_imbalance == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+        assert found.worst_rank_imbalance == pytest.approx(max(expected), abs=1e-5)
+
+
 def _check_routing(run: Run, expected: PlainRun) -> None:
     """Integers as plain PyTorch counts them; what follows from them, and the auxiliary losses."""
     shape, dropped = run.shape, 0
@@ -123,6 +138,7 @@ def _check_routing(run: Run, expected: PlainRun) -> None:
         entropies = torch.distributions.Categorical(loads).entropy() / math.log(shape.experts)
         assert found.entropy == pytest.approx(float(entropies.mean()), abs=1e-5)
         assert found.worst_entropy == pytest.approx(float(entropies.min()), abs=1e-5)
+        _check_ranks(run, found)
         assert found.unvisited == sum(visits.count(0) for visits in found.visits)
         if shape.capacity_factor:
             assert found.dropped is not None
