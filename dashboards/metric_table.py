@@ -38,6 +38,7 @@ class Metric:
 
     A counter adds the field's values; ``cumulative`` ones are sums in the file already. In ``events.jsonl``
     ``event`` names the kind of line; a counter of events has no field. A list has one value per rank.
+    ``NAME.FIELD`` is a field inside another.
     """
 
     name: str
@@ -88,6 +89,27 @@ def _of_ranks() -> Iterator[Metric]:
             )
 
 
+def _of_experts() -> Iterator[Metric]:
+    fullest, entropy = (
+        "Visits of the fullest expert over the average",
+        "Entropy of the load of experts over log E",
+    )
+    for name, text, field in (
+        ("braid_expert_imbalance_ratio", f"{fullest}; mean over layers, last step", "imbalance"),
+        ("braid_worst_expert_imbalance_ratio", f"{fullest}; worst layer, last step", "worst_imbalance"),
+        ("braid_expert_entropy_ratio", f"{entropy}; mean over layers, last step", "entropy"),
+        ("braid_worst_expert_entropy_ratio", f"{entropy}; worst layer, last step", "worst_entropy"),
+        (
+            "braid_expert_rank_imbalance_ratio",
+            "Rows of the fullest rank of ep over the average; mean over layers, last step",
+            "rank_imbalance",
+        ),
+        ("braid_dropped_visits_ratio", "Share of visits beyond experts' capacity; last step", "dropped"),
+        ("braid_unvisited_experts", "Experts that no token visited, of all layers; last step", "unvisited"),
+    ):
+        yield _of_step(name, text, f"experts.{field}")
+
+
 def _predicted(name: str, text: str, field: str) -> Metric:
     return Metric(name=name, kind=Kind.GAUGE, help=text, source=Source.PREDICTED, field=field)
 
@@ -135,6 +157,7 @@ METRICS: Final = (
         "peak_bytes",
         per_rank=True,
     ),
+    *_of_experts(),
     Metric(
         name="braid_rank_step_seconds",
         kind=Kind.GAUGE,

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from braid.dashboards.metric_table import METRICS, STEP_BUCKETS, Kind, Metric, Source
+from braid.dashboards.run_files import value_of
 from braid.scheduling.spec import ParallelLayout
 
 _BY_NAME: Final = {metric.name: metric for metric in METRICS}
@@ -225,7 +226,7 @@ class Exporter:
         for metric in METRICS:
             if metric.source is not source:
                 continue
-            value = line.get(metric.field)
+            value = value_of(line, metric.field)
             if not metric.per_rank:
                 self._record(metric, (self._run,), _number(value))
             elif isinstance(value, Sequence) and not isinstance(value, str):

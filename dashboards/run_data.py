@@ -21,9 +21,11 @@ from braid.dashboards.run_files import (
     NotReadableError,
     file_facts,
     finite,
+    numbers_in,
     read_json,
     read_text,
 )
+from braid.dashboards.step_columns import StepColumns
 from braid.dashboards.timeline_view import (
     Durations,
     first_begin,
@@ -49,25 +51,6 @@ DESCRIPTIONS: Final = (
     "report.json",
     "trace/predicted.json",
     "trace/measured.json",
-)
-COLUMNS: Final = (
-    "step",
-    "time",
-    "seconds",
-    "wall_seconds",
-    "tokens",
-    "loss",
-    "grad_norm",
-    "lr",
-    "validation_bits_per_byte",
-    "mfu",
-    "communication_seconds",
-    "exposed_seconds",
-    "hidden_fraction",
-    "slowdown_seconds",
-    "launch_gap_seconds",
-    "bubble_seconds",
-    "generation",
 )
 RANKS_AT_ONCE: Final = 16
 """Ranks in one answer with a timeline."""
@@ -104,7 +87,7 @@ class RunData:
         self._metrics = GrowingLines(directory / "metrics.jsonl")
         self._ranks = GrowingLines(directory / "ranks.jsonl", most=_RANKS_TAIL_BYTES)
         self._events = GrowingLines(directory / "events.jsonl")
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "peak_bytes")}
+        self._columns = StepColumns()
         self._means: dict[str, list[Any]] = {"step": [], "compute_seconds": []}
         self._rank_lines: deque[dict[str, Any]] = deque(maxlen=_RANK_LINES)
         self._event_lines: list[dict[str, Any]] = []
@@ -137,7 +120,7 @@ class RunData:
 
     def _versions(self) -> dict[str, Any]:
         """Small numbers that change when something else does: what a page asks for anew."""
-        steps = self._columns["step"]
+        steps = self._columns.steps
         traced = self._traced()
         return {
             "reader": self._reader,
@@ -163,12 +146,9 @@ class RunData:
     def _refresh_metrics(self) -> bool:
         anew, lines = _refreshed(self._metrics)
         if anew:
-            self._columns = {name: [] for name in self._columns}
+            self._columns = StepColumns()
         for line in lines:
-            if isinstance(line.get("step"), int):
-                for name in COLUMNS:
-                    self._columns[name].append(line.get(name))
-                self._columns["peak_bytes"].append(max(_numbers(line, "peak_bytes"), default=None))
+            self._columns.take(line)
         return bool(lines)
 
     def _refresh_ranks(self) -> None:
@@ -179,7 +159,7 @@ class RunData:
         for line in lines:
             if isinstance(line.get("step"), int):
                 self._rank_lines.append(line)
-                known = _numbers(line, "compute_seconds")
+                known = numbers_in(line, "compute_seconds")
                 self._means["step"].append(line["step"])
                 self._means["compute_seconds"].append(fmean(known) if known else None)
 
@@ -192,7 +172,7 @@ class RunData:
         self._trace.keep = min(max(1024 // ranks, _SPAN_STEPS[0]), _SPAN_STEPS[1])
         if self._trace.refresh():
             self._trace_version += 1
-        if not self._trace.ranks and self._columns["step"]:
+        if not self._trace.ranks and self._columns.steps:
             self._take_measured()
         self._trace_due = time.monotonic() + 20 * (time.monotonic() - now)
 
@@ -202,7 +182,7 @@ class RunData:
         if file_facts(path) is None:
             return
         try:
-            self._trace.ranks.update(trace_of_spans(read_trace(path), self._columns["step"][-1] - 1))
+            self._trace.ranks.update(trace_of_spans(read_trace(path), self._columns.steps[-1] - 1))
         except ValueError:
             return
         self._trace_version += 1
@@ -222,12 +202,11 @@ class RunData:
         """Columns of all steps after one; all of them if the file began anew since ``epoch``."""
         with self._lock:
             anew = epoch != self._metrics.epoch
-            begin = 0 if anew else bisect_left(self._columns["step"], after + 1)
             means = 0 if anew else bisect_left(self._means["step"], after)  # it may come after its step
             return {
                 "epoch": self._metrics.epoch,
                 "anew": anew,
-                "columns": {name: values[begin:] for name, values in self._columns.items()},
+                **self._columns.after(0 if anew else after),
                 "ranks": {name: values[means:] for name, values in self._means.items()},
                 "events": self._event_lines[-1000:],
             }
@@ -237,8 +216,8 @@ class RunData:
         with self._lock:
             lines = list(self._rank_lines)
             found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
-            stages = self._stages(len(_numbers(found or {}, "seconds")))
-            slow = stragglers([_numbers(line, "compute_seconds") for line in lines], stages)
+            stages = self._stages(len(numbers_in(found or {}, "seconds")))
+            slow = stragglers([numbers_in(line, "compute_seconds") for line in lines], stages)
             return {
                 "line": found,
                 "stages": stages,
@@ -279,12 +258,6 @@ def _refreshed(file: GrowingLines) -> tuple[bool, list[dict[str, Any]]]:
     """`GrowingLines.refresh`, with numbers that JSON has."""
     anew, lines = file.refresh()
     return anew, finite(lines)
-
-
-def _numbers(line: Mapping[str, Any], name: str) -> list[float]:
-    """The numbers in a list of a line; none where it is something else."""
-    found = line.get(name)
-    return [one for one in found if isinstance(one, int | float)] if isinstance(found, list) else []
 
 
 def _describe(directory: Path) -> _Described:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -79,6 +79,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return value
+
+
+def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
+    """The numbers in a list of a line; none where it is something else."""
+    found = line.get(name)
+    return [one for one in found if isinstance(one, int | float)] if isinstance(found, list) else []
+
+
+def value_of(line: Mapping[str, Any], field: str) -> Any:
+    """The value of a line's field, or of one inside a field: ``experts.entropy``; None if it is missing."""
+    name, _, inside = field.partition(".")
+    value = line.get(name)
+    if not inside:
+        return value
+    return value_of(value, inside) if isinstance(value, Mapping) else None
 
 
 @dataclass

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from braid.dashboards.run_files import value_of
+
 SCALARS = (
     "loss",
     "validation_bits_per_byte",
@@ -28,8 +30,17 @@ SCALARS = (
     "slowdown_seconds",
     "launch_gap_seconds",
     "bubble_seconds",
+    "experts.imbalance",
+    "experts.worst_imbalance",
+    "experts.rank_imbalance",
+    "experts.entropy",
+    "experts.worst_entropy",
+    "experts.unvisited",
+    "experts.dropped",
+    "experts.balance_loss",
+    "experts.z_loss",
 )
-"""What is written of a step, under these names."""
+"""What is written of a step, under these names; ``/`` for the dot, by which those tools group charts."""
 
 
 class Sink(Protocol):
@@ -46,7 +57,8 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step that are known."""
     seconds = line.get("wall_seconds") or line["seconds"]
     values = {**line, "tokens_per_second": line["tokens"] / seconds if seconds else None}
-    return {name: float(values[name]) for name in SCALARS if values.get(name) is not None}
+    found = ((name.replace(".", "/"), value_of(values, name)) for name in SCALARS)
+    return {name: float(value) for name, value in found if value is not None}
 
 
 class TensorBoardSink:

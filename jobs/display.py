@@ -208,6 +208,8 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
         )
     if (overlap := report["overlap"]) and overlap["communication_seconds"]:
         table.add_row("overlap", overlap_line(overlap))
+    if experts := report.get("experts"):
+        table.add_row("experts", experts_line(experts["last"]))
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
     table.add_row("peak memory", f"{peaks} GiB (by rank)")
     return table
@@ -227,6 +229,22 @@ def overlap_line(overlap: dict[str, Any]) -> str:
     elif recovered is not None:
         facts.append(f"{recovered:.0%} of it recovered")
     return ", ".join(facts)
+
+
+def experts_line(numbers: dict[str, Any]) -> str:
+    """How a step spread tokens over experts, in one line."""
+    fullest, worst = numbers["imbalance"], numbers["worst_imbalance"]
+    facts = [
+        f"fullest {fullest:.2f} x the average ({worst:.2f} in the worst layer)",
+        f"entropy {numbers['entropy']:.1%} of a balanced load's",
+    ]
+    if (ranks := numbers["rank_imbalance"]) is not None:
+        facts.append(f"fullest rank {ranks:.2f} x the average")
+    if (dropped := numbers["dropped"]) is not None:
+        facts.append(f"{dropped:.1%} of visits dropped")
+    if unvisited := numbers["unvisited"]:
+        facts.append(f"{unvisited} without any visit")
+    return f"{', '.join(facts)} (last step)"
 
 
 def layouts_table(layouts: Sequence[MeasuredLayout]) -> Table:

@@ -17,6 +17,7 @@ from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
+from braid.actors.controller.routing import ExpertNumbers, numbers_of
 from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
@@ -56,6 +57,8 @@ class StepRecord:
     between_seconds: Mapping[str, float] = field(default_factory=dict)
     """Parts of ``wall_seconds`` beside the step itself: ``validation``, ``save``, ``nodes`` (looking for
     them), ``records`` (writing them)."""
+    experts: ExpertNumbers | None = None
+    """None for models without experts, whose lines do not name it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -261,7 +264,10 @@ class RunDirectory:
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
-        self._add("metrics.jsonl", asdict(record))
+        content = asdict(record)
+        if record.experts is None:
+            del content["experts"]
+        self._add("metrics.jsonl", content)
         self._add("ranks.jsonl", ranks)
 
     def incident(self, **facts: Any) -> None:
@@ -319,7 +325,8 @@ def _cut_off(path: Path, first_step: int) -> None:
 
 
 def _record(content: dict[str, Any]) -> StepRecord:
-    return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"])})
+    experts = numbers_of(content.get("experts"))
+    return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"]), "experts": experts})
 
 
 def read_metrics(path: Path) -> Iterator[StepRecord]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.records import StepRecord
+from braid.actors.controller.routing import ExpertNumbers
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.trace import OverlapNumbers
 
@@ -20,7 +21,7 @@ def build_report(
     layout = config.layout()
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
-    overlap = _Overlap()
+    overlap, experts = _Overlap(), _Experts()
     validation = None
     for record in records:
         steps.append({name: getattr(record, name) for name in _OF_A_STEP})
@@ -29,6 +30,8 @@ def build_report(
         if record.validation_bits_per_byte is not None:
             validation = record.validation_bits_per_byte
         overlap.add(record)
+        if record.experts is not None:
+            experts.add(record.experts)
     timed = steps[1:] or steps
     seconds = sum(step["wall_seconds"] or step["seconds"] for step in timed)
     return {
@@ -43,6 +46,7 @@ def build_report(
             "exposed_seconds": overlap.of_all("exposed_seconds"),
         },
         "overlap": overlap.report([step["seconds"] for step in timed], serial),
+        **experts.report(),
     }
 
 
@@ -97,6 +101,31 @@ class _Overlap:
             "limit_speedup": serial.limit_speedup if serial else None,
             "recovered": serial.recovered(median(seconds)) if serial else None,
         }
+
+
+class _Experts:
+    """How tokens were spread over experts: in the last step, as training changes it, and on average."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float | None] = {}
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+
+    def add(self, numbers: ExpertNumbers) -> None:
+        self._last = {
+            name: value for name, value in vars(numbers).items() if name not in ("layers", "visits")
+        }
+        self._steps += 1
+        for name, value in self._last.items():
+            if value is not None:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def report(self) -> dict[str, Any]:
+        """The section ``experts``; none for models without."""
+        if not self._steps:
+            return {}
+        mean = {name: self._sums[name] / self._steps if name in self._sums else None for name in self._last}
+        return {"experts": {"last": self._last, "mean": mean}}
 
 
 def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:

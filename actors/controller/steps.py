@@ -11,6 +11,7 @@ from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.records import Incident, StepDone, StepRecord
 from braid.actors.controller.reporting import overlap_fields, rank_fields
+from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.scheduling.memory import model_flops
@@ -109,6 +110,7 @@ class Stepper:
             mfu=self._mfu(tokens, wall_seconds),
             wall_seconds=wall_seconds,
             between_seconds=between,
+            experts=self._experts(step, last, results, tokens),
         )
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), told
 
@@ -137,6 +139,16 @@ class Stepper:
             )
             told.append(f"{text} of the steps before it, and it is not repeated, {why}")
         return [Incident(kind="guard", text=text, step=step + 1) for text in told]
+
+    def _experts(
+        self, step: int, last: int, results: Sequence[StepResult], tokens: int
+    ) -> ExpertNumbers | None:
+        shape = self._plan.shape
+        if not shape.experts:
+            return None
+        sums, layout = [result.routing for result in results], self._plan.config.layout()
+        visits = tells_visits(shape, step + 1, last)
+        return expert_numbers(sums, shape, layout, tokens, visits=visits)
 
     def _mfu(self, tokens: int, seconds: float) -> float | None:
         peak = self._plan.config.cluster.peak_tflops

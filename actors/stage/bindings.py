@@ -15,6 +15,7 @@ from torch import Tensor
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.regions import Rows
+from braid.actors.stage.routing import Routing
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch, Line
@@ -66,8 +67,16 @@ def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Lau
 class Binder:
     """Binds what layers do on one rank."""
 
-    def __init__(self, model: StageModel, mesh: Mesh, streams: Streams, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        mesh: Mesh,
+        streams: Streams,
+        recorder: Recorder,
+        routing: Routing | None = None,
+    ) -> None:
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
+        self._routing = routing
         self._activation_bytes = model.context.dtype.itemsize
 
     def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
@@ -78,6 +87,8 @@ class Binder:
         if op.piece is not None:
             return self._compute_piece(operation, node, frame, instance)
         call, label = method_of(op, instance), self._label(node, instance)
+        if self._routing is not None:
+            call = self._routing.watched(op, instance, call)
         turn, writes, gone = operation.turn, operation.writes, operation.frees
         inputs_of = _getter(operation.reads)
         mark, record = self._recorder.mark, self._recorder.compute

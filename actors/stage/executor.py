@@ -13,7 +13,9 @@ from torch import Tensor
 
 from braid.actors.stage.bindings import Binder, Bound, Registers, shapes_of
 from braid.actors.stage.mesh import Mesh
+from braid.actors.stage.messages import RoutingSums
 from braid.actors.stage.model import StageModel
+from braid.actors.stage.routing import Routing
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
@@ -103,13 +105,14 @@ class Executor:
         recorder: Recorder,
         watch: Callable[[Operation], None] | None = None,
         graph: StepGraph | None = None,
+        routing: Routing | None = None,
     ) -> None:
         """``watch`` is called after every operation, before it frees what it is the last to touch. ``graph``
-        has what comes before the update captured.
+        has what comes before the update captured. ``routing``: adds up what routers do.
         """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
-        self._binder = Binder(model, mesh, streams, recorder)
-        self._watch, self._graph = watch, graph
+        self._binder = Binder(model, mesh, streams, recorder, routing)
+        self._watch, self._graph, self._routing = watch, graph, routing
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
         self._update: Updating | None = None
@@ -150,6 +153,8 @@ class Executor:
         """
         self._update = update
         self._recorder.clear()
+        if self._routing is not None:
+            self._routing.clear()
         if update is not None and self._prefetched:
             update.prefetch(self._prefetched)
             if self._graph is not None:
@@ -197,6 +202,11 @@ class Executor:
     def losses(self) -> int:
         """Micro-batches whose loss this rank saw in its last run."""
         return len(self._losses)
+
+    @property
+    def routed(self) -> RoutingSums | None:
+        """What routers did in the last run, if it was to be added up."""
+        return None if self._routing is None else self._routing.read()
 
     def _fill(self, batches: Sequence[MicroBatch | None], loss_scale: float | None) -> None:
         """Give frames what their operators read of the batch, or take it away again."""

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers
@@ -118,6 +121,20 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutingSums:
+    """What the routers of one rank did with its own tokens in a step's training passes, by layer."""
+
+    layers: tuple[int, ...]
+    """Numbers in the model, from 0, of the rank's L layers with experts."""
+    visits: NDArray[np.int64]
+    """L x experts. A visit is a token and one of its choices, whether it found a place or was dropped."""
+    dropped: NDArray[np.int64]
+    """Visits that found no place, L."""
+    losses: NDArray[np.float64]
+    """Sums over tokens of the balance loss and of the z loss, L x 2; 0 where the model has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one rank saw of one training step."""
 
@@ -140,6 +157,8 @@ class StepResult:
     """Spans that could not be streamed so far."""
     sampled_every: int = 1
     """Spans of every so many steps are streamed."""
+    routing: RoutingSums | None = None
+    """None for models without experts."""
 
 
 COMPUTE: Final = "compute"

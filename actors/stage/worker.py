@@ -37,6 +37,7 @@ from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
+from braid.actors.stage.routing import routing_of
 from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
@@ -192,7 +193,8 @@ class Worker(Logged, Rank):
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
         captured = False if plan.shape.documents else config.overlap.cuda_graphs  # documents change
         graph = step_graph(streams, self._recorder, captured)
-        self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph)
+        routing = routing_of(self._model)
+        self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         instructions = schedule.stages[self._mesh.position["pp"]]
         self._saboteur = (
@@ -238,6 +240,7 @@ class Worker(Logged, Rank):
             sampled_every=self._stream.every if self._stream else 1,
             peak_bytes=self._memory.of_step(),
             lifetime_peak_bytes=self._memory.of_lifetime(),
+            routing=self._executor.routed,
         )
 
     def validate(self) -> tuple[float, int]:

@@ -148,6 +148,42 @@ PANELS: Final = (
         minimum=0,
     ),
     Panel(
+        kind="timeseries",
+        title="Imbalance of experts",
+        description="The fullest over the average, of experts and of ranks that share them. 1 is balanced; "
+        "steps without capacity take as long as the fullest rank. Empty for models without experts.",
+        queries=(
+            Query(expr=of_run("braid_expert_imbalance_ratio"), legend="mean over layers", colour=BLUE),
+            Query(expr=of_run("braid_worst_expert_imbalance_ratio"), legend="worst layer", colour=VERMILION),
+            Query(expr=of_run("braid_expert_rank_imbalance_ratio"), legend="ranks", colour=GREEN),
+        ),
+        unit="suffix:x",
+        width=8,
+    ),
+    Panel(
+        kind="timeseries",
+        title="Load of experts",
+        description="Its entropy over that of a balanced load, and the share of visits that were dropped.",
+        queries=(
+            Query(expr=of_run("braid_expert_entropy_ratio"), legend="entropy", colour=BLUE),
+            Query(expr=of_run("braid_worst_expert_entropy_ratio"), legend="worst layer", colour=VERMILION),
+            Query(expr=of_run("braid_dropped_visits_ratio"), legend="dropped", colour=ORANGE),
+        ),
+        unit="percentunit",
+        width=8,
+        minimum=0,
+        maximum=1,
+    ),
+    Panel(
+        kind="timeseries",
+        title="Experts without a visit",
+        description="Of all layers, in the last step.",
+        queries=(Query(expr=of_run("braid_unvisited_experts"), legend="experts", colour=BLUE),),
+        unit="none",
+        width=8,
+        minimum=0,
+    ),
+    Panel(
         kind="table",
         title="Ranks",
         description="The last step of every chosen rank, and what its recording lost.",

@@ -11,7 +11,7 @@ const HEIGHT = 150;
 export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
 
 /** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
-function specifications(run) {
+export function specifications(run) {
   const { columns } = run;
   const colours = theme.colours;
   const predicted = run.state?.predicted ?? {};
@@ -35,19 +35,21 @@ function specifications(run) {
 const minus = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 
 export class Charts {
-  constructor(box, run, redraw) {
-    Object.assign(this, { box, run, redraw });
+  /** `specify`: what is shown of a run. */
+  constructor(box, run, redraw, specify = specifications) {
+    Object.assign(this, { box, run, redraw, specify });
     this.cursor = null; // a place among the steps
     this.figures = [];
   }
 
   draw() {
-    const found = specifications(this.run);
-    if (!this.figures.length) this._build(found);
+    const found = this.specify(this.run);
+    if (this.figures.length !== found.length) this._build(found);
     found.forEach((chart, place) => this._draw(chart, this.figures[place]));
   }
 
   _build(found) {
+    this.box.replaceChildren();
     this.figures = found.map((chart, place) => {
       const now = el("output");
       const canvas = el("canvas", { role: "img", tabindex: 0, "aria-label": `${chart.name} over the steps; arrow keys read values` });
@@ -76,7 +78,7 @@ export class Charts {
       if (Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = n;
     });
     this.cursor = best;
-    const chart = specifications(this.run)[place];
+    const chart = this.specify(this.run)[place];
     const rows = chart.lines.filter(([, values]) => values && typeof values[best] === "number").map(([name, values]) => [name, chart.write(values[best])]);
     const marks = this.run.events.filter((one) => one.step === steps[best] && MARKS[one.kind] !== undefined).map((one) => [one.kind, one.text ?? ""]);
     showTip(event.clientX, event.clientY, [`step ${steps[best]}`, ...rows, ...marks]);
@@ -89,7 +91,7 @@ export class Charts {
     if (!by || !count) return;
     event.preventDefault();
     this.cursor = Math.max(0, Math.min(count - 1, (this.cursor ?? count) + by));
-    const chart = specifications(this.run)[place];
+    const chart = this.specify(this.run)[place];
     const values = chart.lines.filter(([, column]) => column && typeof column[this.cursor] === "number").map(([name, column]) => `${name} ${chart.write(column[this.cursor])}`);
     this.figures[place].canvas.setAttribute("aria-label", `${chart.name}, step ${this.run.columns.step[this.cursor]}: ${values.join(", ")}`);
     this.redraw();

@@ -40,6 +40,7 @@ export class Run extends EventTarget {
     this.compute = new Map(); // step -> mean compute seconds of the ranks
     this.events = [];
     this.ranks = null;
+    this.visits = null; // of experts, in the newest step that tells: layers, and a row for each
     this.traced = []; // first and last step with spans
     this.connected = false;
     this.epoch = 0;
@@ -118,13 +119,19 @@ export class Run extends EventTarget {
     const news = await this._json(`api/metrics?after=${last}&epoch=${this.epoch}`);
     if (news.anew) {
       this.columns = news.columns;
+      this.visits = null;
       this.compute.clear();
       this._steps.clear();
     } else {
-      for (const [name, values] of Object.entries(news.columns)) for (const value of values) this.columns[name].push(value);
+      const before = this.columns.step.length;
+      for (const [name, values] of Object.entries(news.columns)) {
+        this.columns[name] ??= new Array(before).fill(null); // a run that knows more since it was resumed
+        for (const value of values) this.columns[name].push(value);
+      }
       if (news.columns.step.length) this.arrived.push(Date.now() / 1000 - news.columns.time.at(-1));
       if (this.arrived.length > 500) this.arrived.shift();
     }
+    this.visits = news.visits ?? this.visits;
     this.epoch = news.epoch;
     news.ranks.step.forEach((step, place) => this.compute.set(step, news.ranks.compute_seconds[place]));
     this.events = news.events;

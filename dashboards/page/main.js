@@ -3,6 +3,7 @@
 import { byId } from "./dom.js";
 import { Charts } from "./charts.js";
 import { Run } from "./data.js";
+import { drawExpertLegends, expertCharts, Experts, hasExperts } from "./experts.js";
 import { drawCluster, drawHeat, drawLog, drawPlan } from "./plan.js";
 import { drawStragglers, Ranks } from "./ranks.js";
 import { drawHeader, drawSummary } from "./summary.js";
@@ -38,6 +39,8 @@ const reveal = (rank) => {
 };
 const ranks = new Ranks(byId("ranks"), run, { chosen: reveal, redraw: () => redraw("ranks") });
 const charts = new Charts(byId("charts"), run, () => redraw("charts"));
+const experts = new Experts(byId("experts"), run);
+const ofExperts = new Charts(byId("expert-charts"), run, () => redraw("experts"), expertCharts);
 
 const shown = new Map();
 
@@ -61,6 +64,12 @@ const PARTS = {
     drawStragglers(run);
   },
   charts: () => charts.draw(),
+  experts: () => {
+    experts.draw();
+    if (!hasExperts(run)) return;
+    ofExperts.draw();
+    drawExpertLegends(run);
+  },
   plan: () => {
     drawPlan(run);
     drawHeat(run);
@@ -71,14 +80,14 @@ const PARTS = {
 };
 const OF = {
   connection: ["header"],
-  state: ["header", "summary", "plan", "cluster", "timeline", "charts"],
-  metrics: ["header", "summary", "charts", "log"],
+  state: ["header", "summary", "plan", "cluster", "timeline", "charts", "experts"],
+  metrics: ["header", "summary", "charts", "experts", "log"],
   ranks: ["ranks", "cluster", "summary", "timeline"],
   trace: ["timeline", "controls"],
   spans: ["timeline"],
 };
 
-const braid = { run, timeline, charts, lastRedrawMs: 0, redraws: 0, drawnStep: 0, delays: [], redrawAll: () => redraw(...Object.keys(PARTS)) };
+const braid = { run, timeline, charts, experts, lastRedrawMs: 0, redraws: 0, drawnStep: 0, delays: [], redrawAll: () => redraw(...Object.keys(PARTS)) };
 window.braid = braid;
 
 function frame() {
@@ -107,7 +116,7 @@ function drawLegends() {
 }
 
 run.addEventListener("change", ({ detail }) => redraw(...OF[detail]));
-new ResizeObserver(() => redraw("summary", "timeline", "ranks", "charts")).observe(document.querySelector("main"));
+new ResizeObserver(() => redraw("summary", "timeline", "ranks", "charts", "experts")).observe(document.querySelector("main"));
 setInterval(() => redraw("header"), 1000);
 
 const actions = {

@@ -141,7 +141,7 @@ function named(shape, rows) {
 }
 
 /** From amber (worse) over the card's colour (no gain) to blue (free): apart in every kind of colour vision. */
-function heatColour(value) {
+export function heatColour(value) {
   const share = Math.max(-1, Math.min(1, value));
   const [middle, end] = [theme.dark ? [35, 44, 54] : [245, 246, 248], share >= 0 ? [0, 96, 168] : [190, 90, 0]];
   const mix = middle.map((from, n) => Math.round(from + (end[n] - from) * Math.abs(share)));

@@ -18,6 +18,7 @@ from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.mesh import build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
+from braid.actors.stage.routing import routing_of
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
@@ -71,6 +72,8 @@ class Case:
     """Whether passes are captured, after the first two steps."""
     layers: int = 1
     """At least; the layout may need more."""
+    experts: bool = False
+    """Whether layers are mixtures of experts with a capacity, whose routing is added up."""
     partitions: tuple[str, ...] = ()
     """As text; with some, ranks are on hosts of two."""
 
@@ -82,7 +85,9 @@ class Case:
         axes += f" over {self.shards}" if self.shards else ""
         axes += f" {', '.join(self.partitions)}" if self.partitions else ""
         axes += f" buckets of {self.least}" if self.least != Case.least else ""
-        said = "".join(f" {name}" for name in ("tied", "gpt", "ends", "graph") if getattr(self, name))
+        said = "".join(
+            f" {name}" for name in ("tied", "gpt", "ends", "graph", "experts") if getattr(self, name)
+        )
         return f"{self.schedule}{axes}{said}"
 
     @property
@@ -95,6 +100,8 @@ class Case:
     def shape(self) -> ModelShape:
         """The smallest that the layout takes."""
         family = replace(GPT if self.gpt else LLAMA, layers=self.layers, tied_head=self.tied)
+        if self.experts:
+            family = replace(family, family="moe", experts=4, top_k=2, capacity_factor=0.75, balance_loss=0.1)
         return model_for(self.layout, family)
 
     def cut(self) -> AbstractContextManager[object]:
@@ -168,6 +175,9 @@ class Ranked:
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
         loss = self.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm
+        if (routed := self.executor.routed) is not None:
+            sums = routed.visits.tolist(), routed.dropped.tolist(), routed.losses.tolist()
+            self.found[f"routing {step}"] = sums
         if self.case.copies:
             self.copies.append(take(self.optimizer, step + 1))
             if step:
@@ -217,6 +227,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         streams=streams,
         recorder=recorder,
         graph=StepGraph(streams, recorder, always=True) if case.graph else None,
+        routing=routing_of(model),
     )
     return Ranked(
         case=case,

@@ -15,11 +15,12 @@ import torch
 from braid.actors.stage.cuda_streams import Captured, CudaStreams
 from braid.actors.stage.step_graph import StepGraph
 from braid.kernels.operators.norm import RMSNorm
+from braid.kernels.operators.permute import Permute, Unpermute
 from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay import Replay, same
-from tests.cuda.steps import Case, Ranked, made, recorded
+from tests.cuda.steps import MICRO_BATCH, Case, Ranked, made, recorded
 from tests.cuda.test_machine import SEVERAL_STAGES
 from tests.cuda.verdict import faults, left
 from tests.scheduling.cases import exists
@@ -48,6 +49,25 @@ def cases() -> list[Case]:
 def test_a_graph_changes_no_bit(case: Case) -> None:
     case = replace(case, steps=STEPS, gpt=random.Random(f"{SEED} {case.name}").random() < 0.5)
     assert faults(replace(case, graph=True), expected=left(case)) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(schedule="megatron", experts=True), Case(schedule="braid_w", dp=2, experts=True)],
+    ids=lambda case: case.name,
+)
+def test_what_routers_do_in_a_graph_is_added_up_once_a_step(case: Case) -> None:
+    """Also in steps of before the graph, and in the one that captures it."""
+    case = replace(case, steps=STEPS)
+    expected = left(case)
+    samples = case.micro_batches * case.layout.dp * MICRO_BATCH
+    visits = samples * case.shape.sequence * case.shape.top_k
+    for step in range(STEPS):
+        sums = [expected[rank, f"routing {step}"] for rank in range(case.layout.ranks)]
+        assert sum(sum(rank[0][0]) for rank in sums) == visits
+        assert sum(sum(rank[1]) for rank in sums) > 0, "nothing was dropped: too easy"
+    with patch.object(Permute, "_check"), patch.object(Unpermute, "_check"):  # which is for CPUs only
+        assert faults(replace(case, graph=True), expected=expected) == []
 
 
 @pytest.mark.parametrize(

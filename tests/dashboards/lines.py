@@ -60,6 +60,22 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "time": BEGIN + 0.5 * step,
         "generation": 0,
         "mfu": 0.375,
+        "experts": {
+            "imbalance": 1.25 + 0.01 * step,
+            "worst_imbalance": 1.5,
+            "entropy": 0.95,
+            "worst_entropy": 0.875,
+            "unvisited": 1,
+            "worst_unvisited": 1,
+            "dropped": 0.0625,
+            "worst_dropped": 0.125,
+            "rank_imbalance": 1.125,
+            "worst_rank_imbalance": 1.25,
+            "balance_loss": 0.02,
+            "z_loss": 0.001,
+            "layers": [0, 1],
+            "visits": [[1024, 1024], [0, 2048]],
+        },
     }
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.stage.messages import RoutingSums
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import Outcome, evaluate, with_schedule
@@ -40,6 +42,7 @@ SHAPE = ModelShape(
     vocabulary=32000,
     sequence=2048,
 )
+MIXTURE = replace(SHAPE, family="moe", layers=6, experts=8, top_k=2, capacity_factor=1.25, balance_loss=0.01)
 LAYOUTS = {
     2: ParallelLayout(tp=2),
     8: ParallelLayout(tp=2, pp=2, dp=2),
@@ -87,6 +90,8 @@ class MadeUpRun:
     begin_ns: int = BEGIN_NS
     operator: str = ""
     """A name to give to one operator, to see it escaped."""
+    experts: ModelShape | None = None
+    """A mixture of experts whose numbers its steps have beside; they get more balanced."""
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -241,10 +246,35 @@ class MadeUpRun:
             "generation": 1,
             "mfu": (self._outcome.numbers.mfu or 0.0) * self._outcome.numbers.step_seconds / max(seconds),
         }
+        if self.experts is not None:
+            metrics["experts"] = asdict(self._routed(self.experts))
         nothing = [0] * self.ranks
         lists = {"seconds": seconds, **ranks, "peak_bytes": peak_bytes, "dropped_spans": nothing}
         self._append("ranks.jsonl", {**shared, **lists, "sampled_every": [1] * self.ranks})
         self._append("metrics.jsonl", metrics)
+
+    def _routed(self, shape: ModelShape) -> ExpertNumbers:
+        """Visits of one rank, with an expert of the first layer that gets none."""
+        layers, tokens = shape.expert_layers, 1 << 18
+        lean = self._leanings(layers, shape.experts) * (0.3 + 0.7 * 0.9**self.done)
+        lean[0, 1] = -np.inf
+        chances = np.exp(lean) / np.exp(lean).sum(1, keepdims=True)
+        visits = self._random.multinomial(tokens * shape.top_k, chances)
+        room = visits.sum(1, keepdims=True) / shape.experts * (shape.capacity_factor or np.inf)
+        sums = RoutingSums(
+            layers=tuple(range(layers)),
+            visits=visits,
+            dropped=np.maximum(visits - room, 0).sum(1).astype(np.int64),
+            losses=np.tile(np.array([shape.balance_loss, shape.z_loss]) * tokens, (layers, 1)),
+        )
+        told = tells_visits(shape, self.done, self.steps)
+        found = expert_numbers([sums], shape, ParallelLayout(), tokens, visits=told)
+        assert found is not None
+        return found
+
+    def _leanings(self, layers: int, experts: int) -> NDArray[np.float64]:
+        """Of every router to every expert, the same in all steps."""
+        return np.random.default_rng(self.seed).normal(0, 1.2, (layers, experts))
 
     def finish(self) -> None:
         """Write what a complete run ends with."""

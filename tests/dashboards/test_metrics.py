@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from braid.dashboards.metric_table import METRICS, Kind, Source, documented
 from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink, layout_of
+from braid.dashboards.run_files import value_of
 from braid.scheduling.spec import ParallelLayout
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 
@@ -83,6 +84,16 @@ def test_values_of_a_step() -> None:
     assert value(sink, "braid_tokens_total") == 2 * line["tokens"]
     assert value(sink, "braid_step_duration_seconds_count") == 2
     assert value(sink, "braid_peak_memory_bytes", stage="1", rank="2") == line["peak_bytes"][2]
+
+
+def test_only_models_with_experts_have_their_numbers() -> None:
+    target, sink = exporter()
+    target.metrics(metrics_line(3, ranks=4))
+    assert value(sink, "braid_expert_imbalance_ratio") == metrics_line(3, ranks=4)["experts"]["imbalance"]
+    assert value(sink, "braid_unvisited_experts") == 1
+    target, sink = exporter()
+    target.metrics({name: it for name, it in metrics_line(3, ranks=4).items() if name != "experts"})
+    assert not [name for name, _ in readings(sink) if "expert" in name or "visits" in name]
 
 
 def test_ranks_have_the_stages_of_the_layout_and_sums_add_up() -> None:
@@ -283,7 +294,7 @@ def test_sources_are_files_of_a_run() -> None:
     }
     for metric in METRICS:
         for field in filter(None, metric.field.split(" / ")):
-            assert field in lines[metric.source], metric
+            assert value_of(lines[metric.source], field) is not None, metric
         if metric.per_rank:
             assert len(lines[metric.source][metric.field]) == 2
 

@@ -16,7 +16,7 @@ from braid.dashboards.server import make_app
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.trace import Span
 from tests.dashboards.browser import CHROMIUM, Tab, browser
-from tests.dashboards.made_up_runs import MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
 from tests.end_to_end.command import start, write_config, write_corpus
 
 pytestmark = [
@@ -150,6 +150,47 @@ def test_names_are_text(tmp_path: Path) -> None:
         assert await tab.evaluate("document.querySelectorAll('img').length") == 0
         assert await tab.evaluate("document.querySelectorAll('script').length") == 1
         assert await tab.evaluate("window.hacked ?? null") is None
+
+    look(run.path, ask)
+
+
+def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    numbers = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])["experts"]
+    visits = numbers["visits"][4][6]
+
+    async def ask(tab: Tab) -> None:
+        await tab.until(DRAWN.format(step=3))
+        await tab.until("!document.getElementById('experts-section').hidden")
+        text = await tab.evaluate("document.getElementById('experts-read').textContent")
+        for part in ("Step 3", f"{numbers['worst_imbalance']:.2f} \u00d7", "1 expert without a visit"):
+            assert part in text
+        titles = await tab.evaluate("document.getElementById('expert-charts').innerText")
+        for title in ("Fullest over the average", "Entropy", "Visits dropped", "Auxiliary losses"):
+            assert title in titles
+        await tab.evaluate("document.getElementById('experts').scrollIntoView({block: 'center'})")
+        place = await tab.evaluate(
+            "(() => { const {experts} = braid, {wide, tall} = experts.cell, box = experts.canvas"
+            ".getBoundingClientRect(); return [box.x + 62 + 6.5 * wide, box.y + 20 + 4.5 * tall] })()"
+        )
+        await tab.move(*place)
+        await tab.until("!document.getElementById('tip').hidden")
+        tip = await tab.evaluate("document.getElementById('tip').innerText")
+        share = f"{100 * visits / sum(numbers['visits'][4]):.2f} %"
+        for part in ("layer 4, expert 6, step 3", f"{visits:,}", share):
+            assert part in tip
+
+    look(run.path, ask)
+
+
+def test_models_without_experts_show_none(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 2)
+
+    async def ask(tab: Tab) -> None:
+        await tab.until(DRAWN.format(step=2))
+        assert await tab.evaluate("document.getElementById('experts-section').hidden")
+        assert "xpert" not in await tab.evaluate("document.body.innerText")
+        assert await tab.evaluate("document.querySelectorAll('#expert-charts figure').length") == 0
 
     look(run.path, ask)
 

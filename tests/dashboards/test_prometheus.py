@@ -43,6 +43,8 @@ STOOD = {
     f"braid_step_seconds{RUN}": "5x400",
 }
 GROWS = {f"braid_peak_memory_bytes{RANK}": "1000000000+1000000x400"}
+FEW = {f"braid_worst_expert_entropy_ratio{RUN}": "0.9x20 0.6x400"}
+DROPS = {f"braid_dropped_visits_ratio{RUN}": "0.02x20 0.2x400"}
 RANK_LABELS = 'rank="3", run="r", stage="1"'
 
 CASES = (
@@ -79,6 +81,14 @@ CASES = (
     Case("BraidTelemetryDropped", True, 16, {f"braid_dropped_spans_total{RANK}": "_x30 7x400"}),
     Case("BraidTelemetryDropped", True, 20, {f"braid_dropped_spans_total{RANK}": "0x30 7x400"}),
     Case("BraidTelemetryDropped", False, 20, {f"braid_dropped_spans_total{RANK}": "7x400"}),
+    Case("BraidExpertsUnbalanced", True, 25, FEW | RUNS),
+    Case("BraidExpertsUnbalanced", False, 15, FEW | RUNS),
+    Case("BraidExpertsUnbalanced", False, 25, FEW | OVER),
+    Case("BraidExpertsUnbalanced", False, 25, {f"braid_worst_expert_entropy_ratio{RUN}": "0.8x400"} | RUNS),
+    Case("BraidVisitsDropped", True, 25, DROPS | RUNS),
+    Case("BraidVisitsDropped", False, 15, DROPS | RUNS),
+    Case("BraidVisitsDropped", False, 25, DROPS | OVER),
+    Case("BraidVisitsDropped", False, 25, {f"braid_dropped_visits_ratio{RUN}": "0.05x400"} | RUNS),
     Case("BraidMemoryGrows", True, 150, GROWS | RUNS, RANK_LABELS),
     Case("BraidMemoryGrows", False, 150, GROWS | OVER),
     Case(

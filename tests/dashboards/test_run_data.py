@@ -23,7 +23,7 @@ from braid.scheduling.schedule_text import parse
 from braid.scheduling.span_batches import decode
 from braid.scheduling.trace import communication, length_ns, merge
 from braid.scheduling.trace_arrays import intervals
-from tests.dashboards.made_up_runs import MadeUpRun, made_up
+from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
 
 
 def unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -58,6 +58,25 @@ def test_a_slow_rank_is_named(finished: Path) -> None:
     assert [one["rank"] for one in ranks["stragglers"]] == [3]
     assert ranks["line"]["step"] == 4
     assert ranks["stages"] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_experts_have_columns_and_the_newest_visits(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
+    data = read(run.path)
+    found = data.metrics(0, 0)
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("imbalance", "worst_entropy", "dropped"):
+        values = [line["experts"][name] for line in lines]
+        assert found["columns"][f"experts.{name}"] == values
+    newest = lines[-1]["experts"]
+    assert found["visits"] == {"step": 3, "layers": newest["layers"], "visits": newest["visits"]}
+    assert "visits" not in data.metrics(3, found["epoch"]), "the page has them"
+
+
+def test_models_without_experts_have_no_columns_of_them(finished: Path) -> None:
+    found = read(finished).metrics(0, 0)
+    assert "visits" not in found
+    assert not [name for name in found["columns"] if "expert" in name]
 
 
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:

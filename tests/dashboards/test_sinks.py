@@ -43,6 +43,12 @@ def test_what_is_not_known_is_not_written() -> None:
     assert scalars(LINES[3])["validation_bits_per_byte"] == 3.0
 
 
+def test_numbers_of_experts_are_grouped() -> None:
+    found = scalars({**LINES[0], "experts": {"imbalance": 1.5, "dropped": None, "visits": [[1, 3]]}})
+    assert found["experts/imbalance"] == 1.5
+    assert found.keys() - scalars(LINES[0]).keys() == {"experts/imbalance"}
+
+
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )

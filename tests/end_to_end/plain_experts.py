@@ -1,6 +1,7 @@
 """A mixture of experts in plain PyTorch: every expert in turn, autograd, names as Braid's parameters."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ class Weight(nn.Module):
     def __init__(self, *sizes: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sizes))
+
+
+@dataclass
+class Counted:
+    """What one layer's router did since somebody looked."""
+
+    visits: Tensor
+    """Of every expert, E, int64."""
+    dropped: int = 0
+    balance: float = 0.0
+    """Sums of the auxiliary losses over tokens."""
+    z: float = 0.0
 
 
 class ExpertLayer(Layer):
@@ -44,7 +57,7 @@ class ExpertLayer(Layer):
             )
             self.shared_mlp_out = nn.Linear(wide, hidden, bias=False)
         self.auxiliary = torch.zeros(())
-        self.dropped = 0
+        self.counted = Counted(torch.zeros(experts, dtype=torch.int64))
         self.mlp_out = nn.Identity()
 
     def _inner(self, x_BSD: Tensor) -> Tensor:
@@ -61,7 +74,8 @@ class ExpertLayer(Layer):
         visited_TE = F.one_hot(choice_Tk, shape.experts).sum(1)
         load_E = visited_TE.sum(0) / choice_Tk.numel()
         balance = shape.balance_loss * shape.experts * (all_TE * load_E).sum()
-        self.auxiliary = balance + shape.z_loss * logits_TE.logsumexp(-1).square().sum()
+        z = shape.z_loss * logits_TE.logsumexp(-1).square().sum()
+        self.auxiliary = balance + z
         taken_Tk = torch.ones_like(choice_Tk, dtype=torch.bool)
         if shape.capacity_factor:
             for group in self.groups:
@@ -70,7 +84,10 @@ class ExpertLayer(Layer):
                     for place, expert in enumerate(choice_Tk[token].tolist()):
                         taken_Tk[token, place] = room[expert] > 0
                         room[expert] -= 1
-        self.dropped += int((~taken_Tk).sum())
+        self.counted.visits += torch.bincount(choice_Tk.flatten(), minlength=shape.experts)
+        self.counted.dropped += int((~taken_Tk).sum())
+        self.counted.balance += float(balance.detach())
+        self.counted.z += float(z.detach())
         y_TD = torch.zeros_like(x_TD)
         for expert in range(shape.experts):
             gate, up, down = (self.experts[name].weight[expert] for name in ("gate", "up", "down"))
@@ -100,6 +117,13 @@ class ExpertModel(PlainModel):
     def mixtures(self) -> list[ExpertLayer]:
         """The layers that have experts."""
         return [layer for layer in self.layers if isinstance(layer, ExpertLayer)]
+
+    def take_counted(self) -> list[Counted]:
+        """Of every mixture since the last time."""
+        found = [layer.counted for layer in self.mixtures]
+        for layer in self.mixtures:
+            layer.counted = Counted(torch.zeros_like(layer.counted.visits))
+        return found
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         loss = super().loss_sum(tokens_BS, targets_BS)

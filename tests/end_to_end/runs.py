@@ -49,7 +49,7 @@ from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule_text import write
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.end_to_end.plain_experts import ExpertModel
+from tests.end_to_end.plain_experts import Counted, ExpertModel
 from tests.scheduling.plans import cluster
 
 BYTES_VOCABULARY = 257
@@ -120,6 +120,8 @@ class PlainRun:
     lr: list[float]
     validation_loss: float
     model: PlainModel
+    counted: list[list[Counted]]
+    """Of every step, what the router of every layer with experts did."""
 
 
 def prepare_text(directory: Path, seed: int, files: int = 12) -> Path:
@@ -273,10 +275,11 @@ def run_plain(config: Config, data: Path) -> PlainRun:
     names = PlainSettings.__dataclass_fields__
     trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
     samples = windows(data, "train", shape.sequence)
-    results = []
+    results, counted = [], []
     for step in range(train.steps):
         ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
         results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
+        counted.append(model.take_counted() if isinstance(model, ExpertModel) else [])
     validation = windows(data, "validation", shape.sequence)[: train.validation_samples]
     return PlainRun(
         losses=[loss for loss, _ in results],
@@ -284,4 +287,5 @@ def run_plain(config: Config, data: Path) -> PlainRun:
         lr=[trainer.settings.learning_rate(step) for step in range(train.steps)],
         validation_loss=trainer.mean_loss(validation.split(train.micro_batch)),
         model=model,
+        counted=counted,
     )

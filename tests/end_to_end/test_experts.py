@@ -1,18 +1,22 @@
 """Mixtures of experts over ep, tp, cp, pp and dp: losses of plain PyTorch, expert by expert."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.end_to_end.runs import PlainRun, planned, prepare_text, run_layout, run_plain, small_config
+from braid.actors.controller.routing import ExpertNumbers
+from tests.end_to_end.runs import PlainRun, Run, planned, prepare_text, run_layout, run_plain, small_config
 
 SEED, STEPS = 3, 10
 MIXTURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "losses": {"balance_loss": 0.05, "z_loss": 0.01, "shared_experts": 1, "expert_ffn": 48},
     "capacity": {"capacity_factor": 0.7, "balance_loss": 0.02},
+    "both": {"capacity_factor": 0.9, "balance_loss": 0.02, "z_loss": 0.01},
     "mixed": {"pattern": "dense layer", "softmax_after": True, "capacity_factor": 1.5},
     "unnormalised": {"normalised": False, "top_k": 3},
 }
@@ -61,7 +65,11 @@ _PLAIN: dict[tuple[Any, ...], PlainRun] = {}
 
 def plain(mixture: str, parallel: Mapping[str, Any], folder: Path, data: Path) -> PlainRun:
     """Once for all layouts that route alike: with a capacity, what is dropped depends on them."""
-    own = {axis: parallel.get(axis, 1) for axis in ("cp", "tp")} if "capacity" in mixture else {}
+    own = (
+        {axis: parallel.get(axis, 1) for axis in ("cp", "tp")}
+        if "capacity_factor" in MIXTURES[mixture]
+        else {}
+    )
     key = (mixture, *own.values())
     if key not in _PLAIN:
         _PLAIN[key] = run_plain(small_config(folder, **{**overrides(mixture), "parallel": own}), data)
@@ -84,5 +92,69 @@ def test_losses_are_those_of_plain_pytorch(
     assert len(run.losses) == STEPS
     assert run.losses == pytest.approx(expected.losses, rel=1e-9, abs=0)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-9, abs=0)
-    if mixture == "capacity":
-        assert sum(layer.dropped for layer in expected.model.mixtures) > 0, "nothing was dropped: too easy"
+    _check_routing(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixture", ["losses", "both"])
+@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_what_is_recomputed_and_validated_is_not_counted_again(
+    tmp_path: Path, data: Path, mixture: str, parallel: Mapping[str, Any]
+) -> None:
+    expected = plain(mixture, parallel, tmp_path / "plain", data)
+    content = overrides(mixture)
+    train = {**content["train"], "recompute": "full", "validate_every": 1}
+    run = run_layout(tmp_path / "run", data, **{**content, "parallel": parallel, "train": train})
+    assert all(record.validation_bits_per_byte is not None for record in run.records)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-9, abs=0)
+    _check_routing(run, expected)
+
+
+def _check_ranks(run: Run, found: ExpertNumbers) -> None:
+    """Where all ranks exchange tokens, the fullest rank has most visits of all."""
+    layout, shape = run.config.layout(), run.shape
+    if layout.ep == 1 or shape.capacity_factor:
+        assert found.rank_imbalance is None
+    elif layout.ep == layout.dp * layout.cp:
+        held = shape.experts // layout.ep
+        each = [max(sum(row[at : at + held]) for at in range(0, len(row), held)) for row in found.visits]
+        totals = [sum(row) / layout.ep for row in found.visits]
+        expected = [most / average for most, average in zip(each, totals, strict=True)]
+        assert found.rank_imbalance == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+        assert found.worst_rank_imbalance == pytest.approx(max(expected), abs=1e-5)
+
+
+def _check_routing(run: Run, expected: PlainRun) -> None:
+    """Integers as plain PyTorch counts them; what follows from them, and the auxiliary losses."""
+    shape, dropped = run.shape, 0
+    layers = tuple(n for n, kind in enumerate(shape.kinds) if kind != "dense")
+    for record, counted in zip(run.records, expected.counted, strict=True):
+        found = record.experts
+        assert found is not None
+        assert found.layers == layers
+        assert [list(visits) for visits in found.visits] == [one.visits.tolist() for one in counted]
+        total = record.tokens * shape.top_k
+        assert all(sum(visits) == total for visits in found.visits)
+        fullest = [max(visits) * shape.experts / total for visits in found.visits]
+        assert found.imbalance == pytest.approx(sum(fullest) / len(layers), abs=1e-5)
+        assert found.worst_imbalance == pytest.approx(max(fullest), abs=1e-5)
+        loads = torch.tensor(found.visits, dtype=torch.float64) / total
+        entropies = torch.distributions.Categorical(loads).entropy() / math.log(shape.experts)
+        assert found.entropy == pytest.approx(float(entropies.mean()), abs=1e-5)
+        assert found.worst_entropy == pytest.approx(float(entropies.min()), abs=1e-5)
+        _check_ranks(run, found)
+        assert found.unvisited == sum(visits.count(0) for visits in found.visits)
+        if shape.capacity_factor:
+            assert found.dropped is not None
+            each = [one.dropped for one in counted]
+            assert found.dropped == pytest.approx(sum(each) / len(layers) / total, abs=1e-5)
+            assert found.worst_dropped == pytest.approx(max(each) / total, abs=1e-5)
+            dropped += sum(each)
+        for name, factor in (("balance", shape.balance_loss), ("z", shape.z_loss)):
+            loss = getattr(found, f"{name}_loss")
+            if not factor:
+                assert loss is None
+                continue
+            assert loss == pytest.approx(sum(getattr(one, name) for one in counted) / record.tokens, rel=1e-9)
+    if 0 < shape.capacity_factor < 1:
+        assert dropped > 0, "nothing was dropped: too easy"
