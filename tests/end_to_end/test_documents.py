@@ -63,12 +63,19 @@ def overrides(family: str, restart: bool) -> dict[str, Mapping[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restart", [False, True], ids=["", "positions restart"])
-@pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize(
-    ("schedule", "parallel"),
-    CASES,
-    ids=[f"{s} {' x '.join(f'{a} {d}' for a, d in p.items())}" for s, p in CASES],
+    ("schedule", "parallel", "family", "restart"),
+    [
+        pytest.param(
+            schedule,
+            parallel,
+            family,
+            (number + place) % 2 > 0,
+            id=f"{family} {schedule} {' x '.join(f'{axis} {degree}' for axis, degree in parallel.items())}",
+        )
+        for number, (schedule, parallel) in enumerate(CASES)
+        for place, family in enumerate(("llama", "gpt"))
+    ],
 )
 def test_losses_are_those_of_plain_pytorch_with_a_mask(
     tmp_path: Path,
