@@ -112,11 +112,10 @@ def test_a_run_follows_its_nodes(tmp_path: Path, nodes: Any) -> None:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    assert [(one["kind"], one["ranks"], one["steps_lost"]) for one in incidents] == [
-        ("resized", [4, 3], 0),
-        ("resized", [3, 2], 0),
-        ("resized", [2, 4], 0),
-    ]
+    assert {(one["kind"], one["steps_lost"]) for one in incidents} == {("resized", 0)}
+    changes = [one["ranks"] for one in incidents]
+    # On a busy machine the two new nodes come further apart than the run waits for (settle_s).
+    assert changes in ([[4, 3], [3, 2], [2, 4]], [[4, 3], [3, 2], [2, 3], [3, 4]])
     assert all(one["text"].startswith("a node is leaving") for one in incidents[:2])
     (last,) = read_lines(run / "incidents.jsonl")[len(incidents) :]
     assert last["text"].startswith("not all nodes are there: the layout asks for 4 ranks")
