@@ -158,7 +158,22 @@ CASES = [
         ("parallel.zero=1", "overlap.schedule=bidirectional", "0, or use another schedule"),
         {"overlap": {"schedule": "bidirectional"}, "parallel": {"pp": 2, "dp": 2, "zero": 1}},
     ),
-    Case("axis not there", ("parallel.cp=2", "1"), {"parallel": {"cp": 2}}),
+    Case("pieces of a sample", ("model.sequence=", "2 x parallel.cp=7", "of 14"), {"parallel": {"cp": 7}}),
+    Case(
+        "experts over ranks",
+        ("parallel.ep=4", "model.experts=6", "1, 2, 3, 6"),
+        {"model": {"family": "moe", "experts": 6, "top_k": 2}, "parallel": {"dp": 4, "ep": 4}},
+    ),
+    Case(
+        "more ranks for experts than there are",
+        ("parallel.ep=4", "parallel.dp x parallel.cp = 2 x 1", "one of 1, 2"),
+        {"model": {"family": "moe", "experts": 8, "top_k": 2}, "parallel": {"dp": 2, "ep": 4}},
+    ),
+    Case(
+        "positions of documents that see each other",
+        ("data.restart_positions=true", "data.document_mask to true"),
+        {"data": {"restart_positions": True}},
+    ),
     Case(
         "more ranks than CPUs",
         ("4096 ranks", "CPUs", "parallel.dp"),

@@ -6,6 +6,7 @@ the widths of query and of key (or value) heads, f the width of an expert.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.code import Compute, Node, Start
-from braid.scheduling.layers import built_in_parts
+from braid.scheduling.layer_builder import LayerBuilder
+from braid.scheduling.layers import built_in_parts, layer_part
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
@@ -271,6 +273,17 @@ def test_expert_parallelism_shares_out_parameters_not_activations() -> None:
 def test_saved_bytes_go_down_with_tensor_parallelism(tp: int) -> None:
     wider = layer_of(MOE, tp, 2, 2).saved_bytes(2)
     assert layer_of(MOE, 2 * tp, 2, 2).saved_bytes(2) < wider
+
+
+def test_an_own_operator_that_may_need_all_tokens_is_refused_with_some() -> None:
+    def graph(g: LayerBuilder, **how: bool) -> str:
+        x = g.input()
+        return g.residual("sum", g.custom("mixer", g.norm("norm", x), **how), x)
+
+    sizes = part_sizes(LLAMA, ParallelLayout(cp=2), B)
+    with pytest.raises(ValueError, match=r"^parallel.cp=2 leaves layer 'own' .*'mixer' may need all; set"):
+        layer_part(sizes, "own", graph)
+    assert layer_part(sizes, "own", partial(graph, per_token=True)).forward.named("mixer")
 
 
 def test_tokens_of_a_rank() -> None:
