@@ -21,6 +21,7 @@ from braid.jobs.benchmarks.plain_torch import (
     PlainSizes,
     PlainTrainer,
     Rotary,
+    Seen,
     load_named,
 )
 from braid.jobs.cli import main
@@ -46,10 +47,10 @@ class PlainParallelLayer(Layer):
         del self.attention_norm, self.mlp_norm
         self.mlp_in = nn.ModuleDict({"up": nn.Linear(sizes.hidden, sizes.ffn, bias=False)})
 
-    def forward(self, x_BSD: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
         n_BSD = self.norm(x_BSD)
         mlp = self.mlp_out(torch.relu(self.mlp_in["up"](n_BSD)).square())
-        return x_BSD + self.projection(self._attention(n_BSD, rotary)) + mlp
+        return x_BSD + self.projection(self._attention(n_BSD, rotary, seen)) + mlp
 
 
 def plain_losses(
