@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.regions import Rows
-from braid.actors.stage.routing import Routing
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch, Line
@@ -29,6 +28,9 @@ from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.partition import WHOLE, Region, Span, bounds, factor_of, whole_axis
 from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import Label
+
+if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
+    from braid.actors.stage.routing import Routing
 
 Registers = list[Any]
 """Of a frame, by number."""
@@ -73,7 +75,7 @@ class Binder:
         mesh: Mesh,
         streams: Streams,
         recorder: Recorder,
-        routing: Routing | None = None,
+        routing: "Routing | None" = None,
     ) -> None:
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._routing = routing

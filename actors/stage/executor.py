@@ -6,16 +6,14 @@ binds every distinct operation once and calls them in order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.bindings import Binder, Bound, Registers, shapes_of
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.messages import RoutingSums
 from braid.actors.stage.model import StageModel
-from braid.actors.stage.routing import Routing
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
@@ -43,6 +41,10 @@ from braid.scheduling.code import (
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Gather, Norm, Pass, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
+
+if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
+    from braid.actors.stage.messages import RoutingSums
+    from braid.actors.stage.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Executor:
         recorder: Recorder,
         watch: Callable[[Operation], None] | None = None,
         graph: StepGraph | None = None,
-        routing: Routing | None = None,
+        routing: "Routing | None" = None,
     ) -> None:
         """``watch`` is called after every operation, before it frees what it is the last to touch. ``graph``
         has what comes before the update captured. ``routing``: adds up what routers do.
@@ -204,7 +206,7 @@ class Executor:
         return len(self._losses)
 
     @property
-    def routed(self) -> RoutingSums | None:
+    def routed(self) -> "RoutingSums | None":
         """What routers did in the last run, if it was to be added up."""
         return None if self._routing is None else self._routing.read()
 
