@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, scattered
+from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, scattered, traded
 
 
 class Group(Protocol):
@@ -89,14 +89,7 @@ class Communicator:
 
     def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
         """To every rank its tokens; all messages are one kernel."""
-        x, own = x.contiguous(), self.rank
-        y = x.new_empty(sum(extents.receives), *x.shape[1:])
-        outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
-        return Launch(
-            y,
-            lambda: self._exchange(outgoing, incoming),
-            lambda: incoming[own].copy_(outgoing[own]),
-        )
+        return traded(x, extents, self.rank, self._exchange)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
         """Messages to and from all other ranks that are not empty."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, parts_of, scattered
+from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, parts_of, scattered, traded
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,7 @@ class MessageLine:
 
     def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
         """To every rank its tokens."""
-        x, own = x.contiguous(), self.rank
-        y = x.new_empty(sum(extents.receives), *x.shape[1:])
-        outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
-        return Launch(
-            y,
-            lambda: self._exchange(outgoing, incoming),
-            lambda: incoming[own].copy_(outgoing[own]),
-            x.nbytes - outgoing[own].nbytes,
-        )
+        return traded(x, extents, self.rank, self._exchange)
 
     def all_reduce(self, x: Tensor) -> Launch:
         """In place."""

@@ -65,6 +65,23 @@ def parts_of(x: Tensor, ranks: int, shares: Sequence[int] | None) -> Sequence[Te
     return x.chunk(ranks) if shares is None else x.split(list(shares))
 
 
+Exchange = Callable[[Sequence[Tensor], Sequence[Tensor]], Work]
+"""Sends the first ones to the other ranks, in rank order, and receives the second ones from them."""
+
+
+def traded(x: Tensor, extents: Extents, own: int, exchange: Exchange) -> Launch:
+    """An all-to-all of rank ``own``: what it keeps is copied once the others' have come."""
+    x = x.contiguous()
+    y = x.new_empty(sum(extents.receives), *x.shape[1:])
+    outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
+    return Launch(
+        y,
+        lambda: exchange(outgoing, incoming),
+        lambda: incoming[own].copy_(outgoing[own]),
+        x.nbytes - outgoing[own].nbytes,
+    )
+
+
 class Channel(Protocol):
     """Ranks that send each other messages, numbered from 0 in their order, as one of them sees them."""
 
