@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from braid.actors.controller.recovery import newest_common
 from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors
 from braid.actors.stage.copies import Copies
-from braid.actors.stage.exchange import _read
+from braid.actors.stage.exchange import _boxes, _read
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.hub_files import StoredTensor
@@ -198,8 +198,10 @@ def run_rank(rank: int, folder: str, port: int) -> None:
     # Exchange: a rank reads its slice of a stored tensor.
     with safe_open(home / "w.safetensors", framework="pt") as file:
         stored = StoredTensor(name="w", sources=(("w", 5),), columns=3)
-        found = _read(file.get_slice("w"), stored, w.slices[0], 0)
-    assert torch.equal(found, w.slices[0].of_global(W.initial(SEED)))
+        ((expert, box, target),) = _boxes(w.slices[0], torch.empty_like(w.tensor), by_expert=False)
+        assert expert is None
+        target.copy_(_read(file.get_slice("w"), stored, box, 0))
+    assert torch.equal(target, w.slices[0].of_global(W.initial(SEED)))
     store.set(f"done {rank}", "")
     if rank == 0:
         store.wait([f"done {one}" for one in range(SHAPE.ranks)], LIMIT)
