@@ -1,9 +1,8 @@
 """Routing that is far from balanced, over two ranks that have half of the experts each: as plain PyTorch.
 
-Every token's embedding has one large element in common, and the router's weights for it decide how experts are
-chosen: as Zipf's law has it, or one expert by all tokens and another one by none.
-That a capacity bounds memory whatever is chosen is in `tests.scheduling.test_memory`, where all tokens are
-alike.
+Every token's embedding has one large element in common, and the router's weights for it decide how experts
+are chosen: as Zipf's law has it, or one expert by all tokens and another one by none. That a capacity bounds
+memory whatever is chosen is in `tests.scheduling.test_memory`, where all tokens are alike.
 """
 
 from collections.abc import Mapping
