@@ -58,6 +58,8 @@ class Setting:
             raise ValueError(
                 f"hop={self.hop} must be one of {', '.join(map(str, hops))} with {self.pipeline}"
             )
+        if self.kind.long_units and not self.unit_layers:
+            object.__setattr__(self, "unit_layers", MOST_UNIT_LAYERS)
         if not 0 <= self.unit_layers <= MOST_UNIT_LAYERS:
             raise ValueError(
                 f"unit_layers={self.unit_layers} must be between 0 and {MOST_UNIT_LAYERS} layers"

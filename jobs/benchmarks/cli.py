@@ -39,10 +39,15 @@ def bench_training(
 
 @bench.command("overlap")
 def bench_overlap(
-    layout: Annotated[str, typer.Option(help="tp2, pp2, tp2pp2, dp2, dp4, tp2dp2 or pp2dp2.")] = "tp2",
+    layout: Annotated[
+        str, typer.Option(help="tp2, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, cp2tp2, ep2 or ep2tp2.")
+    ] = "tp2",
     zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,
     shards: Annotated[int, typer.Option(help="parallel.shards of the schedules.", min=0)] = 0,
     context: Annotated[str, typer.Option(help="parallel.context: all_gather or ring.")] = "all_gather",
+    recompute: Annotated[
+        str, typer.Option(help="train.recompute; of full, oases and braid make fine, as Oases does.")
+    ] = "none",
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
@@ -72,12 +77,15 @@ def bench_overlap(
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
     from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows
     from braid.jobs.drill.hosts import HostsError
+    from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
     from braid.scheduling.spec import CONTEXT_MODES
 
     if layout not in overlap_case.LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap_case.LAYOUTS)}")
     if context not in CONTEXT_MODES:
         raise ConfigError(f"--context {context!r} must be one of {', '.join(CONTEXT_MODES)}")
+    if recompute not in RECOMPUTE_POLICIES:
+        raise ConfigError(f"--recompute {recompute!r} must be one of {', '.join(RECOMPUTE_POLICIES)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     names = schedules.split(",") if schedules else None
@@ -95,6 +103,7 @@ def bench_overlap(
         micro_batches=micro_batches,
         mbit=link_mbit,
         alpha=alpha,
+        recompute=recompute,
         memory_slack=memory_slack,
     )
     console = Console(stderr=True)

@@ -28,7 +28,7 @@ from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.benchmarks.modelled import modelled_profile
-from braid.jobs.benchmarks.overlap_case import PEERS, SCHEDULES, OverlapCase
+from braid.jobs.benchmarks.overlap_case import PEERS, OverlapCase, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import load_tokenizer
@@ -71,7 +71,7 @@ def run(
         progress(f"{why_paced}; {PACED}")
         if ray:
             raise HostsError(why_paced)
-    names = list(schedules or SCHEDULES[case.layout])
+    names = list(schedules or compared(case))
     if "megatron" not in names:
         names.insert(0, "megatron")
     load = os.getloadavg()
@@ -94,7 +94,7 @@ def run(
             config = case.config(names[-1])
             believed = modelled_profile(config.layout(), model_graphs(config, bench.shape), profile, mbit)
             sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
-        if peers and not ray:
+        if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
         _alternate(sides, rounds, case, progress, lambda: _predict_again(sides, bench.profile()))
         if memory:

@@ -35,6 +35,11 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
 overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
+RECOMPUTING = ("megatron", "merak", "oases", ANY_OF_OURS)
+"""Those that are compared by default where activations are recomputed."""
+NO_COLLECTIVE_AGAIN = ("oases", "braid")
+"""Schedules that repeat no collective (``fine``) where others recompute whole layers (``full``): Oases,
+section IV-B."""
 FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2")
 """Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
@@ -52,10 +57,16 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
 
 
+def compared(case: "OverlapCase") -> tuple[str, ...]:
+    """The schedules of a case, where none are named."""
+    return SCHEDULES[case.layout] if case.recompute == "none" else RECOMPUTING
+
+
 def known_schedules(layout: str) -> tuple[str, ...]:
     """Those that may be asked for in a layout."""
     more = (*ZERO, "ooo_backprop") if "dp" in LAYOUTS[layout] else ()
-    return tuple(dict.fromkeys((*SCHEDULES[layout], *more, ANY_OF_OURS, *TIERS.values())))
+    known = (*SCHEDULES[layout], *more, *RECOMPUTING, "braid_sub_batches", *TIERS.values())
+    return tuple(dict.fromkeys(known))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +89,8 @@ class OverlapCase:
     mbit: float | None = None
     alpha: float | None = None
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
+    recompute: str = "none"
+    """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
     memory_slack: float | None = None
     """``overlap.memory_slack`` of the schedules."""
     seed: int = 1
@@ -85,6 +98,7 @@ class OverlapCase:
     def config(self, schedule: str, **cluster: Any) -> Config:
         """The run's configuration under a schedule, or a baseline (`ZERO`)."""
         zero = ZERO.get(schedule, self.zero)
+        fine = self.recompute == "full" and schedule.split("_")[0] in NO_COLLECTIVE_AGAIN
         schedule = "ddp" if schedule in ZERO else schedule
         return parse_config(
             {
@@ -101,6 +115,7 @@ class OverlapCase:
                     "steps": 100_000,
                     "warmup_steps": 100,
                     "seed": self.seed,
+                    "recompute": "fine" if fine else self.recompute,
                 },
                 "parallel": {
                     **LAYOUTS[self.layout],
@@ -149,7 +164,8 @@ class OverlapCase:
         zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         context = f" {self.context}" if "cp" in LAYOUTS[self.layout] else ""
         family = "moe" if "ep" in LAYOUTS[self.layout] else "llama"
+        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
         return (
             f"{family} hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}, fp32"
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{again}, fp32"
         )

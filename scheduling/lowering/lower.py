@@ -4,10 +4,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.lowering.fixed_orders import fixed_order
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
-from braid.scheduling.lowering.programs import Order, beside_exchanges, graph_of, own_program, program_of
+from braid.scheduling.lowering.programs import Order, own_program, program_of
 from braid.scheduling.lowering.update import Stages, with_gathering, with_update
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import Partition
@@ -26,7 +26,7 @@ from braid.scheduling.schedule import (
     Sides,
     passes_in,
 )
-from braid.scheduling.schedule_text import parse_sides, write_sides, write_step
+from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import has_layers, unit_parts
@@ -157,14 +157,15 @@ def _programs(
     blocks = (passes_in(i) for stage in stages for i in stage)
     together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
-    if setting.kind.pairs in (PairMethod.TURNS, PairMethod.EXCHANGES):
-        for sides in _meeting(setting, stages):
-            fixed = setting.kind.pairs is PairMethod.EXCHANGES
-            orders.setdefault(write_sides(sides), beside_exchanges(sides, parts) if fixed else ())
-    for sides in _alike(setting, stages, parts):
-        orders.setdefault(write_sides(sides), _one_behind_the_other(sides, parts))
+    for sides in _meeting(setting, stages, parts):
+        if not orders.get(write_sides(sides)):
+            order = fixed_order(setting.kind.pairs, sides, parts)
+            if order is not None:
+                orders[write_sides(sides)] = order
     decided = set()
     for text, order in orders.items():
+        if not order:
+            continue  # a plan's word for one that needs none
         sides = parse_sides(text)
         movers = tuple(side.kind for side in sides if side.kind is not PassKind.END)
         if len(movers) == 1 or movers in together:
@@ -178,29 +179,12 @@ def _programs(
     return programs
 
 
-def _meeting(setting: Setting, stages: Stages) -> Iterator[Sides]:
-    """Layers that blocks of several passes bring together."""
-    kinds = setting.model.kinds
-    of = rounds_of_all(dict.fromkeys(kinds), setting.layout, kinds)
-    for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
-        yield from (sides for sides in of(instruction) if len(sides) > 1)
-
-
-def _alike(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
-    """Units with layers that blocks of several passes of one kind bring together."""
+def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
+    """Units with layers that blocks of several passes bring together."""
     kinds, units = setting.model.kinds, [name for name in parts if has_layers(name)]
     of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
     for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
-        if len({one.kind for one in instruction.passes}) == 1:
-            yield from (sides for sides in of(instruction) if len(sides) > 1)
-
-
-def _one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    return tuple(
-        write_step(turn, op.name)
-        for turn, side in enumerate(sides)
-        for op in graph_of(parts[side.unit], side.kind).operators
-    )
+        yield from (sides for sides in of(instruction) if len(sides) > 1)
 
 
 def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Schedule:

@@ -16,6 +16,7 @@ from braid.scheduling.lowering.pipelines import (
     layer_by_layer,
     one_forward_one_backward,
     paired_w,
+    sub_batches,
     twin_ended,
     two_beside_one,
     weights_apart,
@@ -31,6 +32,10 @@ class PairMethod(StrEnum):
     """They take turns, operator by operator (Wavelet's round robin)."""
     EXCHANGES = "exchanges"
     """What experts exchange goes beside the other pass's attention and experts, in one fixed order."""
+    WITHIN_PASSES = "within_passes"
+    """Sub-batches by turns, each pass for itself (Merak)."""
+    ACROSS_PASSES = "across_passes"
+    """Sub-batches by turns, through forward, recomputation and backward (Oases)."""
     BARRIERS = "barriers"
     """Paired segments between barriers (DHelix)."""
     ORDER = "order"
@@ -84,6 +89,8 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
     "bidirectional": _pipeline(bidirectional, Placement.BIDIRECTIONAL),
     "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR),
     "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR),
+    "sub_batches": _pipeline(sub_batches, Placement.LINEAR),
+    "folded_sub_batches": _pipeline(sub_batches, Placement.FOLDED, Placement.LINEAR),
     "two_beside_one": _pipeline(two_beside_one, Placement.FOLDED, Placement.LINEAR),
     "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
     "v": _pipeline(dual_pipe_v, Placement.FOLDED),
@@ -99,8 +106,10 @@ class ScheduleKind:
 
     pipelines: tuple[str, ...]
     pairs: PairMethod | None = None
-    """None where no block has passes of two kinds."""
+    """None where no block has passes of two kinds, and for sub-batches whose orders are searched for."""
     cuts_collectives: bool = False
+    long_units: bool = False
+    """Whether orders go over the borders of layers wherever they can, as they take no search."""
     searched: bool = False
     """Our own: orders are searched for, also of passes that run alone."""
     early_sums: bool = False
@@ -117,6 +126,8 @@ class ScheduleKind:
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
             fitting.remove("twins")  # with several stages it is w
+        elif "twins" in fitting and "folded_sub_batches" in fitting:
+            fitting.remove("folded_sub_batches")  # on one stage twins holds as much and has shorter ends
         if layout.dp * layout.cp == 1:
             fitting = [name for name in fitting if not name.startswith("together")] or fitting
         return tuple(fitting)
@@ -146,7 +157,7 @@ def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER, **wi
     return _kind(*pipelines, pairs=pairs, searched=True, **tiers)
 
 
-_APART = ("w", "twins", "eager_w", "v")
+_APART = ("w", "twins", "eager_w", "v", "folded_sub_batches")
 """Pipelines of braid whose micro-batches go through the model one by one, or in pairs of strands."""
 
 
@@ -160,6 +171,8 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "intra_batch": _kind("1f1b", cuts_collectives=True),
     "wavelet": _kind("w", pairs=PairMethod.TURNS),
     "expert_overlap": _kind("w", pairs=PairMethod.EXCHANGES),
+    "merak": _kind("sub_batches", pairs=PairMethod.WITHIN_PASSES, long_units=True),
+    "oases": _kind("sub_batches", pairs=PairMethod.ACROSS_PASSES, long_units=True),
     "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
     "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
@@ -167,6 +180,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
     "braid_w": _searched("w"),
+    "braid_sub_batches": _searched("folded_sub_batches", pairs=None),
     "braid_eager": _searched("eager_w"),
     "braid_twins": _searched("twins"),
     "braid_v": _searched("v"),

@@ -1,7 +1,8 @@
 """Operator programs: from an order of operators to what a rank issues and where it waits."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part
 from braid.scheduling.operators import Pass as Phase
@@ -12,10 +13,12 @@ Order = tuple[str, ...]
 """A decision of how the operators of a program are issued, as text.
 
 Every step is an operator, ``0:qkv`` or ``1:qkv.wgrad`` (the number is that of its pass; ``qkv`` where there
-is one pass alone), in the order of issue. Or every step is a segment between barriers, ``qkv attention |
-mlp_scatter.grad``: operators of each pass. Or there are no steps: the passes take turns, operator by
-operator.
+is one pass alone), in the order of issue, or ``barrier``. Or every step is a segment between barriers,
+``qkv attention | mlp_scatter.grad``: operators of each pass.
 """
+
+BARRIER: Final = "barrier"
+"""The step that waits for all that is under way."""
 
 
 def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
@@ -56,8 +59,8 @@ def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program
     lazy = {op.name for graph in graphs for op in graph.operators}
     if order and "|" in order[0]:
         return _segments(label, sides, graphs, lazy, order)
-    steps = [parse_step(step, len(sides)) for step in order] if order else _taking_turns(graphs)
-    _check(label, sides, graphs, steps)
+    steps = [None if step == BARRIER else parse_step(step, len(sides)) for step in order]
+    _check(label, sides, graphs, [step for step in steps if step is not None])
     return _Issuer(graphs, lazy).run(steps)
 
 
@@ -84,10 +87,14 @@ class _Issuer:
         }
         self._under_way: list[Step] = []
 
-    def run(self, steps: Iterable[Step]) -> Program:
-        """All steps, and a wait for everything that is left at the end."""
+    def run(self, steps: Iterable[Step | None]) -> Program:
+        """All steps, None for a barrier, and a wait for everything that is left at the end."""
         for step in steps:
-            self.issue(step)
+            if step is None:
+                self.wait_for_all()
+                self.actions.append(Barrier())
+            else:
+                self.issue(step)
         self.wait_for_all()
         return tuple(self.actions)
 
@@ -144,44 +151,6 @@ def _segments(label: str, sides: Sides, graphs: Sequence[Graph], lazy: set[str],
         if paired:
             issuer.actions.append(Barrier())
     return tuple(issuer.actions)
-
-
-def _taking_turns(graphs: Sequence[Graph]) -> list[Step]:
-    """One operator of each pass, the last pass first, and so on."""
-    longest = max(len(graph.operators) for graph in graphs)
-    return [
-        (turn, graphs[turn].operators[n].name)
-        for n in range(longest)
-        for turn in reversed(range(len(graphs)))
-        if n < len(graphs[turn].operators)
-    ]
-
-
-def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """The order in which Megatron-Core and torchtitan overlap the exchanges of experts, for a forward and a
-    backward pass: each all-to-all stands behind the other pass's attention, or experts, which hide it.
-
-    Passes without exchanges run one behind the other.
-    """
-    stretches = [list(_cut_at_exchanges(graph_of(parts[side.unit], side.kind))) for side in sides]
-    several = len(sides) > 1
-    order: list[Step] = []
-    turns = list(reversed(range(len(sides))))  # the backward pass begins
-    for number in range(max(map(len, stretches))):
-        for turn in turns:
-            order += [(turn, name) for name in (stretches[turn][number : number + 1] or [[]])[0]]
-    return tuple(write_step(turn, name, several=several) for turn, name in order)
-
-
-def _cut_at_exchanges(graph: Graph) -> Iterator[list[str]]:
-    """Operators up to and with an all-to-all, those up to and with the next one, and so on."""
-    stretch: list[str] = []
-    for op in graph.operators:
-        stretch.append(op.name)
-        if op.kind is Kind.ALL_TO_ALL:
-            yield stretch
-            stretch = []
-    yield stretch
 
 
 def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Step]) -> None:

@@ -41,6 +41,9 @@ MANY = 64
 """Operators of two passes beyond which there is no time for the best segments between barriers: layers that
 partitions have cut."""
 
+FIXED = frozenset((PairMethod.EXCHANGES, PairMethod.WITHIN_PASSES, PairMethod.ACROSS_PASSES))
+"""Ways of other systems, for which there is nothing to decide."""
+
 Decision = tuple[Choices, PairingNote | None]
 
 _F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
@@ -94,13 +97,14 @@ def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
         for name, part in bench.parts.items():
             if has_layers(name):
                 orders[write_sides([Side(_B, name)])] = _alone(bench, part)
-    if bench.setting.pipeline == "twins":
+    if bench.setting.pipeline in ("twins", "folded_sub_batches"):
         orders |= _twin_orders(bench)
+    if kind.pairs in FIXED:
+        return Choices(orders=orders), note
     if kind.pairs is not None and bench.setting.unit_layers:
         pairings, note = _decide_units(bench, whole_ends=whole_ends)
         orders |= pairings
-    elif kind.pairs not in (None, PairMethod.EXCHANGES):  # that one is fixed
-        assert kind.pairs is not None
+    elif kind.pairs is not None:
         pairings, note = _decide_layers(bench, kind.pairs)
         orders |= pairings
     return Choices(orders=orders), note
@@ -179,7 +183,8 @@ def _decide_layers(bench: Bench, method: PairMethod) -> tuple[dict[str, Order], 
             sides, order, note = _decide_long(problem, names, goes_on=goes_on)
         else:
             sides, order, note = decide_pairing(problem, method, names, goes_on=goes_on)
-        orders[write_sides(sides)] = order
+        if order:  # else lowering has it
+            orders[write_sides(sides)] = order
         notes.append(note)
     return orders, _longest(notes)
 

@@ -14,6 +14,7 @@ from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, PairMethod
 from braid.scheduling.lowering.programs import Order, graph_of
 from braid.scheduling.operators import Part
 from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.planner.orders import FIXED
 from braid.scheduling.schedule import (
     Await,
     Block,
@@ -34,6 +35,7 @@ from braid.scheduling.schedule_text import parse_sides, write_step
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
 
 LLAMA = ModelShape(
@@ -56,7 +58,10 @@ TOKENS = MICRO_BATCH * LLAMA.sequence
 LOWERED = tuple(name for name in SCHEDULES if name not in ("braid_whole", "braid_in_order"))
 """Schedules that differ in how they are lowered; these two differ from braid in what is searched for."""
 UNPAIRED = tuple(name for name in LOWERED if SCHEDULES[name].pairs is None)
-PAIRED = tuple(name for name in LOWERED if SCHEDULES[name].pairs is not None)
+PAIRED = tuple(
+    name for name in LOWERED if SCHEDULES[name].pairs is not None and not SCHEDULES[name].long_units
+)
+SUB_BATCHES = ("merak", "oases", "braid_sub_batches")
 PAIRED_W = ("wavelet", "dhelix", "braid", "braid_w")
 SPLIT = ("braid_v", "dualpipev", "zbv", "ooo_backprop")
 """Schedules that put weight gradients off."""
@@ -142,7 +147,7 @@ def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str,
     """
     forward, backward = list(layer.forward.operators), list(layer.backward.operators)
     pair, name = f"F:{layer.name}|B:{layer.name}", layer.name
-    if method in (PairMethod.TURNS, PairMethod.EXCHANGES):
+    if method in (*FIXED, PairMethod.TURNS):
         return {}  # lowering has their order
     if method is PairMethod.BARRIERS:
         width = max(len(forward), len(backward))
@@ -211,9 +216,10 @@ def linked_schedule(
 def code_of(
     schedule: Schedule, layout: ParallelLayout, shape: ModelShape = LLAMA, recompute: str = "none"
 ) -> Code:
-    """The validated code of a schedule of single parts."""
-    parts = model_parts(shape, layout.tp, recompute)
-    return linked(schedule, layout, model_for(layout, shape).kinds, parts)
+    """The validated code of a schedule."""
+    kinds = model_for(layout, shape).kinds
+    parts = unit_parts(model_parts(shape, layout.tp, recompute), layout, kinds, schedule.unit_layers)
+    return linked(schedule, layout, kinds, parts)
 
 
 def with_stage(schedule: Schedule, stage: int, instructions: Iterable[Instruction]) -> Schedule:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import layer_part
+from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
@@ -169,12 +170,6 @@ def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     assert [acting(a).operator for a in program if not isinstance(a, Wait)] == order
 
 
-def test_the_default_order_is_the_graphs() -> None:
-    side = (Side(PassKind.BACKWARD, "layer"),)
-    names = tuple(op.name for op in LAYER.backward.operators)
-    assert program_of(side, PARTS, ()) == program_of(side, PARTS, names)
-
-
 def test_a_part_without_operators_has_an_empty_program() -> None:
     """The embedding of a pass that has nothing to do for its weights, say."""
     parts = model_parts(tp=2)
@@ -322,7 +317,8 @@ def test_strands_in_turns(tp: int) -> None:
     """Wavelet's round robin: one operator of each until one has no more; the backward strand begins."""
     layer = model_parts(tp=tp)["layer"]
     graphs = {0: layer.forward, 1: layer.backward}
-    program = program_of(parse_sides(PAIR), {"layer": layer}, ())
+    parts, sides = {"layer": layer}, parse_sides(PAIR)
+    program = program_of(sides, parts, by_turns(sides, parts))
     replay(program, graphs, {turn: given_values(layer, graph) for turn, graph in graphs.items()})
     turns = [a.turn for a in program if isinstance(a, Compute | Start)]
     shared = 2 * min(len(layer.forward.operators), len(layer.backward.operators))

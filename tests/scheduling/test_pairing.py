@@ -8,6 +8,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
+from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.planner.decide import modelled
@@ -335,6 +336,7 @@ def test_prices_are_those_of_the_simulator(method: PairMethod) -> None:
         sides, steps, note = decide_pairing(problem, method)
         assert note.method is method
         expected = note.ns
+        steps = steps or by_turns(sides, bench.parts)
     durations = _paired_blocks_ns(bench, sides, steps)
     assert durations
     for duration in durations:

@@ -11,6 +11,8 @@ from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.pipelines import (
     folded_w,
+    one_forward_one_backward,
+    sub_batches,
 )
 from braid.scheduling.schedule import (
     Await,
@@ -40,13 +42,13 @@ from tests.scheduling.cases import (
     SIZES,
     SPLIT,
     STAGES,
+    SUB_BATCHES,
     code_of,
     layout_for,
     linked_schedule,
+    model_parts,
     named_schedule,
-    parts_for,
     reduced_early,
-    setting_for,
     several,
     sizes_of,
     valid_schedules,
@@ -127,7 +129,7 @@ def test_ends_are_taken_up_by_the_next_block_that_can(name: str, p: int) -> None
             assert [i for i in stage if not isinstance(i, Block)] == [
                 i for i in other if not isinstance(i, Block)
             ]
-    assert found or layout_for(name, p).placement is Placement.LINEAR
+    assert found or name not in PAIRED
 
 
 def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
@@ -233,7 +235,7 @@ def test_first_and_last_passes_go_together_and_1f1b_between(count: int, m: int) 
 def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> None:
     for m in range(1, 13):
         layout = layout_for(name, p)
-        schedule = validation_schedule(LLAMA, layout, m, parts_for(setting_for(name, layout, 2 * p)))
+        schedule = validation_schedule(LLAMA, layout, m, model_parts())
         assert not schedule.trains
         assert_complete(schedule, layout, [FORWARD])
         code_of(schedule, layout)
@@ -308,15 +310,29 @@ def test_twins_are_pairs_with_few_micro_batches_and_on_several_stages() -> None:
         assert all({one.kind for one in passes} == {FORWARD, BACKWARD} for passes in blocks_of_several(twins))
 
 
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("m", [1, 6, 7])
+def test_sub_batches_go_side_by_side_in_every_pass(folded: bool, m: int) -> None:
+    """The blocks are those of half as many micro-batches, one of which is a pair."""
+    layout = ParallelLayout(pp=2, placement=Placement.FOLDED if folded else Placement.LINEAR)
+    pairs = (folded_w if folded else one_forward_one_backward)(layout, -(-m // 2))
+    for stage, single in zip(sub_batches(layout, m), pairs, strict=True):
+        for block, (one,) in zip(stage, (block.passes for block in single), strict=True):
+            assert {(other.kind, other.chunk) for other in block.passes} == {(one.kind, one.chunk)}
+            first = 2 * one.micro_batch
+            assert [o.micro_batch for o in block.passes] == [n for n in (first, first + 1) if n < m]
+            assert len({other.strand for other in block.passes}) == len(block.passes)
+
+
 @NAMES
 def test_only_schedules_for_it_pair_or_split(name: str) -> None:
-    schedule = named_schedule(name, 3, 12)
-    assert several(schedule) == (name in PAIRED)
+    schedule, beside = named_schedule(name, 3, 12), name in (*PAIRED, *SUB_BATCHES)
+    assert several(schedule) == beside
     kinds = {one.kind for stage in range(3) for one in schedule.passes[stage]}
     assert (not kinds <= {FORWARD, BACKWARD}) == (name in SPLIT)
-    assert schedule.strands == ((Strand.ALPHA, Strand.BETA) if name in PAIRED else (Strand.ALPHA,))
+    assert schedule.strands == ((Strand.ALPHA, Strand.BETA) if beside else (Strand.ALPHA,))
     sides = schedule.programs
-    assert any(len(one) > 1 for one in sides) == (name in PAIRED)
+    assert any(len(one) > 1 for one in sides) == beside
     assert any(side.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in sides for side in one) == (
         name in SPLIT
     )

@@ -15,7 +15,7 @@ from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
-from braid.scheduling.planner.orders import Bench, layer_pair
+from braid.scheduling.planner.orders import FIXED, Bench, layer_pair
 from braid.scheduling.schedule import Gather, Norm, PassKind, Reduce, Step
 from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES
@@ -33,7 +33,7 @@ from tests.scheduling.plans import (
     setting,
 )
 
-PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs not in (None, PairMethod.EXCHANGES)]
+PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs not in (None, *FIXED)]
 
 
 def layer_ns(bench: Bench) -> int:

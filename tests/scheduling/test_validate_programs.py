@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.lowering.programs import program_of
 from braid.scheduling.operators import Pass as Phase
@@ -369,7 +370,7 @@ def test_a_program_of_other_runs_is_used_where_they_meet() -> None:
     """Head and embedding come last, both: a program for them is taken, and so it is checked."""
     schedule, layout = named_schedule("dualpipev", 2, 4, 2), layout_for("dualpipev", 2, 2)
     sides = parse_sides("F:head|B:embedding")
-    program = program_of(sides, PARTS, ())
+    program = program_of(sides, PARTS, by_turns(sides, PARTS))
     assert {action.turn for action in program if not isinstance(action, Barrier)} == {0, 1}
     turns = [
         [[op.turn for op in stretch.operations] for stretch in code_of(one, layout).stages[0]]
