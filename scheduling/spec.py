@@ -72,6 +72,8 @@ class ModelShape:
     """Gates of a token are divided by their sum."""
     balance_loss: float = 0.0
     """Factor of the loss that balances experts (Fedus et al. 2021)."""
+    balance_rate: float = 0.0
+    """Step of the bias on every expert's score that balances experts without a loss (Wang et al. 2024)."""
     z_loss: float = 0.0
     """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
     documents: bool = False
@@ -113,7 +115,14 @@ class ModelShape:
                 f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "
                 f"for model.family moe"
             )
-        for name in ("capacity_factor", "balance_loss", "z_loss", "expert_ffn", "shared_experts"):
+        for name in (
+            "capacity_factor",
+            "balance_loss",
+            "balance_rate",
+            "z_loss",
+            "expert_ffn",
+            "shared_experts",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
 
@@ -168,7 +177,8 @@ class ModelShape:
         mlp_in = self.ffn * (2 if self.gated else 1)
         mlp = self.hidden * (mlp_in + self.ffn)
         expert = 3 * self.hidden * self.expert_width
-        routed = self.hidden * self.experts + expert * (self.experts + self.shared_experts)
+        router = (self.hidden + (self.balance_rate > 0)) * self.experts
+        routed = router + expert * (self.experts + self.shared_experts)
         experts = self.expert_layers * (routed - mlp)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:

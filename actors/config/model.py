@@ -76,6 +76,8 @@ class ModelConfig(Section):
     softmax_after: bool = False  # gates: softmax over the chosen experts' scores, not over all experts'
     normalised: bool = True  # gates of a token are divided by their sum
     balance_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that balances experts
+    # step of a bias on every expert's score that balances experts instead of a loss (Wang et al. 2024): 0.001
+    balance_rate: Annotated[float, Field(ge=0)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that keeps the router's logits small
     # a layer of your own: "package.module:Class" or "file.py:Class"; or several by name, for the pattern
     layer: Annotated[str | dict[str, str] | None, BeforeValidator(_layers)] = None
@@ -148,6 +150,7 @@ class ModelConfig(Section):
             softmax_after=self.softmax_after,
             normalised=self.normalised,
             balance_loss=self.balance_loss,
+            balance_rate=self.balance_rate,
             z_loss=self.z_loss,
             pattern=self.pattern,
         )

@@ -32,12 +32,19 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
         normalised=shape.normalised,
         balance_loss=shape.balance_loss,
         z_loss=shape.z_loss,
+        bias_balanced=shape.balance_rate > 0,
         device=context.device,
         dtype=context.dtype,
     )
     scores = GlobalParameter(
         name=f"{name}.router.weight", shape=(shape.experts, shape.hidden), deviation=INITIAL_DEVIATION
     )
+    of_router = {"weight": whole(scores)}
+    if shape.balance_rate:
+        bias = GlobalParameter(
+            name=f"{name}.router.bias", shape=(shape.experts,), sign_rate=shape.balance_rate
+        )
+        of_router["bias"] = whole(bias)
     capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
     rows = ExpertRows(
         experts=shape.experts,
@@ -53,7 +60,7 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
     deviation = INITIAL_DEVIATION / (2 * shape.layers) ** 0.5
     into = {f"{name}.experts.{part}.weight": (width, hidden) for part in ("gate", "up")}
     return {
-        "router": OperatorModule(module=router, slices={"weight": whole(scores)}),
+        "router": OperatorModule(module=router, slices=of_router),
         "router_load": OperatorModule(module=ExpertLoad(visits, context.dtype)),
         "router_rows": OperatorModule(module=rows),
         "permute": OperatorModule(module=Permute(shape.experts, capacity)),

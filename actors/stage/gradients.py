@@ -250,6 +250,7 @@ class _GlobalNorm:
             if not mesh.place.differs(cut.intersection(p.summed_over(mesh.place.mesh)))
             and (first_stage or not p.shared)
             and p.chunk < first_copy
+            and not p.sign_rate
         ]
         pieces = [(piece.source.name, share, piece) for share in counted for piece in share.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)

@@ -99,8 +99,9 @@ class Optimizer:
             else:
                 master.grad = torch.zeros_like(master)
                 rounded.append((master.grad, share.gradient))
-        decayed = [master for master, share in masters if share.parameter.decays]
-        plain = [master for master, share in masters if not share.parameter.decays]
+        adam = [(master, share.parameter) for master, share in masters if not share.parameter.sign_rate]
+        decayed = [master for master, parameter in adam if parameter.decays]
+        plain = [master for master, parameter in adam if not parameter.decays]
         groups = [
             {"params": decayed, "weight_decay": self.settings.weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -199,6 +200,9 @@ class Optimizer:
         for rounded, gradient in group.rounded:
             rounded.copy_(gradient)
         group.adamw.step()
+        for master, share in group.masters:
+            if rate := share.parameter.sign_rate:
+                master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
         _publish(group)
         self._gradients.zero(key)
 

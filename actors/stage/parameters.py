@@ -34,6 +34,9 @@ class GlobalParameter:
     shape: tuple[int, ...]
     deviation: float | None = None
     constant: float = 0.0
+    sign_rate: float = 0.0
+    """The step that it takes against the sign of its gradient, which is none of the loss and no part of the
+    norm: the bias that balances experts. 0: AdamW updates it."""
 
     def initial(self, seed: int) -> Tensor:
         """The initial value (float32, CPU): a pure function of the seed and the name."""
@@ -203,6 +206,11 @@ class StageParameter:
     def decays(self) -> bool:
         """Whether weight decay applies: matrices yes, norms and biases no."""
         return len(self.slices[0].source.shape) > 1
+
+    @property
+    def sign_rate(self) -> float:
+        """`GlobalParameter.sign_rate`."""
+        return self.slices[0].source.sign_rate
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -31,12 +31,11 @@ class Router(ComputeOperator):
     ``softmax``: over all experts ``before`` the choice, or ``after`` it over those that were chosen.
     ``normalised``: the weights of the chosen are divided by their sum; after the choice they always sum to 1.
     ``balance_loss`` and ``z_loss``: what the auxiliary losses (`losses`) are multiplied with.
-    ``bias_balanced``: a number for every expert (``bias_E``, a buffer in fp32, 0 at first, which no gradient
-    reaches) is added to what the choice compares, and not to the weights; `rebalance` moves it. What is
-    compared then are the probabilities if the softmax comes before the choice, else the logits.
+    ``bias_balanced``: a number for every expert (the parameter ``bias``, E) is added to what the choice
+    compares, and not to the weights. What is compared then are the probabilities if the softmax comes before
+    the choice, else the logits. Its gradient is not the loss's but by how many visits, times E, an expert got
+    more than the average: it is updated by steps of one size against the sign (Wang et al., algorithm 1).
     """
-
-    bias_E: Tensor | None  # noqa: N815, a shape is no word
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class Router(ComputeOperator):
         self.normalised = normalised or softmax == "after"
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self.weight = empty_parameter(experts, hidden, device=device, dtype=dtype)
-        bias_E = torch.zeros(experts, dtype=torch.float32, device=device) if bias_balanced else None
-        self.register_buffer("bias_E", bias_E)
+        self.bias = empty_parameter(experts, device=device, dtype=dtype) if bias_balanced else None
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return gates_tk (wide), choice_tk (int64, the best first), counts_E (int64) and scores_tE.
@@ -108,6 +106,9 @@ class Router(ComputeOperator):
         """Accumulate the weight's gradient; takes what ``input_gradient`` takes, and x."""
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, load_E, scale)
         accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
+        if self.bias is not None:
+            more_E = count_visits(choice_tk, self.experts) * self.experts - choice_tk.numel()
+            self.gradients["bias"].add_(more_E)
 
     def losses(self, scores_tE: Tensor, load_E: Tensor | None) -> Tensor:
         """Return the sums over the tokens of the two auxiliary losses (wide), whose gradients are added here.
@@ -124,21 +125,11 @@ class Router(ComputeOperator):
             sums_2[1] = scores_tE.logsumexp(-1).square().sum() * self.z_loss
         return sums_2
 
-    @torch.no_grad()
-    def rebalance(self, counts_E: Tensor, rate: float) -> None:
-        """Move the bias of every expert by ``rate``: up if it got fewer visits than the average, or down.
-
-        ``counts_E`` (int64): visits of all ranks and micro-batches since the last time.
-        """
-        assert self.bias_E is not None, "only a router that is bias_balanced has a bias"
-        under_E = (counts_E.sum() - self.experts * counts_E).sign()
-        self.bias_E.add_(under_E.to(self.bias_E.dtype), alpha=rate)
-
     def _compared(self, scores_tE: Tensor) -> Tensor:
         """What the choice is made by. Probabilities have the order of logits, but may round to ties."""
-        if self.bias_E is None:
+        if self.bias is None:
             return scores_tE
-        return self.bias_E + (scores_tE.softmax(-1) if self.softmax == "before" else scores_tE)
+        return self.bias + (scores_tE.softmax(-1) if self.softmax == "before" else scores_tE)
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
         """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""

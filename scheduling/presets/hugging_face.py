@@ -64,6 +64,11 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"{shape.heads}, model.kv_heads={shape.kv_heads}, model.head_dim={shape.head_dim}, "
             f"model.hidden={shape.hidden} have no equal in `transformers`"
         )
+    if shape.balance_rate:
+        raise ValueError(
+            f"model.balance_rate={shape.balance_rate:g} has no Hugging Face form here: neither Mixtral nor "
+            f"Qwen3-MoE has a bias that takes part in the choice of experts"
+        )
     if shape.experts and shape.shared_experts:
         raise ValueError(
             f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "

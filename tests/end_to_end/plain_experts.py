@@ -43,6 +43,8 @@ class ExpertLayer(Layer):
         self.shape, self.groups = shape, groups
         width, hidden, experts = shape.expert_width, shape.hidden, shape.experts
         self.router = nn.Linear(hidden, experts, bias=False)
+        if shape.balance_rate:
+            self.register_buffer("bias_E", torch.zeros(experts))
         self.experts = nn.ModuleDict(
             {
                 "gate": Weight(experts, width, hidden),
@@ -62,13 +64,15 @@ class ExpertLayer(Layer):
 
     def _inner(self, x_BSD: Tensor) -> Tensor:
         shape, x_TD = self.shape, x_BSD.flatten(0, 1)
-        logits_TE = self.router(x_TD)
+        logits_TE = F.linear(x_TD, self.router.weight)
+        bias_E = self.bias_E if shape.balance_rate else torch.zeros(())
         all_TE = logits_TE.softmax(-1)
         if shape.softmax_after:
-            best, choice_Tk = logits_TE.topk(shape.top_k, dim=-1)
-            gates_Tk = best.softmax(-1)
+            choice_Tk = (logits_TE + bias_E).topk(shape.top_k, dim=-1).indices
+            gates_Tk = logits_TE.gather(1, choice_Tk).softmax(-1)
         else:
-            gates_Tk, choice_Tk = all_TE.topk(shape.top_k, dim=-1)
+            choice_Tk = (all_TE + bias_E).topk(shape.top_k, dim=-1).indices
+            gates_Tk = all_TE.gather(1, choice_Tk)
             if shape.normalised:
                 gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdim=True)
         visited_TE = F.one_hot(choice_Tk, shape.experts).sum(1)
@@ -119,9 +123,12 @@ class ExpertModel(PlainModel):
         return [layer for layer in self.layers if isinstance(layer, ExpertLayer)]
 
     def take_counted(self) -> list[Counted]:
-        """Of every mixture since the last time."""
+        """Of every mixture since the last time; a bias that balances is moved by that."""
         found = [layer.counted for layer in self.mixtures]
         for layer in self.mixtures:
+            if rate := layer.shape.balance_rate:
+                visits_E = layer.counted.visits
+                layer.bias_E += rate * (visits_E.sum() / len(visits_E) - visits_E).sign()
             layer.counted = Counted(torch.zeros_like(layer.counted.visits))
         return found
 

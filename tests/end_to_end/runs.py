@@ -271,7 +271,8 @@ def run_plain(config: Config, data: Path) -> PlainRun:
     dtype = DTYPES[train.dtype]
     groups = tokens_of_ranks(shape, config.parallel, train.micro_batch)
     model = ExpertModel(sizes, shape, dtype, groups) if shape.experts else PlainModel(sizes, dtype)
-    load_named(model, initial_parameters(shape, train.seed))
+    initial = initial_parameters(shape, train.seed)
+    load_named(model, {name: value for name, value in initial.items() if not name.endswith("router.bias")})
     names = PlainSettings.__dataclass_fields__
     trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
     samples = windows(data, "train", shape.sequence)

@@ -18,6 +18,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 0.7, "balance_loss": 0.02},
     "both": {"capacity_factor": 0.9, "balance_loss": 0.02, "z_loss": 0.01},
     "mixed": {"pattern": "dense layer", "softmax_after": True, "capacity_factor": 1.5},
+    "bias": {"balance_rate": 0.02},
+    "bias after": {"balance_rate": 0.05, "softmax_after": True, "capacity_factor": 1.2},
     "unnormalised": {"normalised": False, "top_k": 3},
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -39,6 +41,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "dhelix", {"dp": 2, "ep": 2, "tp": 2}),
     ("mixed", "braid_w", {"dp": 2, "ep": 2, "pp": 2}),
     ("losses", "braid_w", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
+    ("bias", "braid_w", {"dp": 2, "ep": 2, "tp": 2, "zero": 1}),
+    ("bias after", "wavelet", {"dp": 2, "cp": 2, "ep": 4, "zero": 3}),
     ("capacity", "megatron", {"dp": 2, "ep": 2}),
     ("capacity", "wavelet", {"dp": 2, "ep": 2, "tp": 2}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),

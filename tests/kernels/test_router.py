@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from braid.kernels.operators.router import Router, count_visits
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
@@ -21,7 +21,10 @@ sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
 def made(
     E: int, k: int, *, D: int = 6, dtype: torch.dtype = FP64, normalised: bool = False, **more
 ) -> Router:
-    return Router(hidden=D, experts=E, top_k=k, normalised=normalised, dtype=dtype, **more)
+    router = Router(hidden=D, experts=E, top_k=k, normalised=normalised, dtype=dtype, **more)
+    if router.bias is not None:
+        nn.init.zeros_(router.bias)
+    return router
 
 
 def best(compared_tE: Tensor, k: int) -> list[list[int]]:
@@ -75,7 +78,7 @@ def test_equals_autograd(seed, tokens, sizes, softmax, normalised, balance, z, b
     with torch.no_grad():
         x_tD[:, 0], router.weight[:, 0] = 1, preference(kind, E, k)
         if biased:
-            router.bias_E.normal_()
+            router.bias.normal_()
         gates_tk, choice_tk, counts_E, scores_tE = router(x_tD)
 
     x, weight = wide_leaf(x_tD), wide_leaf(router.weight)
@@ -83,7 +86,7 @@ def test_equals_autograd(seed, tokens, sizes, softmax, normalised, balance, z, b
     assert_close(scores_tE, logits_tE)
     compared_tE = scores_tE
     if biased:
-        compared_tE = (share(scores_tE) if softmax == "before" else scores_tE) + router.bias_E
+        compared_tE = (share(scores_tE) if softmax == "before" else scores_tE) + router.bias
     assert choice_tk.tolist() == best(compared_tE, k)
     assert counts_E.tolist() == [int((choice_tk == expert).sum()) for expert in range(E)]
     assert (choice_tk.dtype, counts_E.dtype) == (torch.int64, torch.int64)
@@ -102,6 +105,8 @@ def test_equals_autograd(seed, tokens, sizes, softmax, normalised, balance, z, b
         router.weight_gradient(*reads[:3], x_tD, *reads[3:])
         router.weight_gradient(*reads[:3], x_tD, *reads[3:])
     assert_close(router.gradients["weight"], before["weight"] + 2 * d_weight)
+    if biased:
+        assert_close(router.gradients["bias"], before["bias"] + 2 * over_average(router, choice_tk))
     read = (d_gates_tk, scores_tE, choice_tk, load_E, x_tD)
     assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
 
@@ -177,7 +182,7 @@ def test_gates_of_zero_give_numbers(softmax, normalised):
     """Logits so far apart that all probabilities but one are 0, and a bias that does not choose that one."""
     router = made(3, 2, D=1, softmax=softmax, normalised=normalised, dtype=torch.float32, bias_balanced=True)
     router.weight.copy_(torch.tensor([[0.0], [-3000.0], [-2000.0]]))
-    router.bias_E.copy_(torch.tensor([-1e4, 0.0, 0.0]))
+    router.bias.copy_(torch.tensor([-1e4, 0.0, 0.0]))
     gates_tk, choice_tk, _, scores_tE = router(torch.ones(4, 1))
     assert sorted(choice_tk[0].tolist()) == [1, 2]
     (d_x,) = router.input_gradient(torch.ones(4, 2), scores_tE, choice_tk, None, None)
@@ -244,36 +249,36 @@ def test_the_bias_moves_the_choice_and_not_the_weights(softmax):
     prepare(router, FP64)
     x_tD = normal(20, 6, dtype=FP64)
     _, unmoved_tk, *_ = router(x_tD)
-    router.bias_E[4] = 100
+    router.bias[4] = 100
     gates_tk, choice_tk, counts_E, scores_tE = router(x_tD)
     assert int(counts_E[4]) == 20
     assert not torch.equal(choice_tk, unmoved_tk)
     assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
-    assert [name for name, _ in router.named_parameters()] == ["weight"]
-    assert router.state_dict()["bias_E"].dtype == torch.float32
 
 
-def test_rebalancing_moves_the_bias_by_the_sign_of_what_is_missing():
-    router = made(4, 2, bias_balanced=True)
-    router.rebalance(torch.tensor([5, 3, 4, 4]), 0.5)
-    assert router.bias_E.tolist() == [-0.5, 0.5, 0, 0]
-    router.rebalance(torch.tensor([0, 0, 1, 0]), 0.25)  # a mean of a quarter
-    assert router.bias_E.tolist() == [-0.25, 0.75, -0.25, 0.25]
+def over_average(router, choice_tk):
+    """The gradient of the bias, from its definition."""
+    visits_E = torch.bincount(choice_tk.flatten(), minlength=router.experts)
+    return (visits_E.double() - visits_E.double().mean()) * router.experts
 
 
 @pytest.mark.parametrize(("softmax", "rate"), [("before", 0.001), ("after", 0.01)])
 @torch.no_grad()
-def test_rebalancing_balances(softmax, rate):
+def test_steps_against_the_sign_of_the_biases_gradient_balance(softmax, rate):
     torch.manual_seed(0)
     router = made(8, 2, softmax=softmax, bias_balanced=True)
+    prepare(router, FP64)
     torch.nn.init.normal_(router.weight, std=0.3)
     x_tD = normal(400, 6, dtype=FP64)
     x_tD[:, 0], router.weight[:, 0] = 1, preference("zipf", 8, 2)
+    router.bias.zero_()
     worst = []
     for _ in range(500):
-        counts_E = router(x_tD)[2]
+        _, choice_tk, counts_E, scores_tE = router(x_tD)
         worst.append(int(counts_E.max()))
-        router.rebalance(counts_E, rate)
+        router.gradients["bias"].zero_()
+        router.weight_gradient(torch.zeros(400, 2, dtype=FP64), scores_tE, choice_tk, x_tD)
+        router.bias.sub_(router.gradients["bias"].sign(), alpha=rate)
     assert worst[0] > 300, "the average is 100"
     assert worst[-1] < 125
 
@@ -306,5 +311,3 @@ def test_auxiliary_losses_want_load_and_scale():
     for load_E, scale, missing in ((None, 1.0, "load"), (torch.ones(4) / 4, None, "scale")):
         with pytest.raises(AssertionError, match=missing), torch.no_grad():
             router.input_gradient(*values, load_E, scale)
-    with pytest.raises(AssertionError, match="bias_balanced"):
-        router.rebalance(torch.ones(4, dtype=torch.int64), 0.1)
