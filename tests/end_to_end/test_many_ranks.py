@@ -21,7 +21,7 @@ from tests.end_to_end.runs import (
     small_config,
 )
 
-STEPS, TOLERANCE = 3, 1e-9
+STEPS, TOLERANCE = 3, {"fp64": 1e-9, "fp32": 2e-5}
 STEPS_OF_REPLICAS = 20
 CASES = [
     (4, "megatron", {"tp": 4}),
@@ -113,6 +113,13 @@ ALL_CASES = [
         for family in ("llama", *(("gpt",) if (number + place) % 2 else ()))
     ),
 ]
+SINGLE: list[tuple[int, str, dict[str, Any]]] = [
+    (4, "braid_w", {"cp": 4, "context": "ring"}),
+    (4, "dhelix", {"cp": 2, "tp": 2, "context": "all_gather"}),
+    (5, "braid_w", {"cp": 2, "pp": 2, "context": "ring"}),
+    (4, "braid_together_4", {"cp": 2, "dp": 2, "zero": 3, "context": "all_gather"}),
+]
+"""In single precision, too."""
 SEED = 5
 
 
@@ -125,7 +132,7 @@ class Plain:
 
     def of(self, overrides: Mapping[str, Mapping[str, Any]]) -> PlainRun:
         """Done once."""
-        key = json.dumps(overrides["model"]), overrides["train"]["steps"]
+        key = json.dumps([overrides["model"], overrides["train"]])
         if key not in self._runs:
             config = small_config(self.path / "plain", **{**overrides, "parallel": {}, "overlap": {}})
             self._runs[key] = run_plain(config, self.data)
@@ -146,6 +153,26 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 def test_losses_are_those_of_plain_pytorch(
     plain: Plain, layers: int, schedule: str, parallel: Mapping[str, Any], family: str
 ) -> None:
+    assert_equal(plain, layers, schedule, parallel, family, "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "schedule", "parallel"),
+    SINGLE,
+    ids=[f"{n} layers, {s}, {' x '.join(f'{a} {d}' for a, d in p.items())}" for n, s, p in SINGLE],
+)
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_losses_are_those_of_plain_pytorch_in_single_precision(
+    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, Any], family: str
+) -> None:
+    assert_equal(plain, layers, schedule, parallel, family, "fp32")
+
+
+def assert_equal(
+    plain: Plain, layers: int, schedule: str, parallel: Mapping[str, Any], family: str, dtype: str
+) -> None:
+    """Losses and gradient norms of a run and of the plain loop."""
     steps = STEPS_OF_REPLICAS if "dp" in parallel else STEPS
     overrides: dict[str, Mapping[str, Any]] = {
         "model": {
@@ -153,7 +180,7 @@ def test_losses_are_those_of_plain_pytorch(
             "layers": layers,
             "kv_heads": 4 if "tp" in parallel or family == "gpt" else 2,
         },
-        "train": {"dtype": "fp64", "seed": SEED, "steps": steps, "global_batch": 16},
+        "train": {"dtype": dtype, "seed": SEED, "steps": steps, "global_batch": 16},
         "cluster": {"cpus_per_rank": 0.1},
     }
     expected = plain.of(overrides)
@@ -161,5 +188,5 @@ def test_losses_are_those_of_plain_pytorch(
     overrides["overlap"] = planned(plain.path / "plans", overrides)
     run = run_layout(plain.path / "runs", plain.data, **overrides)
     assert len(run.losses) == steps
-    assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
-    assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=TOLERANCE, abs=0)
+    assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE[dtype], abs=0)
+    assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=TOLERANCE[dtype], abs=0)
