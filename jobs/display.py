@@ -86,7 +86,7 @@ class Display:
                 self._say(f"profile measuring {what} (once, under a minute)")
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
-                self._say(f"profile {event.path} ({how}; {event.profile.source})")
+                self._say(f"profile {event.path} ({how}; {event.profile.told})")
             case LayoutsMeasured():
                 self._console.print(layouts_table(event.layouts))
             case Chosen():

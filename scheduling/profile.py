@@ -69,6 +69,9 @@ class Profile:
     norm_ns_per_parameter: float = 0.0
     copy_ns_per_byte: float = 0.0
     """Of what pieces of values bring to its place in the whole."""
+    expert_imbalance: float = 0.0
+    """Rows of the rank of ep with most over the average, at which experts were measured; 0: there are none,
+    or all ranks have as many."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION
@@ -90,6 +93,12 @@ class Profile:
         for name, effect in self.oef.items():
             if not -10 <= effect <= 1.5:
                 raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
+
+    @property
+    def told(self) -> str:
+        """Its source, and what it assumes of routing."""
+        uneven = f", fullest rank of experts {self.expert_imbalance:.2f} x the average"
+        return self.source + (uneven if self.expert_imbalance else "")
 
     @property
     def streams(self) -> dict[str, Stream]:

@@ -82,8 +82,8 @@ class ModelShape:
     """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; kept as short as it can be."""
 
     def __post_init__(self) -> None:
-        names = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
-        _require_positive("model", self, names)
+        sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
+        _require_positive("model", self, sizes)
         object.__setattr__(self, "pattern", pattern_of(self.kinds))
         if self.family not in FAMILIES:
             raise ValueError(f"model.family={self.family!r} must be one of {', '.join(FAMILIES)}")
@@ -176,9 +176,8 @@ class ModelShape:
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
         mlp = self.hidden * (mlp_in + self.ffn)
-        expert = 3 * self.hidden * self.expert_width
-        router = (self.hidden + (self.balance_rate > 0)) * self.experts
-        routed = router + expert * (self.experts + self.shared_experts)
+        routed = 3 * self.hidden * self.expert_width * (self.experts + self.shared_experts)
+        routed += (self.hidden + (self.balance_rate > 0)) * self.experts
         experts = self.expert_layers * (routed - mlp)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
@@ -237,8 +236,7 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         _require_positive("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
         if self.zero not in ZERO_STAGES:
-            known = ", ".join(map(str, ZERO_STAGES))
-            raise ValueError(f"parallel.zero={self.zero} must be one of {known}")
+            raise ValueError(f"parallel.zero={self.zero} must be one of {', '.join(map(str, ZERO_STAGES))}")
         if self.shards and (self.shards < 2 or self.dp % self.shards or not self.zero):
             known = ", ".join(str(n) for n in range(2, self.dp + 1) if self.dp % n == 0) or "0"
             raise ValueError(
@@ -381,11 +379,10 @@ class ParallelLayout:
             if f.name not in ("placement", "head_layers", "zero", "shards", "late_layers")
         ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
-        linear = self.placement is Placement.LINEAR
         late = f", {self.late_layers} late" if self.late_layers else ""
+        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement}{late})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
-        zero = f", ZeRO {self.zero}{over}" if self.zero else ""
-        return " x ".join(busy) + ("" if linear else f" ({self.placement}{late})") + zero
+        return " x ".join(busy) + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")
 
 
 @dataclass(frozen=True, kw_only=True)

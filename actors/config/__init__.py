@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
+from braid.actors.config.overlap import AUTO, OverlapConfig, one_of
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.scheduling.fit import check_fit, check_runnable
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.spec import (
     AXES,
@@ -32,20 +33,7 @@ from braid.scheduling.spec import (
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-AUTO: Final = "auto"
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-
-
-def _one_of(options: Iterable[str]) -> AfterValidator:
-    """A string that must be one of ``options``."""
-    known = tuple(options)
-
-    def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
-        return value
-
-    return AfterValidator(check)
 
 
 class DataConfig(Section):
@@ -85,7 +73,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
     # of a layer's values for its backward pass; fine repeats no collective
-    recompute: Annotated[str, _one_of(RECOMPUTE_POLICIES)] = "none"
+    recompute: Annotated[str, one_of(RECOMPUTE_POLICIES)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
     # of a sum lie within a factor of 2^25 or so
@@ -111,7 +99,7 @@ class ParallelConfig(Section):
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
-    context: Annotated[str, _one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
+    context: Annotated[str, one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
     late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
 
     @model_validator(mode="before")
@@ -133,35 +121,6 @@ class ParallelConfig(Section):
     def fixed(self) -> dict[str, int]:
         """The degrees that the configuration gives."""
         return {axis: getattr(self, axis) for axis in (*AXES, "ep") if axis in self.model_fields_set}
-
-
-class OverlapConfig(Section):
-    """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
-
-    Schedules with searched pairings (dhelix, braid and its points such as braid_twins) take them from a plan
-    (``braid plan --output``), or else from a profile, which is measured on first use. ``auto``: the one that
-    is simulated to be fastest, or needs less memory and is within 2 % of it.
-    """
-
-    # what runs beside what; auto: the fastest
-    schedule: Annotated[str, _one_of((*SCHEDULES, AUTO))] = "megatron"
-    schedule_file: Path | None = None  # a schedule's text, from `braid schedule --output`
-    plan: Path | None = None  # decisions to repeat, from `braid plan --output` or a run's plan.yaml
-    profile: Path | None = None  # measured costs to use instead of the run's own profile
-    # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
-    memory_slack: Annotated[float, Field(ge=0)] | None = None
-    # a step's passes as one CUDA graph; auto: where issuing them takes the host as long as the GPU
-    cuda_graphs: bool | Literal["auto"] = "auto"
-
-    @property
-    def needs_profile(self) -> bool:
-        """Whether decisions are left that measured costs have to make."""
-        if self.plan is not None or self.schedule_file is not None:
-            return False
-        return self.schedule == AUTO or SCHEDULES[self.schedule].pairs in (
-            PairMethod.BARRIERS,
-            PairMethod.ORDER,
-        )
 
 
 class Config(Section):
@@ -245,6 +204,7 @@ class Config(Section):
             check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
+            self.overlap.check_imbalance(self.layout().ep)
             if self.overlap.cuda_graphs is True and shape.documents:
                 raise ConfigError(
                     "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "

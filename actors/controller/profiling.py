@@ -122,6 +122,7 @@ def profile_key(
         "dtype": config.train.dtype,
         "kernels": config.train.kernels,
         "recompute": config.train.recompute,
+        "expert_imbalance": config.overlap.expert_imbalance,
         "layer": config.model.layer,
         "threads": config.cluster.threads_per_rank,
         "device": config.cluster.device,

@@ -211,4 +211,6 @@ class Samples:
     norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
     copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
+    expert_imbalance: float = 0.0
+    """Rows of the rank of ep with most over the average, mean; 0 where no rows are exchanged."""
     hardware: str

@@ -33,6 +33,7 @@ from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.products import Products
 from braid.actors.stage.regions import Rows
 from braid.actors.stage.streams import Streams, Transfer
+from braid.actors.stage.uneven_routing import UnevenRouting
 from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision
@@ -69,6 +70,8 @@ class Profiler:
     seed: int = 0
     documents: Sequence[Documents | None] = ()
     """Of micro-batches, by turns, where tokens attend to those of their own only."""
+    expert_imbalance: float | None = None
+    """`UnevenRouting.imbalance`."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -92,11 +95,10 @@ class Profiler:
         self._ways = WAYS[0]
         self._documents = cycle(self.documents)
         self._links = LinkTimes(self.mesh, self.streams, self.model)
+        self._routing = UnevenRouting(self.model, self.expert_imbalance, self._generator)
 
     @torch.no_grad()
-    def run(
-        self, rounds: int, square: Callable[[], object], update: Callable[[], object], parameters: int
-    ) -> Samples:
+    def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
         """Measure ``rounds`` times what stands alone, and as often what stands together."""
         self._products.warm_clock()
         for turn in range(-1, rounds):
@@ -107,6 +109,7 @@ class Profiler:
                     self._random.seed(f"{self.seed} {turn} {name} {beside}")
                     self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
         self._spares_alone(rounds)
+        parameters = sum(parameter.shape.numel() for parameter in self.model.parameters)
         norms, updates = (
             [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
         )
@@ -121,6 +124,7 @@ class Profiler:
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             copy_ns_per_byte=self._copies(rounds),
+            expert_imbalance=self._routing.met,
             hardware=hardware(self.model.context.device),
         )
 
@@ -192,7 +196,7 @@ class Profiler:
             else:
                 results = self._beside_transfer(call, arguments, key, choice, counts)
             if operator.writes:
-                values.update(zip(operator.writes, results, strict=True))
+                values.update(zip(operator.writes, self._routing.of(operator, results), strict=True))
 
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
         """Run a GEMM on one piece of its rows, as `intra_batch` does, in one of the numbers of pieces."""

@@ -261,9 +261,9 @@ class Worker(Logged, Rank):
         """Time operators alone and together; the parameters are of no use afterwards."""
         assert self._streams is not None
         documents = self._samples.documents() if self._samples else ()
-        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed, documents)
-        count = sum(parameter.shape.numel() for parameter in self._model.parameters)
-        samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0), count)
+        uneven = self._config.overlap.expert_imbalance
+        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed, documents, uneven)
+        samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0))
         self._gradients.zero()
         return samples
 

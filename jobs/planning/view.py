@@ -40,7 +40,7 @@ def simulation_json(outcome: Outcome) -> dict[str, Any]:
         "schedule": setting.schedule,
         "pipeline": setting.pipeline,
         "layout": setting.layout.describe(),
-        "profile": outcome.bench.profile.source,
+        "profile": outcome.bench.profile.told,
         "missing_bytes": outcome.missing_bytes,
         "fits": not outcome.missing_bytes,
     }
@@ -182,7 +182,7 @@ def show_simulation(console: Console, outcome: Outcome) -> None:
     """The numbers, the start of the pipeline and a paired block."""
     setting = outcome.bench.setting
     console.print(
-        f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.source})"
+        f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.told})"
     )
     table = Table(show_header=False)
     _add_rows(table, [outcome.numbers])

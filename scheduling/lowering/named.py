@@ -119,6 +119,11 @@ class ScheduleKind:
     reorders: bool = False
     """Whether operators of a backward pass by itself are brought into the best order (its layer tier)."""
 
+    @property
+    def decided(self) -> bool:
+        """Whether orders have to be decided, with a profile's costs."""
+        return self.searched or self.pairs is PairMethod.BARRIERS
+
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
         """The pipelines that suit a layout; of those that are the same on it, the first."""
         fitting = [

@@ -75,7 +75,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, device: TimedDevice) -> Measured:
         monkeypatch.setattr(profiling, "method_of", watched)
         monkeypatch.setattr(VocabularyShard, "_check", lambda self, tokens: None)  # on CPU alone
         profiler = Profiler(built_in_parts(sizes), model, mesh, streams)
-        samples = profiler.run(6, lambda: torch.ones(1000).square().sum(), lambda: torch.ones(1000), 1000)
+        samples = profiler.run(6, lambda: torch.ones(1000).square().sum(), lambda: torch.ones(1000))
     return samples, {key: max(times[2:]) for key, times in took.items()}  # the first ones make tables
 
 

@@ -43,7 +43,7 @@ from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.kernels.operators.context_blocks import causal_order
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule_text import write
@@ -218,7 +218,7 @@ def run_layout(path: Path, data: Path, /, until: int | None = None, **overrides:
 def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The section ``overlap`` with a plan on modelled costs, where its schedule needs decisions."""
     overlap = overrides["overlap"]
-    if SCHEDULES[overlap["schedule"]].pairs not in (PairMethod.BARRIERS, PairMethod.ORDER):
+    if not SCHEDULES[overlap["schedule"]].decided:
         return overlap
     config = small_config(path, **overrides)
     spec = cluster(gpus=config.layout().ranks, intra=4e8)

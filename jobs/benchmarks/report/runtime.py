@@ -201,9 +201,8 @@ class RuntimeRank:
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; `reset` has to follow."""
         profiler = Profiler(self.job.graphs, self.model, self.mesh, self._streams, self.job.seed)
-        count = sum(parameter.shape.numel() for parameter in self.model.parameters)
         square: Callable[[], object] = self._gradients.square
-        return profiler.run(rounds, square, lambda: self.optimizer.step(0), count)
+        return profiler.run(rounds, square, lambda: self.optimizer.step(0))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Global name and local slices of every parameter that this rank updates."""

@@ -1,0 +1,62 @@
+"""Which schedule runs, and what its decisions are made from: a section of the configuration."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+
+from braid.actors.config.model import ConfigError, Section
+from braid.scheduling.lowering.named import SCHEDULES
+
+AUTO: Final = "auto"
+
+
+def one_of(options: Iterable[str]) -> AfterValidator:
+    """A string that must be one of ``options``."""
+    known = tuple(options)
+
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+class OverlapConfig(Section):
+    """Which schedule runs: one of the built-in ones, or a file made with ``braid schedule --output``.
+
+    Schedules with searched pairings (dhelix, braid and its points such as braid_twins) take them from a plan
+    (``braid plan --output``), or else from a profile, which is measured on first use. ``auto``: the one that
+    is simulated to be fastest, or needs less memory and is within 2 % of it.
+    """
+
+    # what runs beside what; auto: the fastest
+    schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "megatron"
+    schedule_file: Path | None = None  # a schedule's text, from `braid schedule --output`
+    plan: Path | None = None  # decisions to repeat, from `braid plan --output` or a run's plan.yaml
+    profile: Path | None = None  # measured costs to use instead of the run's own profile
+    # Rows of the rank with most over the average, of experts over ep, that profiles are measured at: a run's
+    # report says what they were. null: what routers give that have learned nothing
+    expert_imbalance: Annotated[float, Field(ge=1)] | None = None
+    # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
+    memory_slack: Annotated[float, Field(ge=0)] | None = None
+    # a step's passes as one CUDA graph; auto: where issuing them takes the host as long as the GPU
+    cuda_graphs: bool | Literal["auto"] = "auto"
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether decisions are left that measured costs have to make."""
+        if self.plan is not None or self.schedule_file is not None:
+            return False
+        return self.schedule == AUTO or SCHEDULES[self.schedule].decided
+
+    def check_imbalance(self, ep: int) -> None:
+        """`ConfigError` if the rank with most rows would have all, or more."""
+        wanted = self.expert_imbalance
+        if wanted is not None and wanted >= ep:
+            raise ConfigError(
+                f"overlap.expert_imbalance={wanted:g} must be below parallel.ep={ep}, as one rank would have "
+                f"all rows, or more; leave it out where experts are not cut over ranks"
+            )
