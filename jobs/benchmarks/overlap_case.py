@@ -52,9 +52,15 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
     "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
     **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
-    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2", "cp2tp2", "ep2", "ep2tp2"), ()),
+    "cp2": (("torch_cp", GLOO),),
+    "ep2": (("torch_ep", GLOO),),
+    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2tp2", "ep2tp2"), ()),
 }
-"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`)."""
+"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`).
+
+Experts and sequences that are cut over tensor-parallel ranks too have no peer: it would be another one, with
+a plan for routers, experts and gathered keys, and gradients that `DistributedDataParallel` does not sum.
+"""
 
 
 def compared(case: "OverlapCase") -> tuple[str, ...]:

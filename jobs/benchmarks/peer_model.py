@@ -5,6 +5,7 @@ Legend: B samples, S tokens of a sample (on this rank, where the sequence is sha
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,47 @@ class PeerSizes:
     def of(cls, shape: object) -> "PeerSizes":
         """The sizes that a record with the same names holds."""
         return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What stands in place of every layer's MLP: SwiGLU experts, of which a token visits the best.
+
+    Gates of a token are some of a softmax over all experts. As many tokens visit an expert as want to.
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    """Of an expert."""
+    normalised: bool = True
+    """Gates of a token are divided by their sum."""
+    balance_loss: float = 0.0
+    """Factor of the loss that balances experts (Fedus et al. 2021). Only its gradient counts."""
+    z_loss: float = 0.0
+    """Factor of the loss that keeps the router's logits small (Zoph et al. 2022); likewise."""
+
+    @classmethod
+    def of(cls, shape: Any) -> "ExpertSizes | None":
+        """Those of a record named as `braid.scheduling.spec.ModelShape`, None if it has no experts.
+
+        Raises ValueError, naming it, for what no peer has.
+        """
+        if not shape.experts:
+            return None
+        for name in ("capacity_factor", "shared_experts", "softmax_after", "balance_rate"):
+            if value := getattr(shape, name):
+                raise ValueError(f"{name} {value}: no peer has it")
+        if shape.expert_layers != shape.layers:
+            raise ValueError(f"pattern {shape.pattern!r}: peers have experts in every layer")
+        return cls(
+            experts=shape.experts,
+            top_k=shape.top_k,
+            width=shape.expert_width,
+            normalised=shape.normalised,
+            balance_loss=shape.balance_loss,
+            z_loss=shape.z_loss,
+        )
 
 
 class Rotary(nn.Module):
@@ -68,10 +110,12 @@ class Attention(nn.Module):
             linear(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q, self.k, self.v)
         )
-        o_BNSH = F.scaled_dot_product_attention(
-            rotary(q_BNSH), rotary(k_BKSH), v_BKSH, is_causal=True, enable_gqa=self.grouped
-        )
+        o_BNSH = self.attend(rotary(q_BNSH), rotary(k_BKSH), v_BKSH)
         return self.projection(o_BNSH.transpose(1, 2).flatten(2))
+
+    def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+        """Values that every query has found."""
+        return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=self.grouped)
 
 
 class Mlp(nn.Module):
@@ -93,9 +137,9 @@ class Layer(nn.Module):
     def __init__(self, sizes: PeerSizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
-        self.attention = Attention(sizes)
+        self.attention = Attention(sizes)  # or of another kind (`braid.jobs.benchmarks.context_peers`)
         self.mlp_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
-        self.mlp = Mlp(sizes)
+        self.mlp: nn.Module = Mlp(sizes)  # or a mixture (`braid.jobs.benchmarks.expert_peers`)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
@@ -129,6 +173,8 @@ class Stage(nn.Module):
 NAMES = {
     ".attention.projection.": ".projection.",
     ".attention.": ".qkv.",
+    ".mlp.router.": ".router.",
+    ".mlp.experts.": ".experts.",
     ".mlp.out.": ".mlp_out.",
     ".mlp.": ".mlp_in.",
 }

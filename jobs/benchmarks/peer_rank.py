@@ -14,9 +14,9 @@ from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.network import Connections, bind_gloo
-from braid.jobs.benchmarks.peer_model import PeerSizes
+from braid.jobs.benchmarks.peer_kinds import peer_of
+from braid.jobs.benchmarks.peer_model import ExpertSizes, PeerSizes
 from braid.jobs.benchmarks.peers import PeerSettings
-from braid.jobs.benchmarks.replicated_peers import peer_of
 from braid.scheduling.spec import ModelShape
 
 
@@ -61,6 +61,7 @@ class PeerRank:
             kind=plan.kind,
             messages=plan.messages,
             sizes=PeerSizes.of(plan.shape),
+            experts=ExpertSizes.of(plan.shape),
             micro_batch=train.micro_batch,
             micro_batches=train.global_batch // train.micro_batch,
             lr=train.lr,

@@ -10,7 +10,9 @@ Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its excha
   thread, the backward half beside it in a second one.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
-Replicas are trained by `braid.jobs.benchmarks.replicated_peers`, which has kinds of its own.
+Replicas are trained by `braid.jobs.benchmarks.replicated_peers`, experts that are cut over them by
+`braid.jobs.benchmarks.expert_peers`, sequences that are cut by `braid.jobs.benchmarks.context_peers`: they
+have kinds of their own, and `braid.jobs.benchmarks.peer_kinds` knows all.
 
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
@@ -37,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from braid.jobs.benchmarks.peer_messages import MessageCollectives
-from braid.jobs.benchmarks.peer_model import PeerSizes, Stage, global_name
+from braid.jobs.benchmarks.peer_model import ExpertSizes, PeerSizes, Stage, global_name
 from braid.jobs.benchmarks.threaded_overlap import ThreadedOverlap
 
 TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
@@ -59,6 +61,8 @@ class PeerSettings:
     weight_decay: float
     clip_norm: float
     seed: int
+    experts: ExpertSizes | None = None
+    """Instead of an MLP in every layer; only of kinds that cut experts."""
     messages: bool = False
     """Collectives of tensor-parallel ranks are Braid's messages between pairs of ranks, not gloo's, whose
     reduce-scatter moves twice the bytes (`braid.jobs.benchmarks.peer_messages`)."""

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from braid.jobs.benchmarks.peer_model import Stage
-from braid.jobs.benchmarks.peers import Peer, PeerSettings
+from braid.jobs.benchmarks.peers import Peer
 
 DDP, FSDP2, FSDP2_KEPT = "torch_ddp", "torch_fsdp2", "torch_fsdp2_kept"
 
@@ -35,16 +35,24 @@ class ReplicatedPeer(Peer, ABC):
     """One of several ranks that all have the whole model, or a share of each of its parameters."""
 
     def _build(self, rank: int, world_size: int) -> None:
-        settings = self.settings
         if world_size < 2:
-            raise ValueError(f"{settings.kind} on {world_size} ranks: it takes 2 at least")
-        if settings.micro_batches % world_size:
-            raise ValueError(
-                f"micro_batches {settings.micro_batches}: {settings.kind} needs a multiple of {world_size}"
-            )
+            raise ValueError(f"{self.settings.kind} on {world_size} ranks: it takes 2 at least")
         self._rank, self._replicas = rank, world_size
-        self.stages = {0: Stage(settings.sizes, 0, 1)}
+        self._check()
+        self.stages = {0: Stage(self.settings.sizes, 0, 1)}
         self._replicate(self.stages[0])
+
+    def _check(self) -> None:
+        """Raise ValueError, naming the setting, for settings that do not fit the number of ranks."""
+        settings, ranks = self.settings, self._replicas
+        if settings.micro_batches % ranks:
+            raise ValueError(
+                f"micro_batches {settings.micro_batches}: {settings.kind} needs a multiple of {ranks}"
+            )
+
+    def _part(self, tokens_BS: Tensor) -> Tensor:
+        """What this rank computes of a global batch."""
+        return tokens_BS.chunk(self._replicas)[self._rank]
 
     @abstractmethod
     def _replicate(self, model: Stage) -> None:
@@ -59,10 +67,9 @@ class ReplicatedPeer(Peer, ABC):
         """Surrounds both passes of a micro-batch; ``last``: they end with the gradients' mean over ranks."""
 
     def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
-        """Both passes of this replica's micro-batches; the loss of all replicas."""
+        """Both passes of this rank's micro-batches; the loss of all ranks."""
         inputs, targets = (
-            tokens_BS.chunk(self._replicas)[self._rank].split(self.settings.micro_batch)
-            for tokens_BS in (inputs_BS, targets_BS)
+            self._part(tokens_BS).split(self.settings.micro_batch) for tokens_BS in (inputs_BS, targets_BS)
         )
         loss = torch.zeros(())
         for number, (window_BS, target_BS) in enumerate(zip(inputs, targets, strict=True), 1):
@@ -117,8 +124,3 @@ class FsdpPeer(ReplicatedPeer):
 
 REPLICATED: dict[str, type[ReplicatedPeer]] = {DDP: DdpPeer, FSDP2: FsdpPeer, FSDP2_KEPT: FsdpPeer}
 """Kinds of peers, and what trains them."""
-
-
-def peer_of(settings: PeerSettings, rank: int, world_size: int) -> Peer:
-    """One rank of a peer of any kind; raises as `Peer` does."""
-    return REPLICATED.get(settings.kind, Peer)(settings, rank, world_size)

@@ -12,6 +12,8 @@ from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
 from braid.jobs.benchmarks.cli import bench_overlap
 from braid.jobs.benchmarks.overlap_case import LAYOUTS, PEERS, SCHEDULES, OverlapCase, known_schedules
+from braid.jobs.benchmarks.peer_kinds import SPECIAL
+from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile
@@ -58,6 +60,7 @@ def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
         assert names[0] == "megatron"
         assert set(names) <= set(named.SCHEDULES)
     assert {"megatron", "braid"} <= set(SCHEDULES["dp2"])
+    assert {kind for peers in PEERS.values() for kind, _ in peers} == {*KINDS, *SPECIAL}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["dp2"])

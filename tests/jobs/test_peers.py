@@ -13,6 +13,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B, _Action
 
+from braid.jobs.benchmarks.context_peers import CP
+from braid.jobs.benchmarks.expert_peers import EP
+from braid.jobs.benchmarks.peer_kinds import SPECIAL, peer_of
 from braid.jobs.benchmarks.peer_model import PeerSizes
 from braid.jobs.benchmarks.peers import (
     DUALPIPEV,
@@ -25,7 +28,7 @@ from braid.jobs.benchmarks.peers import (
     PeerSettings,
 )
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer
-from braid.jobs.benchmarks.replicated_peers import DDP, FSDP2, FSDP2_KEPT, REPLICATED, peer_of
+from braid.jobs.benchmarks.replicated_peers import DDP, FSDP2, FSDP2_KEPT
 from braid.jobs.benchmarks.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
 from tests.forking import fork_context
 
@@ -90,9 +93,9 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 """Losses of the steps, and the parameters after them."""
 
 
-def plain_training(**changes: Any) -> tuple[Trained, list[float]]:
+def plain_training(model: PlainModel | None = None, **changes: Any) -> tuple[Trained, list[float]]:
     """What the plain loop reaches, and its gradient norms."""
-    model = plain_model()
+    model = model or plain_model()
     constant: dict[str, Any] = {"steps": 1, "min_lr_fraction": 1.0, "warmup_steps": 0}
     trainer = PlainTrainer(model, PlainSettings(**{**constant, **OPTIMIZER, **changes}))
     done = [trainer.step(step, tokens.split(MICRO_BATCH)) for step, tokens in enumerate(batches())]
@@ -123,7 +126,7 @@ def run_rank(
     if kind in (TP, TP_PIPELINE):
         check_messages(kind, rank, world_size, weights, losses)
     parameters = {name: value.tolist() for name, value in peer.parameters().items()}
-    if kind in REPLICATED:
+    if kind in SPECIAL:
         check_collectives(kind, peer)
     assert peer.peak_bytes() > 2**20
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(BACKWARD_THREAD)]
@@ -150,9 +153,20 @@ def check_collectives(kind: str, peer: Peer) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         peer.step(batches()[0])
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gloo:")}
-    layers, micro_batches = SIZES["layers"], MICRO_BATCHES // 2
+    layers, micro_batches = SIZES["layers"], MICRO_BATCHES // dist.get_world_size()
     if kind == DDP:
         assert counts == {"gloo:all_reduce": 1 + 1}  # a bucket, and the loss
+        return
+    if kind == EP:
+        # numbers of rows, rows there and back, and their gradients; and the norm of experts' gradients
+        assert counts == {
+            "gloo:all_to_all": (1 + 2 * 2) * layers * micro_batches,
+            "gloo:all_reduce": 1 + 1 + 1,
+        }
+        return
+    if kind == CP:
+        passes = layers * MICRO_BATCHES  # on all ranks
+        assert counts == {"gloo:all_gather": passes, "gloo:all_to_all": passes, "gloo:all_reduce": 1 + 1}
         return
     gathers = layers + 1 if kind == FSDP2_KEPT else (2 * layers + 1) * micro_batches
     # gloo's reduce-scatters are all-reduces; those of norm and loss come after them
@@ -169,12 +183,12 @@ def result_of(processes: Sequence[BaseProcess], results: "Queue[Any]") -> Any:
     pytest.fail("the ranks do not answer")
 
 
-def train(kind: str, world_size: int, **changes: Any) -> list[Trained]:
-    """Losses and parameters of every rank of a peer, over loopback."""
+def train(kind: str, world_size: int, model: PlainModel | None = None, **changes: Any) -> list[Trained]:
+    """Losses and parameters of every rank of a peer that starts from a model, over loopback."""
     spawn = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Queue[Any] = spawn.Queue()
-    weights = {name: value.tolist() for name, value in named(plain_model()).items()}
+    weights = {name: value.tolist() for name, value in named(model or plain_model()).items()}
     processes = [
         spawn.Process(target=run_rank, args=(kind, changes, rank, world_size, store.port, weights, results))
         for rank in range(world_size)
@@ -200,6 +214,17 @@ def train(kind: str, world_size: int, **changes: Any) -> list[Trained]:
     ]
 
 
+def check_trained(
+    ranks: Sequence[Trained], losses: Sequence[float], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """The ranks of a peer have trained the plain model together."""
+    assert ranks[0][0] == pytest.approx(losses, rel=2e-5)
+    assert {name for _, found in ranks for name in found} == parameters.keys()
+    for _, found in ranks:
+        for name, value in found.items():
+            torch.testing.assert_close(value, parameters[name], rtol=2e-5, atol=2e-5, msg=name)
+
+
 RUNS = [
     (TP, 2),
     (PIPELINE, 2),
@@ -209,11 +234,13 @@ RUNS = [
     (DDP, 2),
     (FSDP2, 2),
     (FSDP2_KEPT, 2),
+    (CP, 2),
+    (CP, 4),
 ]
 
 
 def test_every_kind_is_run() -> None:
-    assert {kind for kind, _ in RUNS} == {*KINDS, *REPLICATED}
+    assert {kind for kind, _ in RUNS} == {*KINDS, *SPECIAL} - {EP}, "experts: test_expert_peers.py"
 
 
 @pytest.mark.slow
@@ -223,15 +250,11 @@ def test_peer_trains_the_plain_model(kind: str, world_size: int) -> None:
     assert min(norms) > OPTIMIZER["clip_norm"], "clipping is part of what is compared"
     ranks = train(kind, world_size)
     assert len({tuple(found) for found, _ in ranks}) == 1, "all ranks return one loss"
-    assert ranks[0][0] == pytest.approx(losses, rel=2e-5)
-    assert {name for _, found in ranks for name in found} == parameters.keys()
-    for _, found in ranks:
-        for name, value in found.items():
-            torch.testing.assert_close(value, parameters[name], rtol=2e-5, atol=2e-5, msg=name)
+    check_trained(ranks, losses, parameters)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DDP, FSDP2])
+@pytest.mark.parametrize("kind", [DDP, FSDP2, CP])
 def test_gradients_of_replicas_have_the_scale_of_one_process(kind: str) -> None:
     """Without clipping, which brings gradients of any scale to the same."""
     (losses, _), _ = plain_training(clip_norm=0.0)
@@ -250,6 +273,8 @@ def test_gradients_of_replicas_have_the_scale_of_one_process(kind: str) -> None:
         (DUALPIPEV, 2, {"micro_batches": 3}, "micro_batches 3"),
         (DDP, 1, {}, "1 ranks"),
         (FSDP2, 4, {}, "micro_batches 6"),
+        (CP, 3, {}, "sizes.sequence 16"),
+        (EP, 2, {}, "experts None"),
     ],
 )
 def test_settings_that_do_not_fit(kind: str, world_size: int, changes: dict[str, Any], named: str) -> None:
