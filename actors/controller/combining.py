@@ -147,7 +147,8 @@ def _oef(
     for link in ("inter", "intra"):
         for kind in ("gemm", "attention", "memory"):
             oef.setdefault("|".join(sorted((kind, link))), 0.0)  # nothing is known to be gained
-    oef.setdefault("inter|intra", 0.0)
+    for pair in ("inter|intra", "inter|inter", "intra|intra"):
+        oef.setdefault(pair, 0.0)  # two transfers share a link: keys and values, and sums of gradients
     return oef
 
 

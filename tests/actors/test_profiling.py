@@ -86,6 +86,7 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     assert profile.oef["gemm|intra"] == pytest.approx(0.75, abs=0.01)
     assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.75, abs=0.01)
     assert profile.oef["gemm|gemm"] == pytest.approx(0.0, abs=0.01), "two computations gain nothing"
+    assert profile.effect("inter", "layer/mlp_gather") == profile.effect("inter", "inter") == 0
     fit = profile.transfers["pp/send_receive"]
     assert fit.ns_per_byte == pytest.approx(0.9875)
     assert fit.ns(5000) == pytest.approx(7000, rel=0.01)
