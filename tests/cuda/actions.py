@@ -47,6 +47,8 @@ class Call:
     """Of a message, the other rank."""
     what: str = ""
     """What travels, named alike by all members. NCCL knows nothing of it; data would be mixed up."""
+    batched: bool = False
+    """Whether it is one of several messages in a kernel of the group's own communicator."""
 
     def __str__(self) -> str:
         way = "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
@@ -54,7 +56,7 @@ class Call:
 
     def communicator(self, rank: int, first: FirstUse) -> Group:
         """The communicator that runs it."""
-        if self.peer is None or first is FirstUse.EAGER:
+        if self.peer is None or self.batched or first is FirstUse.EAGER:
             return self.group
         low, high = sorted((rank, self.peer))
         return Group(f"{self.group.name} {low}:{high}", (low, high))
@@ -78,7 +80,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """Issue calls from a side stream, after what was computed so far (`CudaStreams.start`)."""
+    """Issue calls from a side stream, after what was computed so far (`CudaStreams.start`). Messages that are
+    batched are one kernel."""
 
     name: str
     side: str

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.cuda.entries import Call, Entry, Freed, HostWaited, Kernel, Made, Operator, Recorded, View, Waited
+from tests.cuda.host_memory import HOST
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 
-HOST = 0
 Clock = dict[int, int]
 
 
@@ -81,13 +81,26 @@ def _faults(entries: Sequence[Entry], rank: str) -> Iterator[str]:
                 order.join(HOST, order.events.get(event, {}))
             case Operator() | Kernel():
                 tick = order.tick(entry.stream)
+                if isinstance(entry, Kernel) and entry.call.kind == "messages" and _meet(entry):
+                    yield f"{rank}: {entry.name} receives into memory that it sends from"
                 for view, writes in _accesses_of(entry):
                     yield from _races(order, accesses[view.memory], entry, tick, view, writes, rank)
                 if isinstance(entry, Operator) and entry.host is not None:
                     order.join(HOST, order.clocks[entry.stream])
 
 
+def _meet(entry: Kernel) -> bool:
+    """Whether what it reads and what it writes, at once and in no order, lies in the same place."""
+    return any(
+        a.memory == b.memory and a.extent[0] < b.extent[1] and b.extent[0] < a.extent[1]
+        for a in entry.reads
+        for b in entry.writes
+    )
+
+
 def _accesses_of(entry: Operator | Kernel) -> Iterator[tuple[View, bool]]:
+    if isinstance(entry, Operator) and not entry.touches:
+        return
     written = [*entry.writes, *(entry.results if isinstance(entry, Operator) else ())]
     for view in written:
         yield view, True

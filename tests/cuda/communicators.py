@@ -24,12 +24,14 @@ Views = tuple[tuple[View, ...], tuple[View, ...]]
 class Work:
     """A kernel under way, with what torch keeps for it."""
 
-    def __init__(self, log: RankLog, end: Event, kept: Sequence[Tensor]) -> None:
+    def __init__(self, log: RankLog, end: Event | None, kept: Sequence[Tensor]) -> None:
+        """``end``: None if there is no kernel."""
         self._log, self._end, self._kept = log, end, list(kept)
 
     def wait(self) -> None:
         """The current stream waits; torch lets go."""
-        self._log.current().wait_event(self._end)
+        if self._end is not None:
+            self._log.current().wait_event(self._end)
         self._kept.clear()
 
 
@@ -65,7 +67,9 @@ class ModelGroup:
         return self._collective("all_reduce", x, x)
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        """As one kernel."""
+        """As one kernel; as none if there are none."""
+        if not sends and not receives:
+            return Work(self.log, None, [])
         peers = [("send", peer) for _, peer in sends] + [("receive", peer) for _, peer in receives]
         reads, writes = [x for x, _ in sends], [x for x, _ in receives]
         return self._issue(partial(self._exchange, peers), reads, writes)

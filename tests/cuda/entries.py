@@ -81,6 +81,11 @@ class Operator:
         """As torch calls it."""
         return str(self.function)
 
+    @property
+    def touches(self) -> bool:
+        """Whether it reads or writes memory; a view does not."""
+        return bool(self.results or self.writes or self.host is not None)
+
 
 @dataclass(frozen=True)
 class Kernel:

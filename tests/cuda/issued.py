@@ -12,7 +12,8 @@ from itertools import product
 from braid.scheduling import code as linked
 from braid.scheduling.buckets import flat_elements, share_elements
 from braid.scheduling.code import Barrier, Body, Code, Message, Node, Operation, Stretch, name_of
-from braid.scheduling.operators import Stream
+from braid.scheduling.operators import Kind, Operator, Stream
+from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Direction, Gather, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
@@ -38,8 +39,12 @@ class Groups:
     def __init__(self, layout: ParallelLayout, rank: int, hosts: Sequence[str] = ()) -> None:
         self.layout, self.rank = layout, rank
         self.position = layout.coordinate(rank)
-        self._topology = Topology(layout.mesh, hosts)
-        self._members = {axis: tuple(layout.mesh.members(self.position, (axis,))) for axis in self.position}
+        mesh = layout.mesh
+        self._topology = Topology(mesh, hosts)
+        self._members = {
+            axis: tuple(mesh.members(self.position, mesh.factors_of(axis)))
+            for axis in (*self.position, *dict(mesh.joined))
+        }
 
     def line(self, axis: str) -> Group:
         """The ranks along an axis; strands share it."""
@@ -83,10 +88,16 @@ def _without_compute_in_between(body: Body) -> tuple[Operation, ...]:
     for operation in body.operations:
         if isinstance(operation, linked.Hand | linked.Loss | linked.Release):
             continue  # nothing that a device sees
-        if found and isinstance(operation, linked.Compute) and isinstance(found[-1], linked.Compute):
+        computes = found and isinstance(operation, linked.Compute) and isinstance(found[-1], linked.Compute)
+        if computes and not _counts_rows(found[-1]):
             found.pop()
         found.append(operation)
     return tuple(found)
+
+
+def _counts_rows(operation: Operation) -> bool:
+    """Whether it tells the host which rows go where (`ExpertRows`)."""
+    return isinstance(operation.what, Node) and operation.what.operator.module == "router_rows"
 
 
 class Issuer:
@@ -98,8 +109,6 @@ class Issuer:
         self._code, self._model, self._barriers = code, model, barriers
         self._groups = Groups(code.layout, rank, hosts)
         self._stage = self._groups.position["pp"]
-        self._line = self._groups.line("tp")
-        self._layer_stream = str(self._groups.stream("tp"))
 
     def step(self) -> Iterator[Action]:
         """All that the host issues; at the end it reads losses and marks, which all have to be there.
@@ -125,6 +134,8 @@ class Issuer:
                 yield Synchronise("the norm", everything=False)  # `Optimizer.clip`: float(norm)
                 yield Compute("clip")
             case linked.Compute(what=what):
+                if _counts_rows(operation) and not self._model.capacity_factor:
+                    yield Synchronise("how many rows go where", everything=False)  # `ExpertRows.forward`
                 yield Compute(name_of(what))
             case linked.Allocate(what=reduce):
                 yield Compute(f"zeros for {name_of(reduce)}{_bucket(reduce)}")
@@ -137,7 +148,8 @@ class Issuer:
             case linked.Wait(what=Message()):
                 yield Wait(str(stretch.transfer))
             case linked.Start(what=Reduce() as reduce):
-                sharded = reduce.chunk is not None and reduce.axis in self._code.layout.mesh.sharded
+                mesh = self._code.layout.mesh
+                sharded = reduce.chunk is not None and mesh.shares_along(reduce.axis)
                 kind = "reduce_scatter" if sharded else "all_reduce"
                 for number, elements in enumerate(self._summed(reduce)):
                     what = f"{self._place(reduce)} {number}"
@@ -164,15 +176,32 @@ class Issuer:
                 raise AssertionError(operation)
 
     def _collective(self, start: linked.Start, stretch: Stretch) -> Start:
-        """A collective of a layer (`Binder.start`)."""
+        """A collective of a layer (`Binder.start`). Rows of experts are as many for each."""
         assert isinstance(start.what, Node)
-        op, (source,) = start.what.operator, start.reads
-        assert op.axis == "tp", "layers that run communicate over tp alone"
+        op, source = start.what.operator, start.reads[0]
+        assert op.axis is not None
         elements = stretch.frames[start.turn].values[source].elements
         elements //= op.piece.ways if op.piece is not None else 1
-        line = self._line
-        name = _named(start, stretch)
-        return Start(name, self._layer_stream, (Call(op.kind.value, line, elements, what=name),))
+        line, name = self._groups.line(op.axis), _named(start, stretch)
+        if op.kind is Kind.SEND_RECEIVE or len(start.reads) > 1:
+            calls = tuple(self._messages(op, line, elements, name))
+        else:
+            calls = (Call(op.kind.value, line, elements, what=name),)
+        return Start(name, str(self._groups.stream(op.axis)), calls)
+
+    def _messages(self, op: Operator, line: Group, elements: int, what: str) -> Iterator[Call]:
+        """In the place of a collective with shares that may differ (`Communicator`), and around a ring."""
+        at, size = line.ranks.index(self._groups.rank), len(line.ranks)
+        others = [rank for rank in line.ranks if rank != self._groups.rank]
+        to, source = others, others
+        if op.kind is Kind.SEND_RECEIVE:
+            by = -1 if op.phase is Phase.INPUT_GRADIENT else 1
+            to, source = [line.ranks[(at + by) % size]], [line.ranks[(at - by) % size]]
+        elif op.kind is not Kind.ALL_GATHER:
+            elements //= size
+        for kind, peers in (("send", to), ("receive", source)):
+            for peer in peers:
+                yield Call(kind, line, elements, peer, what, batched=True)
 
     def _message(self, start: linked.Start, stretch: Stretch) -> Start:
         """A message between stages (`Executor._send`, `Executor._receive`): a lane for each kind."""
@@ -227,7 +256,8 @@ class Issuer:
         for axes in sorted(of_axes, key=lambda axes: (len(axes), axes)):
             if what.axis in (*axes, "copies", "replica"):  # over which all is summed
                 counts = of_axes[axes] if layout.zero else [sum(of_axes[axes])]
-                ways = layout.mesh.size([axis for axis in layout.mesh.sharded if axis in axes])
+                summed = {name for axis in axes for name in layout.mesh.factors_of(axis)}
+                ways = layout.mesh.size([name for name in layout.mesh.sharded if name in summed])
                 found += [(count, ways) for count in counts]
         return found
 

@@ -10,7 +10,8 @@ What is modelled, and where it comes from (torch's ``ProcessGroupNCCL.cpp``):
   issues them had to do, and that stream then waits for them (``collective``, ``pointToPoint``).
 - A kernel begins when it is the first of its stream, and ends once all members run theirs: a collective meets
   the members' collective of the same number, a send the receive of the same number between the same two
-  ranks. Nothing is buffered: small messages of NCCL may end earlier, on which no schedule may count.
+  ranks; one of several messages ends when all of them have met theirs. Nothing is buffered: small messages of
+  NCCL may end earlier, on which no schedule may count.
 - Unbatched messages make a communicator for each pair of ranks and group; with communicators that are made at
   set-up (``device_id``) they run on that of the group instead, one behind the other. See `FirstUse`.
 - ``slots``: so many kernels of communicators run on a device at a time, however small; computation always
@@ -24,8 +25,7 @@ What is modelled, and where it comes from (torch's ``ProcessGroupNCCL.cpp``):
   here. Which streams share a queue is not either: those of equal number, modulo the queues, in the order of
   first use; or (``deal``) drawn by lot.
 
-Not modelled: how long anything takes, thread blocks and SMs, the launch queue's length, memory, and several
-kernels in one launch (``batch_isend_irecv``).
+Not modelled: how long anything takes, thread blocks and SMs, the launch queue's length, and memory.
 """
 
 import random
@@ -95,7 +95,9 @@ class _Item:
     other: _Stream | None = None
     behind: int = 0
     call: Call | None = None
-    meeting: "_Meeting | None" = None
+    meetings: "tuple[_Meeting, ...]" = ()
+    unmet: int = 0
+    """Meetings where others are missing."""
     issued: int = 0
 
 
@@ -106,6 +108,12 @@ class _Meeting:
     ranks: tuple[int, ...]
     items: dict[int, _Item] = field(default_factory=dict)
     running: list[_Item] = field(default_factory=list)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks whose kernel does not run yet."""
+        there = {item.stream.device.rank for item in self.running}
+        return [rank for rank in self.ranks if rank not in there]
 
 
 class _Queue:
@@ -193,13 +201,14 @@ class _Run:
         if side is not compute:
             self._behind(side, compute, compute.issued, f"{start.name} waits for what was computed before")
         kernels = []
-        for call in start.calls:
+        for calls in [start.calls] if start.calls[0].batched else [(call,) for call in start.calls]:
+            call = calls[0]
             communicator = call.communicator(device.rank, self._machine.first)
             if self._machine.first.blocks and device.rank not in self._joined[communicator]:
                 yield from self._join(device, communicator, start.name)
             stream = self._stream(device, communicator.name)
             self._behind(stream, side, side.issued, "")
-            self._put_call(device, stream, communicator, call, start.name)
+            self._put_kernel(device, stream, communicator, calls, start.name)
             kernels.append(stream)
         for stream in kernels:
             self._behind(side, stream, stream.issued, "")
@@ -252,16 +261,25 @@ class _Run:
         if other.done < count and stream is not other:  # an event that has happened holds up nothing
             self._put(_Item(stream, stream.issued, name, other, count))
 
-    def _put_call(self, device: _Device, stream: _Stream, group: Group, call: Call, name: str) -> None:
-        line = call.line(device.rank)
-        ranks = group.ranks if call.peer is None else (device.rank, call.peer)
-        self._counts[group, device.rank, line] += 1
-        key = group, line, self._counts[group, device.rank, line]
-        meeting = self._meetings.setdefault(key, _Meeting(ranks))
-        item = _Item(stream, stream.issued, name, call=call, meeting=meeting, issued=device.calls)
-        meeting.items[device.rank] = item
+    def _put_kernel(
+        self, device: _Device, stream: _Stream, group: Group, calls: Sequence[Call], name: str
+    ) -> None:
+        meetings = tuple(self._meeting(device.rank, group, call) for call in calls)
+        unmet, issued = len(meetings), device.calls
+        item = _Item(
+            stream, stream.issued, name, call=calls[0], meetings=meetings, unmet=unmet, issued=issued
+        )
+        for meeting in meetings:
+            meeting.items[device.rank] = item
         device.calls += 1
         self._put(item)
+
+    def _meeting(self, rank: int, group: Group, call: Call) -> _Meeting:
+        """Of the members' next call along its line."""
+        line = call.line(rank)
+        ranks = group.ranks if call.peer is None else (rank, call.peer)
+        self._counts[group, rank, line] += 1
+        return self._meetings.setdefault((group, line, self._counts[group, rank, line]), _Meeting(ranks))
 
     def _read(self, queue: _Queue) -> None:
         """Begin what a hardware queue holds, as far as that goes."""
@@ -282,14 +300,20 @@ class _Run:
             self._begin(item)
 
     def _begin(self, item: _Item) -> None:
-        meeting = item.meeting
-        if meeting is None:
+        if not item.meetings:
             self._end(item.stream)
             return
         item.stream.device.running.append(item)
-        meeting.running.append(item)
-        if len(meeting.running) == len(meeting.ranks):
-            for one in meeting.running:
+        for meeting in item.meetings:
+            meeting.running.append(item)
+            if len(meeting.running) == len(meeting.ranks):
+                self._met(meeting)
+
+    def _met(self, meeting: _Meeting) -> None:
+        """End the kernels that wait for nobody else."""
+        for one in meeting.running:
+            one.unmet -= 1
+            if not one.unmet:
                 one.stream.device.running.remove(one)
                 self._end(one.stream)
 
@@ -352,11 +376,9 @@ class _Run:
         """Why the first thing that a stream still has to do is not done."""
         item, rank = stream.items[0], stream.device.rank
         if item in stream.device.running:
-            assert item.meeting is not None
-            missing = next(
-                r for r in item.meeting.ranks if not any(_is_of(i, r) for i in item.meeting.running)
-            )
-            there = item.meeting.items.get(missing)
+            meeting = next(one for one in item.meetings if one.missing)
+            missing = meeting.missing[0]
+            there = meeting.items.get(missing)
             line = f"rank {rank}: {_told(item)} runs until rank {missing} "
             if there is None:
                 return f"{line}issues its part", self._devices[missing]
@@ -370,14 +392,9 @@ class _Run:
         return f"rank {rank}: {_told(item)} finds no slot free beside {_told(first)}", first.stream
 
 
-def _is_of(item: _Item, rank: int) -> bool:
-    return item.stream.device.rank == rank
-
-
 def _alone(item: _Item) -> bool:
-    """Whether a kernel would wait for others: none of them runs yet."""
-    assert item.meeting is not None
-    return len(item.meeting.running) + 1 < len(item.meeting.ranks)
+    """Whether a kernel would wait for others: some of them do not run yet."""
+    return any(len(meeting.missing) > 1 for meeting in item.meetings)
 
 
 def _told(item: _Item) -> str:

@@ -1,6 +1,6 @@
 """One rank on the model of the machine: streams, events, memory, log (`tests.cuda.machine`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.cuda.entries import Call, Entry, Freed, HostWaited, Made, Operator, Recorded, View, Waited, unnoted
 from tests.cuda.graphs import Graph
+from tests.cuda.host_memory import HOST
 
 if TYPE_CHECKING:
     from tests.cuda.machine import Machine
@@ -112,6 +113,9 @@ class RankLog(TorchDispatchMode):
         self.graph: Graph | None = None
         """What is captured at the moment."""
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._of_host: dict[int, StorageWeakRef] = {}
+        """Memory that is the host's."""
+        self._host, self._hosts_turn = Stream(self, HOST), False
         self.streams: list[Stream] = []
         self.compute = self.stream()
         self._current = [self.compute]
@@ -166,6 +170,45 @@ class RankLog(TorchDispatchMode):
         for stream in list(self.streams):
             stream.synchronize()
 
+    # -- the host (`tests.cuda.host_memory`) --
+
+    def is_host(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the host's memory."""
+        return self._is_hosts(x.untyped_storage())
+
+    def _is_hosts(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._of_host.get(storage._cdata)
+        return reference is not None and not reference.expired()
+
+    def _take_for_host(self, storage: torch.UntypedStorage) -> None:
+        self._of_host[storage._cdata] = StorageWeakRef(storage)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made of nothing is the host's."""
+        self._hosts_turn = True
+        try:
+            yield
+        finally:
+            self._hosts_turn = False
+
+    def read(self, x: Tensor) -> None:
+        """The host reads numbers from its own memory."""
+        view = self.view(x)
+        self.note(Operator(HOST, torch.ops.aten.clone.default, (view,), {}, (view,), (), (), x))
+
+    def _stream_of(self, function: Any, tensors: Sequence[Tensor]) -> Stream:
+        """Who does an operator: the host what is of its own memory alone; it may copy to and from others'."""
+        if self._hosts_turn:
+            for x in tensors:
+                self._take_for_host(x.untyped_storage())
+        hosts = [x for x in tensors if self.is_host(x)]
+        if self._hosts_turn or (hosts and len(hosts) == len(tensors)):
+            return self._host
+        if any(x.dim() for x in hosts) and function is not torch.ops.aten.copy_.default:
+            raise RuntimeError(f"{function}: some tensors are the device's and some the host's")
+        return self.current()
+
     # -- what is noted --
 
     def begin(self) -> None:
@@ -212,7 +255,7 @@ class RankLog(TorchDispatchMode):
             memory = self.next_number()
             self._known[key] = StorageWeakRef(storage), memory
             met(memory, storage)
-        if self.graph is not None:
+        if self.graph is not None and not self._is_hosts(storage):
             self.graph.keep(self._known[key][1], x)
         return View(self._known[key][1], x.dtype, tuple(x.shape), tuple(x.stride()), x.storage_offset())
 
@@ -220,11 +263,14 @@ class RankLog(TorchDispatchMode):
         with unnoted():
             self.first[memory] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
         # At the begin: a transfer that is the first to meet it waits for nothing that was noted by now.
-        self.entries.insert(0, Made(memory, self.compute.number, storage.nbytes()))
+        stream = self._host if self._is_hosts(storage) else self.compute
+        self.entries.insert(0, Made(memory, stream.number, storage.nbytes()))
 
-    def _made(self, memory: int, storage: torch.UntypedStorage) -> None:
-        made = Made(memory, self.current().number, storage.nbytes())
-        if self.graph is not None:
+    def _made(self, memory: int, storage: torch.UntypedStorage, stream: Stream) -> None:
+        made = Made(memory, stream.number, storage.nbytes())
+        if stream is self._host:
+            self._take_for_host(storage)
+        if self.graph is not None and stream is not self._host:
             self.graph.made(made)
         else:
             self.entries.append(made)
@@ -232,10 +278,11 @@ class RankLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named, stream = kwargs or {}, self.current()
+        named = kwargs or {}
+        given, shape = tree_flatten((args, named))
+        stream = self._stream_of(function, [one for one in given if isinstance(one, Tensor)])
         self.settle(stream)
         self._collect()
-        given, shape = tree_flatten((args, named))
         views = [self.view(one) if isinstance(one, Tensor) else one for one in given]
         out = function(*args, **named)
         arguments, keywords = tree_unflatten(views, shape)
@@ -245,12 +292,12 @@ class RankLog(TorchDispatchMode):
         results, flat = [], tree_flatten(out)[0]
         for one in flat:
             if isinstance(one, Tensor):
-                view = self._view(one, self._made)
+                view = self._view(one, lambda memory, storage: self._made(memory, storage, stream))
                 if view.memory not in known:
                     results.append(view)
         host = out if function.name().partition(".")[0] in HOST_READS else None
         entry = Operator(stream.number, function, arguments, keywords, reads, written, tuple(results), host)
-        if self.graph is not None:
+        if self.graph is not None and stream is not self._host:
             self.graph.operator(stream, entry)
         else:
             self._append(entry)

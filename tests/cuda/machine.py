@@ -22,8 +22,10 @@ from unittest.mock import patch
 from braid.actors.stage.mesh import pairs_of
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Channel, Line
+from braid.kernels.operators.permute import _Dispatch
 from braid.kernels.operators.vocabulary import VocabularyShard
 from tests.cuda.communicators import ModelGroup, Shared
+from tests.cuda.host_memory import HostMemory
 from tests.cuda.log import LostError, RankLog
 
 PATIENCE_SECONDS = 60.0
@@ -62,7 +64,7 @@ class Machine:
 
         def run(log: RankLog) -> None:
             try:
-                with log:
+                with log, HostMemory(log):
                     rank(log)
             except LostError:
                 with self.changed:
@@ -78,8 +80,9 @@ class Machine:
 
         self._alive, self._stuck, self._lost = len(self.ranks), False, False
         threads = [threading.Thread(target=run, args=(log,), daemon=True) for log in self.ranks]
-        # Tokens are checked on a CPU alone: elsewhere the check would stall the device.
-        with patch.object(VocabularyShard, "_check", lambda shard, tokens: None):
+        # Tokens and choices are checked on a CPU alone: elsewhere the check would stall the device.
+        tokens, choices = (patch.object(one, "_check", _unchecked) for one in (VocabularyShard, _Dispatch))
+        with tokens, choices:
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -126,6 +129,10 @@ class Machine:
             for kind, messages in (("receive", shared.sent), ("send", shared.received)):
                 found += [f"{kind} of message {n} from {a} to {b} of {shared.name}" for a, b, n in messages]
         return "; ".join(found) or "nothing that is left"
+
+
+def _unchecked(own: object, x: object) -> None:
+    """Says nothing."""
 
 
 class ModelGroups:

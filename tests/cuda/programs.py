@@ -16,6 +16,8 @@ from tests.scheduling.cases import LLAMA, choices_for, exists, layout_for, parts
 
 SMALL = replace(LLAMA, layers=1)
 """A layer for every chunk."""
+EXPERTS = replace(SMALL, family="moe", experts=8, top_k=2, balance_loss=0.1)
+"""The host has to know how many rows go where, before it can go on."""
 CASES = tuple(
     (name, hop)
     for name in SCHEDULES
@@ -43,6 +45,8 @@ def programs(
     tp: int = 1,
     *,
     dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
     zero: int = 0,
     model: ModelShape = SMALL,
     hosts: int = 1,
@@ -51,7 +55,7 @@ def programs(
     **more: object,
 ) -> Programs:
     """What all ranks issue. ``hosts``: so many. ``barriers``: see `issued`. ``ends``: see `choices_for`."""
-    layout = layout_for(name, stages, tp, dp, zero)
+    layout = replace(layout_for(name, stages, tp, dp, zero), cp=cp, ep=ep)
     setting = setting_for(name, layout, micro_batches, model=model, **more)
     parts = parts_for(setting)
     schedule = training_schedule(setting, parts, choices_for(setting, ends=ends))

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from tests.cuda import mutants_of_stages  # noqa: F401 (registers them)
+from tests.cuda import mutants_of_exchanges, mutants_of_stages  # noqa: F401 (they register theirs)
 from tests.cuda.mutants import MUTANTS
 from tests.cuda.replay import Replay
 from tests.cuda.steps import recorded

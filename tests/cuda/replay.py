@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.cuda.communicators import compute_collective
 from tests.cuda.entries import Call, Freed, HostWaited, Kernel, Operator, Recorded, Waited
+from tests.cuda.host_memory import HOST
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay_memory import Placement, fresh, placed
@@ -94,7 +95,7 @@ class Replay:
                     run = self._operator(entry, placement, (log.rank, len(self.nodes)))
                     if run is not None:
                         node = add(entry.stream, entry.name, run)
-                        if entry.host is not None:
+                        if entry.host is not None or entry.stream == HOST:
                             if host is not None:
                                 host.after.append(node)
                             host, told = node, {entry.stream}
@@ -109,10 +110,8 @@ class Replay:
     def _operator(
         self, entry: Operator, placement: Placement, key: tuple[int, int]
     ) -> Callable[[], object] | None:
-        if _unfilled(entry):
+        if _unfilled(entry) or not entry.touches:
             return None
-        if not entry.results and not entry.writes and entry.host is None:
-            return None  # a view
         function = entry.function
         arguments, named = placed(placement, entry.arguments), placed(placement, entry.named)
         results = [placement.tensor(view) for view in entry.results]

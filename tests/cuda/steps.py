@@ -28,7 +28,7 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.partition import parse_partition
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.validate import linked
 from tests.cuda.log import RankLog
@@ -72,21 +72,31 @@ class Case:
     """Whether passes are captured, after the first two steps."""
     layers: int = 1
     """At least; the layout may need more."""
+    cp: int = 1
+    ring: bool = False
+    """Whether keys and values are passed around over cp, else they are gathered."""
+    ep: int = 1
     experts: bool = False
-    """Whether layers are mixtures of experts with a capacity, whose routing is added up."""
+    """Whether layers are mixtures of experts, whose routing is added up; with ep they are."""
+    capacity: bool = False
+    """Whether an expert takes as many rows of every rank, and the host has nothing to wait for."""
     partitions: tuple[str, ...] = ()
     """As text; with some, ranks are on hosts of two."""
 
     @property
     def name(self) -> str:
         """For people."""
-        numbers = ("tp", self.tp > 1), ("pp", self.pp > 1), ("dp", self.dp > 1), ("zero", self.zero > 0)
-        axes = "".join(f" {name}{getattr(self, name)}" for name, told in numbers if told)
+        degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
+        axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
+        axes += " ring" if self.ring else ""
+        axes += f" zero{self.zero}" if self.zero else ""
         axes += f" over {self.shards}" if self.shards else ""
         axes += f" {', '.join(self.partitions)}" if self.partitions else ""
         axes += f" buckets of {self.least}" if self.least != Case.least else ""
         said = "".join(
-            f" {name}" for name in ("tied", "gpt", "ends", "graph", "experts") if getattr(self, name)
+            f" {name}"
+            for name in ("tied", "gpt", "ends", "graph", "experts", "capacity")
+            if getattr(self, name)
         )
         return f"{self.schedule}{axes}{said}"
 
@@ -94,15 +104,26 @@ class Case:
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
         layout = layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
-        return replace(layout, shards=self.shards)
+        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep)
 
     @property
     def shape(self) -> ModelShape:
         """The smallest that the layout takes."""
         family = replace(GPT if self.gpt else LLAMA, layers=self.layers, tied_head=self.tied)
-        if self.experts:
-            family = replace(family, family="moe", experts=4, top_k=2, capacity_factor=0.75, balance_loss=0.1)
+        if self.experts or self.ep > 1:
+            most = 0.75 if self.capacity else 0.0
+            family = replace(family, family="moe", experts=4, top_k=2, capacity_factor=most, balance_loss=0.1)
         return model_for(self.layout, family)
+
+    @property
+    def context(self) -> str:
+        """How keys and values travel over cp."""
+        return "ring" if self.ring else "all_gather"
+
+    @property
+    def sizes(self) -> PartSizes:
+        """Of one rank."""
+        return part_sizes(self.shape, self.layout, MICRO_BATCH, context=self.context)
 
     def cut(self) -> AbstractContextManager[object]:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
@@ -112,9 +133,9 @@ class Case:
     def code(self) -> Code:
         """Linked."""
         layout, shape = self.layout, self.shape
-        setting = setting_for(self.schedule, layout, self.micro_batches, model=shape)
+        setting = setting_for(self.schedule, layout, self.micro_batches, model=shape, context=self.context)
         setting = replace(setting, partitions=tuple(map(parse_partition, self.partitions)))
-        members = built_in_parts(part_sizes(shape, layout, MICRO_BATCH))
+        members = built_in_parts(self.sizes)
         parts = with_partitions(members, setting.partitions, layout)
         schedule = training_schedule(setting, parts, choices_for(setting, ends=self.ends))
         return linked(schedule, layout, shape.kinds, parts)
@@ -153,15 +174,14 @@ class Ranked:
             raise RuntimeError("communication was broken off")
 
     def batches(self, step: int) -> list[MicroBatch | None]:
-        """Random tokens, the same for ranks that share samples."""
-        position = self.case.layout.coordinate(self.log.rank)
-        replica = position["dp"] + self.case.layout.dp * position.get("replica", 0)
-        generator = torch.Generator().manual_seed(1000 * step + replica)
-        shape = self.case.shape
-        count = shape.sequence * MICRO_BATCH
+        """Random tokens, the same for ranks that share them: those of a stage's tp, and other stages."""
+        mesh = self.case.layout.mesh
+        place = mesh.index(mesh.position(self.log.rank), mesh.sizes.keys() - {"pp", "tp"})
+        generator = torch.Generator().manual_seed(1000 * step + place)
+        vocabulary, count = self.case.shape.vocabulary, self.case.sizes.tokens
 
         def tokens() -> Tensor:
-            return torch.randint(shape.vocabulary, (count,), generator=generator)
+            return torch.randint(vocabulary, (count,), generator=generator)
 
         return [MicroBatch(tokens(), tokens()) for _ in range(self.case.micro_batches)]
 
@@ -210,7 +230,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         shape=shape,
         layout=layout,
         place=mesh.place,
-        sizes=part_sizes(shape, layout, MICRO_BATCH),
+        sizes=case.sizes,
         device=torch.device("cpu"),
         dtype=torch.float32,
     )

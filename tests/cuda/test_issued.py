@@ -16,9 +16,10 @@ def by_the_runtime(log: RankLog) -> list[Issued]:
     """In the host's order."""
     found: list[Issued] = []
     for call in (entry.call for entry in log.entries if isinstance(entry, Kernel)):
-        kind = call.peers[0][0] if call.peers else call.kind
-        elements = call.shape[0][1] if call.peers else call.shape[1]
-        found.append((kind, call.of.ranks, None if kind == "all_reduce" else elements))
+        if call.kind != "messages":
+            found.append((call.kind, call.of.ranks, None if call.kind == "all_reduce" else call.shape[1]))
+        for (kind, peer, _), (_, elements) in zip(call.peers, call.shape, strict=False):
+            found.append((kind, tuple(sorted((log.rank, call.of.ranks[peer]))), elements))
     return found
 
 
@@ -52,6 +53,13 @@ def as_said(program: list[object], rank: int) -> list[Issued]:
         Case(schedule="ddp", dp=4, zero=3, shards=2, least=4096),
         Case(schedule="braid_together_2", dp=2),
         Case(schedule="braid_v", pp=2, dp=2),
+        Case(schedule="megatron", cp=2),
+        Case(schedule="dhelix", cp=4, ring=True),
+        Case(schedule="wavelet", tp=2, cp=2, ring=True),
+        Case(schedule="expert_overlap", pp=2, dp=2, ep=2, capacity=True),
+        Case(schedule="braid_w", tp=2, dp=2, ep=2, capacity=True),
+        Case(schedule="megatron", dp=4, ep=2, capacity=True, zero=3, least=4096),
+        Case(schedule="ddp", dp=2, cp=2, ep=2, capacity=True, zero=2, least=4096),
     ],
     ids=lambda case: case.name,
 )

@@ -4,12 +4,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tests.cuda.actions import Action, Call, Compute, Group, Start, Synchronise, Wait, unequal
 from tests.cuda.kernels_in_flight import deadlock
-from tests.cuda.programs import EAGER, programs
+from tests.cuda.programs import EAGER, EXPERTS, programs
 
 PAIR, OTHER = Group("pair", (0, 1)), Group("other", (0, 1))
 
@@ -93,10 +94,20 @@ def test_an_answer_awaited_before_the_question() -> None:
     assert "rank 1: computation waits for x" in found
 
 
-@pytest.mark.parametrize("name", ["megatron", "dualpipev"])
-def test_every_start_that_one_rank_leaves_out_or_swaps_is_found(name: str) -> None:
-    """Of the ranks of one stage, one issues otherwise than the linked code says."""
-    ranks = [*programs(name, 2, 4, tp=2)]
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [
+        ("megatron", {"tp": 2}),
+        ("dualpipev", {"tp": 2}),
+        ("megatron", {"cp": 4, "context": "ring"}),
+        ("expert_overlap", {"dp": 2, "ep": 2, "model": EXPERTS}),
+    ],
+    ids=["tp", "tp of a V", "ring", "experts"],
+)
+def test_every_start_that_one_rank_leaves_out_or_swaps_is_found(name: str, over: dict[str, Any]) -> None:
+    """Of the ranks of one stage, one issues otherwise than the linked code says. A collective that changes
+    places with messages is equal to the others' of its kind, and stands still."""
+    ranks = [*programs(name, 2, 4, **over)]
     own = [*ranks[1]]
     starts = [n for n, action in enumerate(own) if isinstance(action, Start)]
     for place, at in enumerate(starts[::5]):
@@ -107,11 +118,11 @@ def test_every_start_that_one_rank_leaves_out_or_swaps_is_found(name: str) -> No
         assert unequal(ranks) is not None, start
         assert place % 4 or deadlock(ranks, EAGER) is not None, start
     alike = [(a, b) for a, b in pairwise(starts) if on(own[a]) == on(own[b])]
-    assert len(alike) > 20
+    assert len(alike) > 15
     for a, b in alike[::5]:
         ranks[1] = [*own]
         ranks[1][a], ranks[1][b] = own[b], own[a]
-        assert unequal(ranks) is not None, own[a]
+        assert unequal(ranks) is not None or deadlock(ranks, EAGER) is not None, own[a]
 
 
 def on(action: Action) -> Group:

@@ -19,7 +19,18 @@ from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.cuda.actions import FirstUse, Programs, unequal
 from tests.cuda.issued import issued
 from tests.cuda.kernels_in_flight import deadlock
-from tests.cuda.programs import CASES, EAGER, EVERY_CASE, FORWARD, WARM, forward_passes, programs, runs, sizes
+from tests.cuda.programs import (
+    CASES,
+    EAGER,
+    EVERY_CASE,
+    EXPERTS,
+    FORWARD,
+    WARM,
+    forward_passes,
+    programs,
+    runs,
+    sizes,
+)
 from tests.scheduling import plans
 from tests.scheduling.cases import GPT, LLAMA, model_for, model_parts, valid_schedules
 
@@ -63,6 +74,28 @@ def test_with_shares(name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> N
         m = p if runs(name, p, p) else 2 * p
         for count in (m, 3 * m) if runs(name, p, m) else ():
             assert_sound(programs(name, p, count, tp, dp=2, zero=zero))
+
+
+OVER: dict[str, dict[str, object]] = {
+    "gathered": {"cp": 2, "tp": 2},
+    "ring": {"cp": 4, "context": "ring"},
+    "experts": {"dp": 2, "ep": 2, "tp": 2, "model": EXPERTS},
+    "shares": {"dp": 4, "ep": 2, "zero": 3, "model": EXPERTS},
+    "both": {"dp": 2, "ep": 2, "cp": 2, "context": "ring", "model": EXPERTS, "hosts": 2},
+}
+"""Layouts over cp and ep."""
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("name", ["megatron", "wavelet", "dhelix", "expert_overlap", "braid_w"])
+def test_over_context_and_experts(name: str, over: str) -> None:
+    """What goes around a ring, to experts and back; hosts wait until they know how many rows go where."""
+    for p in (1, 2):
+        for m in (p, 2 * p + 2):
+            ranks = programs(name, p, m, **OVER[over])  # type: ignore[arg-type]
+            assert_sound(ranks)
+            assert unequal(ranks, FirstUse.WARM) is None
+            assert deadlock(ranks, WARM) is None
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])

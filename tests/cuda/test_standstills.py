@@ -4,11 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cuda.actions import FirstUse, most_streams, unequal
+from tests.cuda.actions import FirstUse, Synchronise, most_streams, unequal
 from tests.cuda.kernels_in_flight import Machine, deadlock
 from tests.cuda.orders import orders
 from tests.cuda.profiled import profiled
-from tests.cuda.programs import EAGER, EVERY_CASE, FORWARD, LAZY, WARM, forward_passes, programs, runs
+from tests.cuda.programs import (
+    EAGER,
+    EVERY_CASE,
+    EXPERTS,
+    FORWARD,
+    LAZY,
+    WARM,
+    forward_passes,
+    programs,
+    runs,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -65,6 +75,21 @@ def test_barriers_that_synchronise_the_device(name: str, hop: int) -> None:
             stands = deadlock(programs(name, p, m, hop=hop, barriers=True), WARM)
             assert (stands is not None) == (first is not None and p > 1 and m >= first(p)), (p, m, stands)
             assert stands is None or stands.count("its host waits for a barrier") == 2
+
+
+def test_a_host_that_waits_for_its_device_to_know_how_many_rows_there_are() -> None:
+    """And not for computation alone: for receives, too, that were asked for early."""
+    for name in ("expert_overlap", "dhelix"):
+        ranks = programs(name, 2, 4, dp=2, ep=2, model=EXPERTS)
+        assert deadlock(ranks, WARM) is None
+        for program in ranks:
+            counts = [n for n, action in enumerate(program) if action.name == "how many rows go where"]
+            assert counts
+            for n in counts:
+                program[n] = Synchronise("how many rows go where")  # type: ignore[index]
+        stands = deadlock(ranks, WARM)
+        assert stands is not None
+        assert "its host waits for how many rows go where" in stands
 
 
 def test_forward_passes_of_interleaved_stages_on_communicators_of_groups() -> None:
@@ -131,6 +156,14 @@ def test_hardware_queues(name: str, hop: int) -> None:
     stands = deadlock(programs(name, p, 1 if runs(name, p, 1) else 2 * p, hop=hop), Machine(queues=1))
     assert stands is not None
     assert "in one hardware queue" in stands
+
+
+@pytest.mark.parametrize("name", ["braid_w", "bidirectional"])
+def test_hardware_queues_with_every_axis(name: str) -> None:
+    """Communicators of tp, cp, ep, the ranks that share experts, and all replicas."""
+    ranks = programs(name, 4, 8, tp=2, cp=2, dp=4, ep=4, model=EXPERTS, hosts=8)
+    for first in (FirstUse.EAGER, FirstUse.WARM):
+        assert most_streams(ranks, first) <= 32
 
 
 def test_eight_hardware_queues() -> None:

@@ -92,9 +92,17 @@ def sizes_of(name: str, stages: int, up_to: int = 12) -> list[int]:
 
 
 @cache
-def model_parts(shape: ModelShape = LLAMA, tp: int = 1, recompute: str = "none") -> dict[str, Part]:
+def model_parts(
+    shape: ModelShape = LLAMA,
+    tp: int = 1,
+    recompute: str = "none",
+    cp: int = 1,
+    ep: int = 1,
+    context: str = "all_gather",
+) -> dict[str, Part]:
     """Embedding, layer and head; they do not depend on the pipeline."""
-    return built_in_parts(part_sizes(shape, ParallelLayout(tp=tp), MICRO_BATCH), recompute)
+    layout = ParallelLayout(tp=tp, cp=cp, dp=ep, ep=ep)
+    return built_in_parts(part_sizes(shape, layout, MICRO_BATCH, context=context), recompute)
 
 
 ON_ONE_STAGE = ("braid_twins", "two_beside_one")
@@ -126,7 +134,8 @@ def setting_for(name: str, layout: ParallelLayout, micro_batches: int, **more: o
 
 def parts_for(setting: Setting) -> dict[str, Part]:
     """The graphs that the programs of a setting's schedule are of."""
-    members = model_parts(replace(setting.model, layers=LLAMA.layers), setting.layout.tp, setting.recompute)
+    model, layout = replace(setting.model, layers=LLAMA.layers), setting.layout
+    members = model_parts(model, layout.tp, setting.recompute, layout.cp, layout.ep, setting.context)
     return scheduled_parts(
         members,
         setting.layout,
