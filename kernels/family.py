@@ -11,15 +11,20 @@ import torch
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.attention import BACKENDS, Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
+from braid.kernels.operators.grouped_linear import GroupedLinear
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.permute import Permute, Unpermute
 from braid.kernels.operators.residual import Residual
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorFamily:
-    """What makes the operators that have more than one implementation: classes, perhaps with a setting."""
+    """What makes the operators that have more than one implementation: classes, perhaps with a setting.
+
+    Of a mixture of experts the router is not among them (`braid.kernels.fused.operators` says why).
+    """
 
     rms_norm: Callable[..., RMSNorm] = RMSNorm
     layer_norm: Callable[..., LayerNorm] = LayerNorm
@@ -27,6 +32,9 @@ class OperatorFamily:
     swiglu: Callable[..., SwiGLU] = SwiGLU
     gelu: Callable[..., GELU] = GELU
     linear: Callable[..., Linear] = Linear
+    grouped_linear: Callable[..., GroupedLinear] = GroupedLinear
+    permute: Callable[..., Permute] = Permute
+    unpermute: Callable[..., Unpermute] = Unpermute
     attention: Callable[..., Attention] = Attention
     cross_entropy_statistics: Callable[..., CrossEntropyStatistics] = CrossEntropyStatistics
 

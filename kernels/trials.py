@@ -5,7 +5,7 @@ operands. An implementation that fails, or whose results differ from PyTorch's b
 explains, is out.
 
 Legend: T this operator's tokens, D hidden, F feed-forward width, I and O input and output features, V local
-vocabulary rows.
+vocabulary rows, n rows of experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,9 @@ class Use:
     settings: Mapping[str, Any]
     """What the operator is made with, device and dtype aside."""
     width: int = 0
-    """Columns of what an activation returns; others have it from their settings."""
+    """Columns of what an activation returns, or of rows that go to experts; others have it from settings."""
+    choices: int = 0
+    """Experts that every token visits, for what brings it there and back."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ class _Operands:
         """Numbers of tokens."""
         return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
 
+    def routing(self, count: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:
+        """Different experts that every token chooses, and their gates (wide)."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        best = self.random(count, experts).to(wide).topk(choices)
+        return best.indices, best.values.softmax(-1)
+
 
 def _results(trial: Trial, operator: ComputeOperator) -> list[Tensor]:
     """Copies of all results of a run, gradients of parameters among them."""
@@ -210,6 +218,49 @@ def _linear(use: Use, operands: _Operands) -> Trial:
     return Trial(run)
 
 
+def _grouped_linear(use: Use, operands: _Operands) -> Trial:
+    """With balanced routing: no expert has more than one row more than another."""
+    experts = use.settings["experts"]
+    sizes = [(use.tokens + expert) // experts for expert in range(experts)]
+    x_nI = operands.random(use.tokens, use.settings["inputs"])
+    dy_nO = operands.random(use.tokens, use.settings["outputs"])
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        (y_nO,) = operator(x_nI, sizes)
+        (dx_nI,) = operator.input_gradient(dy_nO, sizes)
+        operator.weight_gradient(dy_nO, x_nI, sizes)
+        return y_nO, dx_nI
+
+    return Trial(run)
+
+
+def _permute(use: Use, operands: _Operands) -> Trial:
+    x_TD, d_rows_nD = operands.random(use.tokens, use.width), operands.random(_visited(use), use.width)
+    choice_Tk, _ = operands.routing(use.tokens, use.settings["experts"], use.choices)
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        return (*operator(x_TD, choice_Tk), *operator.input_gradient(d_rows_nD, choice_Tk))
+
+    return Trial(run)
+
+
+def _unpermute(use: Use, operands: _Operands) -> Trial:
+    dy_TD, rows_nD = operands.random(use.tokens, use.width), operands.random(_visited(use), use.width)
+    choice_Tk, gates_Tk = operands.routing(use.tokens, use.settings["experts"], use.choices)
+
+    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
+        (y_TD,) = operator(rows_nD, gates_Tk, choice_Tk)
+        return (y_TD, *operator.input_gradient(dy_TD, rows_nD, gates_Tk, choice_Tk))
+
+    return Trial(run)
+
+
+def _visited(use: Use) -> int:
+    """Rows that a permutation makes."""
+    experts, capacity = use.settings["experts"], use.settings["capacity"]
+    return use.tokens * use.choices if capacity is None else experts * capacity
+
+
 def _attention(use: Use, operands: _Operands) -> Trial:
     heads, kv_heads, width = (use.settings[name] for name in ("heads", "kv_heads", "head_dim"))
     qkv = operands.random(use.tokens, (heads + 2 * kv_heads) * width)
@@ -242,7 +293,10 @@ _TRIALS: Final[Mapping[str, Callable[[Use, _Operands], Trial]]] = {
     "swiglu": partial(_activation, 2),
     "gelu": partial(_activation, 1),
     "linear": _linear,
+    "grouped_linear": _grouped_linear,
+    "permute": _permute,
+    "unpermute": _unpermute,
     "attention": _attention,
     "cross_entropy_statistics": _cross_entropy,
 }
-_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm", "residual", "linear"})
+_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm", "residual", "linear", "grouped_linear"})

@@ -13,8 +13,7 @@ from braid.actors.stage.parameters import (
     whole,
 )
 from braid.kernels.operators.expert_rows import ExpertLoad, ExpertRows
-from braid.kernels.operators.grouped_linear import GroupedLinear
-from braid.kernels.operators.permute import Permute, Regroup, Unpermute
+from braid.kernels.operators.permute import Regroup
 from braid.kernels.operators.router import Router
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorModule]:
     """Router, permutations and matrices of a mixture of experts, by operator. ``name``: the layer's."""
-    shape, sizes, place = context.shape, context.sizes, context.place
+    shape, sizes, place, operators = context.shape, context.sizes, context.place, context.operators
     router = Router(
         hidden=shape.hidden,
         experts=shape.experts,
@@ -63,7 +62,7 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
         "router": OperatorModule(module=router, slices=of_router),
         "router_load": OperatorModule(module=ExpertLoad(visits, context.dtype)),
         "router_rows": OperatorModule(module=rows),
-        "permute": OperatorModule(module=Permute(shape.experts, capacity)),
+        "permute": OperatorModule(module=operators.permute(experts=shape.experts, capacity=capacity)),
         "expert_order": OperatorModule(module=Regroup(sources, held)),
         "expert_in": _grouped(context, into, {1: TENSOR}, INITIAL_DEVIATION),
         "activation": context.activation(),
@@ -71,7 +70,7 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
             context, {f"{name}.experts.down.weight": (hidden, width)}, {2: TENSOR}, deviation
         ),
         "expert_return": OperatorModule(module=Regroup(sources, held, back=True)),
-        "unpermute": OperatorModule(module=Unpermute(shape.experts, capacity)),
+        "unpermute": OperatorModule(module=operators.unpermute(experts=shape.experts, capacity=capacity)),
     }
 
 
@@ -94,7 +93,7 @@ def _grouped(
     held = experts // context.sizes.ep
     inputs = slices[0].sizes[2]
     outputs = sum(prod(piece.sizes) for piece in slices) // (held * inputs)
-    module = GroupedLinear(
+    module = context.operators.grouped_linear(
         experts=held, inputs=inputs, outputs=outputs, device=context.device, dtype=context.dtype
     )
     return OperatorModule(module=module, slices={"weight": slices})

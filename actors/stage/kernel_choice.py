@@ -94,14 +94,18 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
     """
     shape = sizes.shape
     layers, local, hidden, biases = shape.layers, sizes.local_tokens, shape.hidden, shape.biases
+    sums = 2 * layers + (shape.expert_layers if shape.shared_experts else 0)
     norm = "layer_norm" if biases else "rms_norm"
     settings: dict[str, Any] = {"hidden": hidden, "eps": shape.norm_eps}
     yield Use(operator=norm, tokens=local, times=2 * layers + 1, settings=settings)
     settings = {"hidden": hidden, "bias": biases}
-    yield Use(operator="residual", tokens=local, times=2 * layers, settings=settings)
-    activation, width = "swiglu" if shape.gated else "gelu", shape.ffn // sizes.tp
-    yield Use(operator=activation, tokens=sizes.tokens, times=layers, settings={}, width=width)
+    yield Use(operator="residual", tokens=local, times=sums, settings=settings)
+    activation = "swiglu" if shape.gated else "gelu"
+    for width, times in _mlps(sizes):
+        yield Use(operator=activation, tokens=sizes.tokens, times=times, settings={}, width=width)
     yield from _linear_maps(sizes)
+    if shape.expert_layers:
+        yield from _experts(sizes)
     settings = {
         "heads": shape.heads // sizes.tp,
         "kv_heads": shape.kv_heads // sizes.tp,
@@ -114,14 +118,52 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
     yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
 
 
+def _mlps(sizes: PartSizes) -> list[tuple[int, int]]:
+    """Local widths of all MLPs that every token goes through, and how many layers have them."""
+    shape = sizes.shape
+    every = (
+        (shape.ffn, shape.layers - shape.expert_layers),
+        (shape.shared_experts * shape.expert_width, shape.expert_layers),
+    )
+    return [(width // sizes.tp, times) for width, times in every if width and times]
+
+
+def _experts(sizes: PartSizes) -> Iterator[Use]:
+    """What works on rows of experts. Routing is balanced: a rank gets as many rows as it sends."""
+    shape, local, times = sizes.shape, sizes.local_tokens, sizes.shape.expert_layers
+    capacity = shape.capacity(local) if shape.capacity_factor else None
+    rows = sizes.tp * (local * shape.top_k if capacity is None else shape.experts * capacity)
+    width = shape.expert_width // sizes.tp
+    yield Use(operator="swiglu", tokens=rows, times=times, settings={}, width=width)
+    for inputs, outputs in ((shape.hidden, 2 * width), (width, shape.hidden)):
+        settings = {"experts": shape.experts // sizes.ep, "inputs": inputs, "outputs": outputs}
+        yield Use(operator="grouped_linear", tokens=rows, times=times, settings=settings)
+    for operator in ("permute", "unpermute"):
+        yield Use(
+            operator=operator,
+            tokens=local,
+            times=times,
+            settings={"experts": shape.experts, "capacity": capacity},
+            width=shape.hidden,
+            choices=shape.top_k,
+        )
+
+
 def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
     shape, tp = sizes.shape, sizes.tp
-    inner = shape.ffn * (2 if shape.gated else 1) // tp
+    into = 2 if shape.gated else 1
+    mlps = [
+        one
+        for width, times in _mlps(sizes)
+        for one in (
+            (shape.hidden, into * width, shape.biases, times),
+            (width, shape.hidden, False, times),
+        )
+    ]
     maps = (
         (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases_of_qkv, shape.layers),
         (shape.query_width // tp, shape.hidden, False, shape.layers),
-        (shape.hidden, inner, shape.biases, shape.layers),
-        (shape.ffn // tp, shape.hidden, False, shape.layers),
+        *mlps,
         (shape.hidden, sizes.vocabulary_rows, False, 1),
     )
     for inputs, outputs, bias, times in maps:

@@ -3,17 +3,37 @@
 Legend as there: t or T tokens, D hidden, F feed-forward width, I and O input and output features, V local
 vocabulary rows. What is not here stays PyTorch's: embeddings, scaled-dot-product attention, the loss of a
 group's statistics.
+
+The router of a mixture of experts stays PyTorch's too: `braid.kernels.fused.router` makes other choices and
+other losses than `Router`. It compares probabilities in fp32, where logits that differ may be equal, and not
+logits; it knows no bias that is added to what is compared and no loss that keeps logits small; its share of
+visits is this rank's, not the micro-batch's; and it takes at most 1024 experts.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
 from torch import Tensor
 
-from braid.kernels.fused import activation, cross_entropy, gemm, norm, norm_gradient, rotary
+from braid.kernels.fused import (
+    activation,
+    cross_entropy,
+    gemm,
+    grouped_gemm,
+    norm,
+    norm_gradient,
+    permute,
+    rotary,
+)
 from braid.kernels.operators.accumulation import accumulate_sum
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.attention import Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
+from braid.kernels.operators.grouped_linear import GroupedLinear
 from braid.kernels.operators.linear import ALL, Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
+from braid.kernels.operators.permute import Dispatch, Permute, Places, Unpermute
 from braid.kernels.operators.residual import Residual
 
 
@@ -125,6 +145,82 @@ class TritonLinear(Linear):
         gemm.accumulate_product(self.gradients["weight"], dy_TO, x_TI, self.num_sms)
         if self.bias is not None:
             accumulate_sum(self.gradients["bias"], dy_TO)
+
+
+class TritonGroupedLinear(GroupedLinear):
+    """`GroupedLinear` with one kernel for all experts, whatever their rows."""
+
+    num_sms = 0
+    """Multiprocessors that the kernels take; 0: all."""
+    _told: tuple[list[int], Tensor] | None = None
+    """The last sizes and their offsets, on the host."""
+
+    def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
+        """Return y_nO."""
+        offsets = self._offsets(x_nI, sizes)
+        return (grouped_gemm.grouped_linear(x_nI, self.weight, offsets, self.num_sms),)
+
+    def input_gradient(self, dy_nO: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
+        """Return dx_nI, as `GroupedLinear` does."""
+        offsets = self._offsets(dy_nO, sizes)
+        return (grouped_gemm.grouped_input_gradient(dy_nO, self.weight, offsets, self.num_sms),)
+
+    def weight_gradient(self, dy_nO: Tensor, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> None:
+        """Accumulate dyᵀ x of every expert's rows in the product's epilogue."""
+        offsets, total_EOI = self._offsets(dy_nO, sizes), self.gradients["weight"]
+        grouped_gemm.grouped_weight_gradient(total_EOI, dy_nO, x_nI, offsets, self.num_sms)
+
+    def _offsets(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+        """The first row of every expert and the end of the last one's, on the device of x.
+
+        They are copied on the stream that reads them, from pinned memory: the host waits for nothing. That
+        memory is kept as long as sizes stay the same (experts have a capacity), since a step that is captured
+        copies from it again whenever it is replayed.
+        """
+        rows_E = self._checked(x, sizes)
+        if self._told is None or self._told[0] != rows_E:
+            ends = [0, *accumulate(rows_E)]
+            self._told = rows_E, torch.tensor(ends, dtype=torch.int32, pin_memory=x.is_cuda)
+        return self._told[1].to(x.device, non_blocking=True)
+
+
+class _TritonPlaces(Places):
+    """`Places` that move rows in one pass; the numbers are int32, which the kernels read."""
+
+    def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        """Return rows_nD."""
+        return permute.gather_rows(x_tD, self.sources_n, self.slots_tk.shape[1], _gates(gates_tk))
+
+    def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        """Return y_tD."""
+        self._check(rows_nD)
+        return permute.combine_rows(rows_nD, self.slots_tk, _gates(gates_tk))
+
+    def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
+        """Return d_gates_tk (fp32)."""
+        self._check(rows_nD)
+        return permute.combine_weight_gradient(dy_tD, rows_nD, self.slots_tk)
+
+
+def _gates(gates_tk: Tensor | None) -> Tensor | None:
+    return None if gates_tk is None else gates_tk.contiguous()
+
+
+class _TritonDispatch(Dispatch):
+    def places(self, choice_tk: Tensor) -> Places:
+        """Those of `Dispatch`: sorting stays PyTorch's."""
+        places = super().places(choice_tk)
+        return _TritonPlaces(
+            sources_n=places.sources_n.int(), slots_tk=places.slots_tk.int(), complete=places.complete
+        )
+
+
+class TritonPermute(_TritonDispatch, Permute):
+    """`Permute` in one pass each way."""
+
+
+class TritonUnpermute(_TritonDispatch, Unpermute):
+    """`Unpermute` in one pass, its two gradients in one each."""
 
 
 class TritonAttention(Attention):

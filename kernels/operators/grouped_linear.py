@@ -56,13 +56,17 @@ class GroupedLinear(ComputeOperator):
 
     def _segments(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Iterator[tuple[int, slice]]:
         """Every expert that has rows, with its rows."""
+        end = 0
+        for expert, size in enumerate(self._checked(x, sizes)):
+            first, end = end, end + size
+            if size:
+                yield expert, slice(first, end)
+
+    def _checked(self, x: Tensor, sizes: Sequence[int] | Tensor) -> list[int]:
+        """The sizes as numbers, which are those of x."""
         numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
         if len(numbers) != self.experts or min(numbers) < 0:
             raise ValueError(f"sizes={numbers} must be at least 0, for each of experts={self.experts}")
         if sum(numbers) != x.shape[0]:
             raise ValueError(f"sizes={numbers} add up to {sum(numbers)} rows, not {x.shape[0]}")
-        end = 0
-        for expert, size in enumerate(numbers):
-            first, end = end, end + size
-            if size:
-                yield expert, slice(first, end)
+        return numbers

@@ -80,7 +80,7 @@ class Places:
             raise ValueError(f"{rows_nD.shape[0]} rows, not the {self.sources_n.shape[0]} that were sent out")
 
 
-class _Dispatch(ComputeOperator):
+class Dispatch(ComputeOperator):
     """What the way to the experts and the way back share: where visits have their places.
 
     ``capacity`` None: every visit has one, n = t k. Else every expert has so many, n = E capacity, of which
@@ -121,7 +121,7 @@ class _Dispatch(ComputeOperator):
             raise ValueError(f"choices lie in [{low}, {high}], not in [0, {self.experts}), the experts")
 
 
-class Permute(_Dispatch):
+class Permute(Dispatch):
     """A copy of every token for each of its visits, in the order of the experts."""
 
     def forward(self, x_tD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
@@ -133,7 +133,7 @@ class Permute(_Dispatch):
         return (self.places(choice_tk).combine(d_rows_nD),)
 
 
-class Unpermute(_Dispatch):
+class Unpermute(Dispatch):
     """What the experts made of a token, weighted and added up: y_t = sum_j gate_tj row of visit (t, j)."""
 
     def forward(self, rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor) -> tuple[Tensor]:

@@ -23,7 +23,7 @@ from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Pass
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 CPU = torch.device("cpu")
@@ -43,6 +43,11 @@ def settings_of(operator: ComputeOperator) -> dict[str, Any]:
         case "linear":
             outputs, inputs = module.weight.shape
             return {"inputs": inputs, "outputs": outputs, "bias": module.bias is not None}
+        case "grouped_linear":
+            experts, outputs, inputs = module.weight.shape
+            return {"experts": experts, "inputs": inputs, "outputs": outputs}
+        case "permute" | "unpermute":
+            return {"experts": module.experts, "capacity": module.capacity}
         case "attention":
             return {name: getattr(module, name) for name in (*HEADS, "sequence", "rotary_base")}
         case "cross_entropy_statistics":
@@ -54,27 +59,48 @@ def settings_of(operator: ComputeOperator) -> dict[str, Any]:
 HEADS = ("heads", "kv_heads", "head_dim")
 
 
-def columns_of(use: Use, hidden: int) -> int:
+def elements_of(use: Use, hidden: int) -> int:
     """Of the value that an operator writes first, a statistic for each token aside."""
     settings = use.settings
     match use.operator:
-        case "linear":
-            return int(settings["outputs"])
+        case "linear" | "grouped_linear":
+            return int(use.tokens * settings["outputs"])
         case "attention":
-            return int(settings["heads"] * settings["head_dim"])
+            return int(use.tokens * settings["heads"] * settings["head_dim"])
         case "cross_entropy_statistics":
-            return 3
+            return use.tokens * 3
+        case "permute" if settings["capacity"]:
+            return int(settings["experts"] * settings["capacity"] * use.width)
+        case "permute":
+            return use.tokens * use.choices * use.width
         case _:
-            return use.width or hidden
+            return use.tokens * (use.width or hidden)
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT, replace(LLAMA, vocabulary=97)], ids=["llama", "gpt", "uneven"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_it_asks_about_the_operators_of_the_model(shape: ModelShape, tp: int) -> None:
+MOE = replace(LLAMA, family="moe", experts=8, top_k=2, expert_ffn=48)
+SHAPES = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "uneven": replace(LLAMA, vocabulary=97),
+    "moe": MOE,
+    "moe with a capacity": replace(MOE, capacity_factor=1.25),
+    "moe with all that layers have": replace(MOE, shared_experts=2, pattern="2*dense 6*layer"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 4)])
+def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -> None:
     """All of them, as often as they are there, on as many tokens as their graphs say."""
-    layout = ParallelLayout(tp=tp)
+    shape = SHAPES[name]
+    if ep > 1 and not shape.experts:
+        pytest.skip("ranks of ep cut experts")
+    layout = ParallelLayout(tp=tp, ep=ep, dp=ep)
     sizes = part_sizes(shape, layout, MICRO_BATCH)
-    asked = {(use.operator, json.dumps(dict(use.settings), sort_keys=True)): use for use in uses(sizes)}
+    asked: Counter[tuple[str, str, int]] = Counter()
+    for use in uses(sizes):
+        settings = json.dumps(dict(use.settings), sort_keys=True)
+        asked[use.operator, settings, elements_of(use, shape.hidden)] += use.times
     model = StageModel(
         shape=shape,
         layout=layout,
@@ -83,7 +109,7 @@ def test_it_asks_about_the_operators_of_the_model(shape: ModelShape, tp: int) ->
         device=CPU,
         dtype=torch.float32,
     )
-    parts, found = built_in_parts(sizes), Counter[tuple[str, str]]()
+    parts, found = built_in_parts(sizes), Counter[tuple[str, str, int]]()
     for instance in model.chunks[0]:
         part = parts[instance.name]
         for operator in part.forward.operators:
@@ -93,11 +119,9 @@ def test_it_asks_about_the_operators_of_the_model(shape: ModelShape, tp: int) ->
             settings = settings_of(module)
             if FIELDS[type(module)] == "residual":
                 settings["hidden"] = shape.hidden
-            key = FIELDS[type(module)], json.dumps(settings, sort_keys=True)
-            found[key] += 1
-            use = asked[key]
-            assert part.values[operator.writes[0]].elements == use.tokens * columns_of(use, shape.hidden), key
-    assert found == {key: use.times for key, use in asked.items()}
+            written = part.values[operator.writes[0]].elements
+            found[FIELDS[type(module)], json.dumps(settings, sort_keys=True), written] += 1
+    assert found == asked
 
 
 # -- a rank ------------------------------------------------------------------------------------------------

@@ -26,6 +26,19 @@ USES = (
     Use(operator="swiglu", tokens=12, times=1, settings={}, width=20),
     Use(operator="gelu", tokens=12, times=1, settings={}, width=20),
     Use(operator="linear", tokens=12, times=1, settings={"inputs": 24, "outputs": 20, "bias": True}),
+    Use(operator="grouped_linear", tokens=12, times=1, settings={"experts": 5, "inputs": 24, "outputs": 20}),
+    *(
+        Use(
+            operator=operator,
+            tokens=12,
+            times=1,
+            settings={"experts": 5, "capacity": capacity},
+            width=20,
+            choices=2,
+        )
+        for operator in ("permute", "unpermute")
+        for capacity in (None, 3)
+    ),
     Use(operator="attention", tokens=12, times=1, settings=HEADS),
     Use(
         operator="cross_entropy_statistics",
@@ -56,7 +69,11 @@ def laboratory(dtype: torch.dtype = torch.float32, clock: SetClock | None = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.operator} {use.settings.get('bias', '')}")
+@pytest.mark.parametrize(
+    "use",
+    USES,
+    ids=lambda use: f"{use.operator} {use.settings.get('bias', use.settings.get('capacity', ''))}",
+)
 def test_torch_and_triton_agree_everywhere(use: Use, dtype: torch.dtype) -> None:
     kinds = candidates(use.operator, CPU, dtype)
     measured = laboratory(dtype).measure([use], kinds)

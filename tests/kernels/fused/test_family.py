@@ -12,6 +12,8 @@ from braid.kernels.operators.attention import BACKENDS
 from braid.kernels.operators.operator import ComputeOperator
 from tests.kernels.cases import CASES, assert_close, check, prepare
 from tests.kernels.fused.cases import DEVICE
+from tests.kernels.routing import UNEVEN
+from tests.kernels.test_expert_layer import Layer, tokens_of
 
 TRITON = operator_family("triton", DEVICE, torch.float32)
 COUNTERPARTS = {getattr(TORCH, field.name): getattr(TRITON, field.name) for field in fields(OperatorFamily)}
@@ -99,6 +101,27 @@ def test_cross_entropy(scale):
         results.append((statistics, d_logits))
     for theirs, ours in zip(*results, strict=True):
         assert_close(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_of_experts(kind, capacity, dtype):
+    """A layer's output and all its gradients, of experts that get much, little or nothing."""
+    torch.manual_seed(0)
+    routing = {"capacity": capacity, "dtype": dtype, "normalised": True}
+    theirs, ours = (Layer(5, 2, kinds=kinds, **routing) for kinds in (TORCH, TRITON))
+    theirs.favour(kind)
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        one.data.copy_(other)
+    x_tD, dy_tD = tokens_of(12, dtype), torch.randn(12, 10).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    results = [
+        (layer.forward(x_tD), layer.sent, layer.backward(dy_tD), *layer.gradients) for layer in (ours, theirs)
+    ]
+    for mine, other in zip(*results, strict=True):
+        assert mine.dtype == other.dtype
+        assert_close(mine, other, tolerance)
 
 
 def test_auto_takes_what_was_chosen_and_on_cuda_alone():
