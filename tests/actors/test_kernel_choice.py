@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from braid.actors.stage import kernel_choice
+from braid.actors.stage.expert_modules import expert_modules
 from braid.actors.stage.kernel_choice import KernelChoice, uses
 from braid.actors.stage.layers import ModuleContext
 from braid.actors.stage.log import HEADER
@@ -93,9 +94,7 @@ SHAPES = {
 def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -> None:
     """All of them, as often as they are there, on as many tokens as their graphs say."""
     shape = SHAPES[name]
-    if ep > 1 and not shape.experts:
-        pytest.skip("ranks of ep cut experts")
-    layout = ParallelLayout(tp=tp, ep=ep, dp=ep)
+    layout = ParallelLayout(tp=tp, ep=ep, dp=ep) if shape.experts else ParallelLayout(tp=tp)
     sizes = part_sizes(shape, layout, MICRO_BATCH)
     asked: Counter[tuple[str, str, int]] = Counter()
     for use in uses(sizes):
@@ -250,3 +249,13 @@ def test_modules_are_made_of_what_was_chosen() -> None:
     attention: Any = context.attention().module
     assert attention.backend is torch.nn.attention.SDPBackend.FLASH_ATTENTION
     assert type(context.activation().module) is family.swiglu
+
+
+def test_experts_are_made_of_what_was_chosen() -> None:
+    place, sizes = Place.of(ParallelLayout().mesh, 0), part_sizes(MOE, ParallelLayout(), 1)
+    family = chosen_family({"grouped_linear": "triton", "unpermute": "triton"})
+    context = ModuleContext(sizes=sizes, place=place, device=CPU, dtype=torch.float32, operators=family)
+    made = {name: type(one.module) for name, one in expert_modules(context, "layers.0").items()}
+    assert made["expert_in"] is made["expert_out"] is family.grouped_linear is not TORCH.grouped_linear
+    assert (made["permute"], made["unpermute"]) == (TORCH.permute, family.unpermute)
+    assert made["unpermute"] is not TORCH.unpermute
