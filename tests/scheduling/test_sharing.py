@@ -390,9 +390,13 @@ def walked(code: Code, stage: int) -> Walk:
 
 
 ALL = [
-    pytest.param(name, pp, 1 + (pp + zero) % 2, zero, tied, id=f"{name}-pp{pp}-zero{zero}{'-tied' * tied}")
-    for name, pp, zero, tied in product(NAMES, (1, 2), (1, 2, 3), (False, True))
+    pytest.param(
+        name, pp, 1 + (pp + zero) % 2, zero, tied, far, id=f"{name}-pp{pp}-zero{zero}{'-tied' * tied}"
+    )
+    for number, (name, pp, zero) in enumerate(product(NAMES, (1, 2), (1, 2, 3)))
+    for tied, far in [(number % 4 in (0, 3), DISTANCES[number % 2 :: 2] if zero > 1 else DISTANCES[:1])]
 ]
+"""With one table or two, and with half of the distances, by turns."""
 
 
 def check_shared(code: Code) -> None:
@@ -417,22 +421,22 @@ def check_shared(code: Code) -> None:
             last[use.key] = number
 
 
-@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
+@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied", "far"), ALL)
 @pytest.mark.slow
 def test_what_is_read_is_there_and_what_is_added_is_summed(
-    name: str, pp: int, tp: int, zero: int, tied: bool
+    name: str, pp: int, tp: int, zero: int, tied: bool, far: tuple[tuple[int, int], ...]
 ) -> None:
-    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
+    for distances in far:
         check_shared(code_with(name, pp, tp, zero, distances, tied=tied))
 
 
-@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied"), ALL)
+@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied", "far"), ALL)
 @pytest.mark.slow
 def test_bytes_of_buckets_are_counted_at_every_operation(
-    name: str, pp: int, tp: int, zero: int, tied: bool
+    name: str, pp: int, tp: int, zero: int, tied: bool, far: tuple[tuple[int, int], ...]
 ) -> None:
     """The sweep counts what an interpreter of registers and buckets counts; the most is what a rank needs."""
-    for distances in ((0, 0), (3, 7)) if zero > 1 else DISTANCES[:1]:
+    for distances in far[-2:-1] or far:
         code = code_with(name, pp, tp, zero, distances, tied=tied)
         for stage, stretches in enumerate(code.stages):
             sweep = Sweep(code, 2, 4)
