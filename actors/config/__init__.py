@@ -76,7 +76,7 @@ class TrainConfig(Section):
     recompute: Annotated[str, one_of(RECOMPUTE_POLICIES)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
-    # of a sum lie within a factor of 2^25 or so
+    # of a sum lie within a factor of 2^25 or so; not with ep, as an expert adds up rows of several ranks
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     validation_samples: Positive = 64  # of each validation

@@ -4,7 +4,7 @@ The real classes run on it, every rank in a thread of its own. Operators compute
 CPU; what is modelled is what a GPU leaves open: the log of a rank says, in the host's order, which stream was
 given what, what that reads and writes, and which waits order it. From the logs follow races, uses after free
 and unequal collectives (`tests.cuda.checks`), and other orders in which the same work may run
-(`tests.cuda.replay`).
+(`tests.cuda.replay`). What is the host's own memory is told from the device's (`tests.cuda.host_memory`).
 
 What NCCL's rules are here: kernels of a communicator run one after the other on a stream of its own, after
 what the current stream was given when they were issued; they begin when all members (for messages: both ends)

@@ -55,6 +55,10 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    ring: bool = False
+    """Whether keys and values are passed around over cp, else they are gathered."""
     micro_batches: int = 4
     zero: int = 0
     shards: int = 0
@@ -72,10 +76,6 @@ class Case:
     """Whether passes are captured, after the first two steps."""
     layers: int = 1
     """At least; the layout may need more."""
-    cp: int = 1
-    ring: bool = False
-    """Whether keys and values are passed around over cp, else they are gathered."""
-    ep: int = 1
     experts: bool = False
     """Whether layers are mixtures of experts, whose routing is added up; with ep they are."""
     capacity: bool = False

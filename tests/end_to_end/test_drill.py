@@ -20,10 +20,11 @@ from tests.end_to_end.test_two_hosts import require_hosts
 pytestmark = pytest.mark.alone
 
 
-def drill(folder: Path, faults: str, *options: str) -> dict[str, Any]:
-    """The report of a drill with tensor parallelism 2 and a schedule that is searched."""
+def drill(folder: Path, faults: str, *options: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The report of a drill, by default with tensor parallelism 2 and a schedule that is searched."""
     write_corpus(folder)
-    write_config(folder, parallel={"tp": 2}, overlap={"schedule": "braid"}, cluster={"cpus_per_rank": 0.5})
+    usual = {"parallel": {"tp": 2}, "overlap": {"schedule": "braid"}, "cluster": {"cpus_per_rank": 0.5}}
+    write_config(folder, **{**usual, **sections})
     outcome = braid(folder, "drill", "run.yaml", "--faults", faults, "--json", *options, timeout=400)
     assert outcome.code == 0, outcome.errors + outcome.output
     report: dict[str, Any] = json.loads(outcome.output)
@@ -54,6 +55,22 @@ def test_ranks_and_controller(tmp_path: Path) -> None:
     assert by_kind["flipped-byte"]["restored_from"].startswith("checkpoint")
     assert report["held"][0]["processes"] == report["held"][1]["processes"]
     assert report["held"][0]["sockets"] == report["held"][1]["sockets"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+def test_ranks_that_have_some_of_the_experts_and_of_every_sequence(tmp_path: Path) -> None:
+    """What is lost with a rank is in the memory of one that has other experts, or other tokens."""
+    report = drill(
+        tmp_path,
+        "kill-backward",
+        model={"family": "moe", "experts": 4, "top_k": 2},
+        parallel={"dp": 2, "cp": 2, "ep": 4, "context": "ring"},
+        overlap={"schedule": "expert_overlap"},
+        cluster={"cpus_per_rank": 0.25},
+    )
+    check(report, set())
+    assert {outcome["restored_from"] for outcome in report["outcomes"]} == {"copies in memory"}
 
 
 @pytest.mark.slow

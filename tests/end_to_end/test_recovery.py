@@ -28,7 +28,15 @@ from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
 
 STEPS = 12
-LAYOUTS: Sequence[dict[str, int]] = ({"tp": 2}, {"pp": 2}, {"dp": 2}, {"dp": 2, "zero": 3})
+LAYOUTS: Sequence[dict[str, Any]] = (
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 2},
+    {"dp": 2, "zero": 3},
+    {"cp": 2, "context": "ring"},
+    {"dp": 2, "ep": 2},
+)
+EXPERTS = {"family": "moe", "experts": 4, "top_k": 2, "balance_loss": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +80,10 @@ def last_of_each_step(events: Sequence[Event]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict[str, int]) -> None:
+def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict[str, Any]) -> None:
     sections: dict[str, Any] = {
         "parallel": parallel,
+        "model": EXPERTS if "ep" in parallel else {},
         "train": {"steps": STEPS, "dtype": "fp64"},
         "checkpoint": {"every": 4, "asynchronous": False},
         "failure": {"backoff_s": 0.1},

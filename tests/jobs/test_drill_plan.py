@@ -148,6 +148,12 @@ def test_what_is_asked_of_losses() -> None:
         train={"deterministic_reduction": True, "global_batch": 8}, parallel={"dp": 1, "tp": 2}
     )
     assert allowed_difference(cut, [2, 1]) == TOLERANCE, "the tensor-parallel degree changes"
+    model = {"family": "moe", "experts": 4, "top_k": 2}
+    experts = elastic_config(
+        train={"deterministic_reduction": True}, model=model, parallel={"dp": 4, "ep": 2}
+    )
+    assert allowed_difference(experts, [4]) == 0
+    assert allowed_difference(experts, [4, 2]) == TOLERANCE, "other rows meet at an expert"
     with pytest.raises(ConfigError, match=r"train\.deterministic_reduction=true"):
         allowed_difference(elastic_config(train={"dtype": "bf16"}), [2, 3])
 

@@ -1,0 +1,148 @@
+"""Experts move between ranks: a run follows its nodes, and goes on from checkpoints, with other dp and ep."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.config import Config
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.group import NoRoomError, WorkerGroup
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.records import Event, Started, StepDone, StepRecord, read_lines
+from braid.actors.stage.messages import RunPlan
+from braid.scheduling.schedule_text import write
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.02},
+    "train": {"dtype": "fp64", "global_batch": 12, "micro_batch": 1},
+    "cluster": {"cpus_per_rank": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("experts"), 5, files=4)
+
+
+def sections(**more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {key: {**SECTIONS.get(key, {}), **more.get(key, {})} for key in {*SECTIONS, *more}}
+
+
+def planned(config: Config, data: Path) -> RunPlan:
+    shape = config.check(BYTES_VOCABULARY)
+    schedule = write(build_schedule(config, shape))
+    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+
+def check(records: Sequence[StepRecord], run: Run, fixed: Run) -> None:
+    """The steps of a run with fixed ranks: losses, what every expert was visited, all parameters."""
+    assert [one.step for one in records] == [one.step for one in fixed.records]
+    assert [one.loss for one in records] == pytest.approx(fixed.losses, rel=1e-9, abs=0)
+    for one, other in zip(records, fixed.records, strict=True):
+        assert one.experts is not None
+        assert other.experts is not None
+        assert one.experts.visits == other.experts.visits
+    ours, theirs = run.parameters_at(records[-1].step), fixed.parameters_at(records[-1].step)
+    assert ours.keys() == theirs.keys()
+    assert sum("experts" in name for name in ours) == 3 * fixed.shape.layers
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Changing(ProcessLauncher):
+    """Machines that come and go."""
+
+    room, leaving = 4, False
+
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        return self.room, self.leaving
+
+    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        group = super().start(ranks)
+
+        def replace(lost: Sequence[int]) -> None:
+            raise NoRoomError(f"room for {self.room} of {ranks}")
+
+        group.replace = replace  # type: ignore[method-assign]
+        return group
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_with_experts_follows_its_nodes(tmp_path: Path, data: Path) -> None:
+    """dp 4 x ep 2, two ranks leave, two come, one is killed: what it held is in the others' memory."""
+    own = sections(train={"steps": 100_000, "warmup_steps": 5}, parallel={"dp": 4, "ep": 2})
+    elastic = {"max_ranks": 4, "settle_s": 0.0}
+    checkpoint = {"every": 0, "copies_every": 1, "asynchronous": False}
+    config = small_config(tmp_path / "elastic", **own, elastic=elastic, checkpoint=checkpoint)
+    launcher = Changing(config)
+    controller = Controller(
+        planned(config, data), launcher, RunOptions(), lambda config, _: planned(config, data)
+    )
+
+    def leave() -> None:
+        launcher.room, launcher.leaving = 2, True
+
+    def come() -> None:
+        launcher.room, launcher.leaving = 4, False
+
+    def kill() -> None:
+        launcher.room = 3
+        processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
+        os.kill(processes[1], signal.SIGKILL)
+
+    changes: list[Callable[[], None]] = [leave, come, kill, controller.stop]
+    events: list[Event] = []
+    steps = 0
+    for event in controller.run():
+        events.append(event)
+        if isinstance(event, Started):
+            steps = 0
+        elif isinstance(event, StepDone):
+            steps += 1
+            if steps == 3 and changes:
+                changes.pop(0)()
+    layouts = [event.layout for event in events if isinstance(event, Started)]
+    assert layouts == ["dp 4 x ep 2", "dp 2 x ep 2", "dp 4 x ep 2", "dp 3"]
+    incidents = read_lines(config.run_directory / "incidents.jsonl")
+    assert [one["ranks"] for one in incidents] == [[4, 2], [2, 4], [4, 3]]
+    assert [one["steps_lost"] for one in incidents[:2]] == [0, 0]
+    assert incidents[2]["steps_lost"] <= 1, "its last copy may have been on its way"
+    last = {event.record.step: event.record for event in events if isinstance(event, StepDone)}
+    run = Run(
+        config=config, shape=controller._plan.shape, directory=config.run_directory, events=tuple(events)
+    )
+    fixed = run_layout(
+        tmp_path / "fixed", data, len(last), **sections(train=own["train"], parallel={"dp": 2, "ep": 2})
+    )
+    check([last[step] for step in sorted(last)], run, fixed)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_experts_are_read_by_other_numbers_of_ranks(tmp_path: Path, data: Path) -> None:
+    """ep 2, then ep 4 over dp and cp, then one rank that has all, then ep 2 again with states in shares."""
+    own = sections(train={"steps": 20}, checkpoint={"every": 5, "asynchronous": False})
+    fixed = run_layout(tmp_path / "fixed", data, **own, parallel={"dp": 2, "ep": 2})
+    events: list[Event] = []
+    folder = tmp_path / "moving"
+    for until, parallel in (
+        (5, {"dp": 2, "ep": 2}),
+        (10, {"dp": 2, "cp": 2, "ep": 4}),
+        (15, {}),
+        (20, {"dp": 2, "ep": 2, "zero": 3}),
+    ):
+        config = small_config(tmp_path / "made", **own, parallel=parallel)
+        config = config.model_copy(update={"name": "moved", "runs": folder})
+        options = RunOptions(resume=until > 5, until=until)
+        events += Controller(planned(config, data), KeptRanks(config), options).run()
+    records = [event.record for event in events if isinstance(event, StepDone)]
+    run = Run(config=config, shape=fixed.shape, directory=config.run_directory, events=tuple(events))
+    check(records, run, fixed)
