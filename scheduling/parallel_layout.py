@@ -95,10 +95,10 @@ class ParallelLayout:
             )
 
     def _check_degrees(self) -> None:
-        degrees = sorted({*self.tensor_degrees, self.tp})
-        if self.tensor_degrees and len(degrees) == 1:
+        degrees = sorted({*self.tensor_degrees} - {self.tp})
+        if not degrees:
             object.__setattr__(self, "tensor_degrees", ())
-        for degree, more in pairwise(degrees):
+        for degree, more in pairwise((*degrees, self.tp)):
             if degree < 1 or more % degree:
                 raise ValueError(
                     f"parallel.tensor_degrees: {degree} does not divide {more} (parallel.tp={self.tp}); use "
