@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Group, dim_group, group_of, node_mesh
 from braid.scheduling.collectives import collective_ns
+from braid.scheduling.mesh import beyond, is_tensor, tensor_axis
 from braid.scheduling.operators import Kind, Operator, Part, Stream
 from braid.scheduling.partition import PARTITIONED, Factor, factor_of
 from braid.scheduling.profile import Profile, TransferFit
@@ -42,6 +43,9 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Group]:
         "edp": (tp * layout.ep, dp * cp // layout.ep),
         "pp": (tp * cp * dp, layout.pp),
     }
+    for degree in layout.own_degrees:
+        strides |= {tensor_axis(degree): (1, degree), beyond(degree): (degree, tp // degree)}
+    strides["tp"] = (1, tp)
     return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}
 
 
@@ -145,6 +149,7 @@ def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, T
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
     wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
+    wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]
     wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
     for axis in PARTITIONED:
         if (mesh := node_mesh(groups[axis])) is not None:

@@ -105,10 +105,11 @@ def flat_elements(layout: ParallelLayout, held: Parameters) -> dict[tuple[str, .
     whole = held.whole if layout.tp > 1 else 0
     tied = held.tied if layout.ends_apart else 0
     found = {
-        ("dp",): held.dense - whole - tied,
+        ("dp",): held.dense - whole - tied - held.summed_apart("dp"),
         ("tp", "dp"): whole,
         ("dp", "ends"): tied,
-        ("edp",): held.experts,
+        ("edp",): held.experts - held.summed_apart("edp"),
+        **dict(held.apart),
     }
     return {axes: count for axes, count in found.items() if count}
 

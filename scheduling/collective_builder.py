@@ -7,6 +7,7 @@ With sequence parallelism a rank holds t = T/tp tokens of full width outside the
 from dataclasses import replace
 
 from braid.scheduling.graph_builder import Dims, GraphBuilder, gradient_of
+from braid.scheduling.mesh import beyond
 from braid.scheduling.operators import Kind, Operator, Precision
 from braid.scheduling.sizes import PartSizes
 
@@ -18,6 +19,7 @@ class CollectiveBuilder(GraphBuilder):
         super().__init__(name)
         self.sizes = sizes
         self.shape = sizes.shape
+        self.beyond = beyond(sizes.own) if sizes.own else ""
 
     # -- what comes in -------------------------------------------------------------------------------------
 
@@ -35,19 +37,20 @@ class CollectiveBuilder(GraphBuilder):
 
     # -- collectives ---------------------------------------------------------------------------------------
 
-    def gather(self, name: str, x: str, axis: str = "tp", shares: str | None = None) -> str:
+    def gather(self, name: str, x: str, axis: str = "", shares: str | None = None) -> str:
         """Gather the tokens of all ranks along an axis; its backward adds up and scatters gradients.
 
-        ``shares``: how many each of them has (`Routed.shares`); by default as many.
+        By default over the ranks that the part is cut over. ``shares``: how many each of them has
+        (`Routed.shares`); by default as many.
         """
-        dims = self.dims(x)
+        dims, axis = self.dims(x), axis or self.sizes.tensor_axis
         made = replace(dims, tokens=dims.tokens * self.sizes.degree(axis))
         kinds = Kind.ALL_GATHER, Kind.REDUCE_SCATTER
         return self._exchange(name, x, axis, made, kinds, (shares, shares) if shares else None)
 
-    def scatter(self, name: str, x: str, axis: str = "tp", shares: str | None = None) -> str:
+    def scatter(self, name: str, x: str, axis: str = "", shares: str | None = None) -> str:
         """Add up what all ranks along an axis have, and keep this rank's tokens."""
-        dims = self.dims(x)
+        dims, axis = self.dims(x), axis or self.sizes.tensor_axis
         made = replace(dims, tokens=dims.tokens // self.sizes.degree(axis))
         kinds = Kind.REDUCE_SCATTER, Kind.ALL_GATHER
         return self._exchange(name, x, axis, made, kinds, (shares, shares) if shares else None)

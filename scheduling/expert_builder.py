@@ -63,12 +63,12 @@ class ExpertBuilder(CollectiveBuilder):
         """Rows by source and expert, from every rank's counts; static where experts have a capacity."""
         shape, sizes = self.shape, self.sizes
         if not shape.capacity_factor:
-            for axis in ("ep", "tp"):
+            for axis in ("ep", sizes.tensor_axis):
                 if (degree := sizes.degree(axis)) > 1:
                     made = replace(self.dims(counts), tokens=self.dims(counts).tokens * degree)
                     gathered = self._collective(f"{name}_{axis}", Kind.ALL_GATHER, counts, axis, made)
                     (counts,) = gathered.writes
-        sources, held = sizes.tp * sizes.ep, shape.experts // sizes.ep
+        sources, held = sizes.tensor * sizes.ep, shape.experts // sizes.ep
         extents = {
             "there": 0,  # numbers, which take no memory of a device
             "back": 0,
@@ -100,7 +100,7 @@ class ExpertBuilder(CollectiveBuilder):
     def regroup(self, name: str, x: str, sources: str) -> str:
         """Rows that come by source and by expert within it, put by expert, or back (`Routed.sources`)."""
         sizes = self.sizes
-        if sizes.tp * sizes.ep == 1 or self.shape.experts == sizes.ep:
+        if sizes.tensor * sizes.ep == 1 or self.shape.experts == sizes.ep:
             return x
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.PERMUTE, (x, sources), (y,))

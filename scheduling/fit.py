@@ -35,6 +35,7 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
             f"set model.vocabulary to {rows * layout.tp}"
         )
     _check_experts_fit(shape, layout)
+    _check_degrees_fit(shape, layout, workload)
     if shape.layers < layout.chunks_per_copy:
         raise ValueError(
             f"model.layers={shape.layers} cannot fill {layout.chunks_per_copy} chunks of parallel.pp="
@@ -63,6 +64,33 @@ def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
         raise ValueError(
             f"parallel.shards={layout.shards} does not go with parallel.ep={layout.ep}; set parallel.shards "
             f"to 0"
+        )
+
+
+def _check_degrees_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
+    degrees = layout.tensor_degrees
+    if not degrees:
+        return
+    if len(degrees) != shape.layers:
+        raise ValueError(
+            f"parallel.tensor_degrees has {len(degrees)} degrees, and model.layers={shape.layers}; give one "
+            f"for every layer"
+        )
+    groups = layout.tp // min(degrees)
+    if workload.micro_batch % groups:
+        raise ValueError(
+            f"train.micro_batch={workload.micro_batch} is not divisible by the {groups} groups of "
+            f"parallel.tp={layout.tp} ranks that layers of degree {min(degrees)} (parallel.tensor_degrees) "
+            f"have, each with samples of its own; set train.micro_batch to a multiple of {groups}"
+        )
+    if shape.experts and layout.ep > 1 and layout.zero > 1 and layout.expert_replicas == 1:
+        raise ValueError(
+            f"parallel.tensor_degrees with experts over all ranks of parallel.dp x parallel.cp (parallel.ep="
+            f"{layout.ep}) needs parallel.zero of 1 at most; set parallel.zero to 1, or lower parallel.ep"
+        )
+    if shape.documents:
+        raise ValueError(
+            "parallel.tensor_degrees does not go with data.document_mask yet; leave one of both out"
         )
 
 

@@ -39,6 +39,8 @@ class GraphBuilder:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.beyond = ""
+        """The axis of ranks that hold the same of matrices which are cut over ``tp`` elsewhere."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []
@@ -99,7 +101,21 @@ class GraphBuilder:
 
         ``tied``: they are the table that embedding and head have in common.
         """
-        more = Parameters(dense=cut + whole, experts=experts, whole=whole, tied=cut if tied else 0)
+        tied_too = cut if tied else 0
+        apart: dict[tuple[str, ...], int] = {}
+        if self.beyond == "tp":
+            whole, cut = whole + cut, 0
+        elif self.beyond:
+            apart[self.beyond, "dp"] = cut
+        if self.beyond:
+            apart[self.beyond, "edp"] = experts
+        more = Parameters(
+            dense=cut + whole,
+            experts=experts,
+            whole=whole,
+            tied=tied_too,
+            apart=tuple((axes, count) for axes, count in apart.items() if count),
+        )
         self._modules[module] = self._modules.get(module, Parameters()) + more
 
     def _emit(

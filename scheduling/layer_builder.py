@@ -63,16 +63,16 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
-        self._holds(name, cut=width // self.sizes.tp if bias else 0)
+        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
-        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tp), kind, experts)
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
         """A matrix whose inputs are cut over ``tp``: every rank has a part of each sum; scatter adds them.
 
         ``experts``: as of `columns`.
         """
-        if self.dims(x).cut != self.sizes.tp:
+        if self.dims(x).cut != self.sizes.tensor:
             raise ValueError(f"{name}: {x} is not cut over tp; use columns")
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
         return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts)
@@ -80,17 +80,17 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
     def _matrix(self, name: str, x: str, made: Dims, kind: Kind, sizes: str | None = None) -> str:
         y = self._value(f"{name}.out", made)
         weights = self.dims(x).width * made.width
-        flops = 2 * made.tokens * weights // self.sizes.tp
+        flops = 2 * made.tokens * weights // self.sizes.tensor
         more = () if sizes is None else (sizes,)
         op = self._emit(name, kind, (x, *more), (y,), flops=flops)
         if kind is Kind.GROUPED_GEMM:
-            held = self.shape.experts * weights // (self.sizes.tp * self.sizes.ep)
+            held = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
             if self.sizes.ep > 1:
                 self._holds(name, experts=held)
             else:
                 self._holds(name, cut=held)
         else:
-            self._holds(name, cut=weights // self.sizes.tp)
+            self._holds(name, cut=weights // self.sizes.tensor)
         self._both_gradients(op, (f"d.{y}",), (x,), (x,), more)
         return y
 
@@ -138,6 +138,11 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
                 f"its operator {name!r} may need all; set parallel.cp to 1, or if it looks at one token at a "
                 f"time, say so: custom({name!r}, ..., per_token=True)"
             )
+        if self.sizes.own:
+            raise ValueError(
+                f"parallel.tensor_degrees: layer {self.name!r} has an operator of its own, {name!r}, and "
+                f"cannot have another degree than parallel.tp={self.sizes.tp}"
+            )
         y = self._value(f"{name}.out", self.dims(like or reads[0]))
         kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, kept))
@@ -178,14 +183,16 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
 
         Its backward writes d.logits over the logits, of which it is the last reader.
         """
-        tokens, tp, module = self.dims(logits).tokens, self.sizes.tp, f"{name}_statistics"
+        tokens, tp, module = self.dims(logits).tokens, self.sizes.tensor, f"{name}_statistics"
         statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)
         partition = self._value(f"{name}.partition", Dims(tokens, 1), Precision.STATISTIC)
         loss = self._value(name, Dims(1, 1), Precision.STATISTIC)
         op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
         if tp > 1:
             made = Dims(tokens * tp, 3)
-            (statistics,) = self._collective(f"{name}_gather", Kind.ALL_GATHER, statistics, "tp", made).writes
+            (statistics,) = self._collective(
+                f"{name}_gather", Kind.ALL_GATHER, statistics, self.sizes.tensor_axis, made
+            ).writes
         self._emit(name, Kind.CROSS_ENTROPY, (statistics,), (loss, partition))
         gradient = gradient_of(replace(op, name=name), (logits, partition, targets, scale))
         self._one_gradient(gradient, (logits,), alias=logits)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Part
-from braid.scheduling.pattern import DENSE, UNIFORM, built_in_kinds
+from braid.scheduling.pattern import DENSE, UNIFORM, base_kind, built_in_kinds
 from braid.scheduling.sizes import PartSizes
 
 LayerGraph = Callable[[LayerBuilder], str]
@@ -35,7 +35,7 @@ def transformer_layer(g: LayerBuilder) -> str:
     a = g.scatter("attention_scatter", a)
     x = g.residual("attention_residual", a, x, bias=shape.biases)
     m = g.norm("mlp_norm", x)
-    m = _experts(g, m) if shape.experts and g.name != DENSE else _mlp(g, m)
+    m = _experts(g, m) if shape.experts and base_kind(g.name) != DENSE else _mlp(g, m)
     return g.residual("mlp_residual", m, x, bias=shape.biases)
 
 
@@ -71,7 +71,7 @@ def _experts(g: LayerBuilder, m: str) -> str:
 
 def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transformer_layer) -> Part:
     """A layer of a kind, which its graph is written for; by default the family's own."""
-    g = LayerBuilder(kind, sizes)
+    g = LayerBuilder(kind, sizes.of_kind(kind))
     return g.build(graph(g))
 
 
@@ -105,8 +105,9 @@ def model_parts(
     sizes: PartSizes, layers: Mapping[str, LayerGraph], recompute: str = "none"
 ) -> dict[str, Part]:
     """The parts of a model by name, under a recompute policy; ``layers``: the graph of every kind in it."""
-    kinds = dict.fromkeys(sizes.shape.kinds)
-    parts = (embedding(sizes), *(layer_part(sizes, kind, layers[kind]) for kind in kinds), head(sizes))
+    kinds = dict.fromkeys(sizes.kinds or sizes.shape.kinds)
+    of_layers = (layer_part(sizes, kind, layers[base_kind(kind)]) for kind in kinds)
+    parts = (embedding(sizes), *of_layers, head(sizes))
     return {part.name: with_recompute(part, recompute) for part in parts}
 
 

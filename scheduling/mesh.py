@@ -1,6 +1,6 @@
 """Ranks as coordinates along named factors, and groups of ranks as sets of factors (docs/design.md, Mesh)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -113,27 +113,71 @@ class MeshShape:
         return [self.members(dict(zip(names, place, strict=True)), group) for place in product(*ranges)]
 
 
-def training_mesh(*, pp: int, replicas: int, dp: int, cp: int, ep: int, tp: int, sharded: bool) -> MeshShape:
+def training_mesh(
+    *,
+    pp: int,
+    replicas: int,
+    dp: int,
+    cp: int,
+    ep: int,
+    tp: int,
+    sharded: bool,
+    degrees: Sequence[int] = (),
+) -> MeshShape:
     """A factor for each axis; ``replica`` where states are cut over some ranks of ``dp`` only.
 
     ``ep`` takes the innermost ranks of ``dp`` x ``cp``: one of both is two factors where it takes some of it.
+    ``degrees``: below ``tp``, ascending, of layers that are cut over the innermost ranks of it
+    (`tensor_axis`); those of ``tp`` that hold the same of them are an axis, too (`beyond`).
     """
+    tensor = _tensor_factors(tp, degrees)
+    inside = {degree: tuple(name for name, _, up_to in tensor if up_to <= degree) for degree in degrees}
+    of_layers = [(tensor_axis(degree), inside[degree]) for degree in degrees]
+    of_layers += [(beyond(d), tuple(n for n, _, _ in tensor if n not in inside[d])) for d in degrees if d > 1]
     inner = max(1, ep // cp), min(ep, cp)
     of_dp, of_cp = _factored("dp", dp, inner[0]), _factored("cp", cp, inner[1])
     experts = tuple(own[-1][0] for own, size in zip((of_dp, of_cp), inner, strict=True) if size > 1)
     names = tuple(name for name, _ in (*of_dp, *of_cp))
     replica = [("replica", replicas)] if replicas > 1 else []
     return MeshShape(
-        (("pp", pp), *replica, *of_dp, *of_cp, ("tp", tp)),
-        cut=("pp", "tp", *experts),
+        (("pp", pp), *replica, *of_dp, *of_cp, *((name, size) for name, size, _ in tensor)),
+        cut=("pp", *(name for name, _, _ in tensor), *experts),
         sharded=names if sharded else (),
         joined=(
             ("dp", names),
             ("cp", tuple(name for name, _ in of_cp)),
             ("ep", experts),
             ("edp", tuple(name for name in names if name not in experts)),
+            *([("tp", tuple(name for name, _, _ in tensor)), *of_layers] if degrees else []),
         ),
     )
+
+
+def tensor_axis(degree: int) -> str:
+    """The axis over which layers of a tensor-parallel degree of their own are cut."""
+    return f"tp{degree}"
+
+
+def beyond(degree: int) -> str:
+    """The axis of the ranks of ``tp`` that hold the same of layers of that degree, and see other samples."""
+    return "tp" if degree == 1 else f"tp_beyond_{degree}"
+
+
+def is_tensor(axis: str) -> bool:
+    """Whether an axis is ``tp``, or inside it."""
+    return axis.startswith("tp")
+
+
+def _tensor_factors(tp: int, degrees: Sequence[int]) -> list[tuple[str, int, int]]:
+    """The factors of ``tp``, outermost first: name, size, and the degree that those up to it make."""
+    if not degrees:
+        return [("tp", tp, tp)]
+    found, before = [], 1
+    for degree in (*degrees, tp):
+        if degree > before:
+            found.append((f"tp_to_{degree}", degree // before, degree))
+        before = degree
+    return found[::-1]
 
 
 def _factored(axis: str, size: int, inner: int) -> list[tuple[str, int]]:

@@ -232,6 +232,9 @@ class Parameters:
     """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
     tied: int = 0
     """Of the dense ones, those of a table that embedding and head have in common."""
+    apart: tuple[tuple[tuple[str, ...], int], ...] = ()
+    """Of both, those that are summed over other axes than their like, with the axes: matrices of layers whose
+    tensor-parallel degree is one of their own."""
 
     @property
     def total(self) -> int:
@@ -244,7 +247,19 @@ class Parameters:
             experts=self.experts + other.experts,
             whole=self.whole + other.whole,
             tied=self.tied + other.tied,
+            apart=_added(self.apart, other.apart),
         )
+
+    def summed_apart(self, axis: str) -> int:
+        """Of those `apart`, the ones that are summed over an axis."""
+        return sum(count for axes, count in self.apart if axis in axes)
+
+
+def _added(*several: tuple[tuple[tuple[str, ...], int], ...]) -> tuple[tuple[tuple[str, ...], int], ...]:
+    found: dict[tuple[str, ...], int] = {}
+    for axes, count in (pair for one in several for pair in one):
+        found[axes] = found.get(axes, 0) + count
+    return tuple(sorted(found.items()))
 
 
 @dataclass(frozen=True, kw_only=True)

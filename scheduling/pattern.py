@@ -28,6 +28,21 @@ def built_in_kinds(family: str) -> tuple[str, ...]:
     return (UNIFORM, DENSE) if family == "moe" else (UNIFORM,)
 
 
+def variant(kind: str, degree: int) -> str:
+    """The name of a kind of layer whose tensor-parallel degree is one of its own."""
+    return f"{kind}.{degree}"
+
+
+def base_kind(kind: str) -> str:
+    """The kind of the model that a `variant` is of."""
+    return kind.partition(".")[0]
+
+
+def own_degree(kind: str) -> int:
+    """The tensor-parallel degree of a `variant`; 0: that of the layout."""
+    return int(kind.partition(".")[2] or 0)
+
+
 @lru_cache
 def kinds_of(pattern: str, layers: int) -> tuple[str, ...]:
     """The kind of every layer: those of the pattern, repeated until there are so many.

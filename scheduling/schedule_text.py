@@ -47,7 +47,7 @@ _PASS: Final = re.compile(rf"([FBIWL]){_NUMBER}\.{_NUMBER}(b?)")
 _TOKEN: Final = re.compile(r"(?:[A-Z]+\([^)]*\)|\S)+")
 _TRANSFER: Final = re.compile(r"(SEND|RECV|REDUCE)([( ])(.*)\)")
 _SHARED: Final = re.compile(r"(GATHER|REDUCE)\((.*)\)")
-_AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z]+)")
+_AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z0-9_]+)")
 
 
 # -- writing -------------------------------------------------------------------------------------------------

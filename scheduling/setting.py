@@ -86,6 +86,11 @@ class Setting:
             )
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer, on this layout."""
+        return self.layout.kinds(self.model.kinds)
+
+    @property
     def kind(self) -> ScheduleKind:
         """What the schedule's name stands for."""
         return SCHEDULES[self.schedule]

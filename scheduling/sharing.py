@@ -25,6 +25,7 @@ from braid.scheduling.code import (
     Update,
     Wait,
 )
+from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operators import Kind
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Await, Block, Gather, Prefetch, Reduce, Schedule
@@ -285,7 +286,7 @@ class _Sums:
             return
         if self.shared and _key(reduce) not in self._there:
             return
-        if reduce.axis == "tp":
+        if is_tensor(reduce.axis):
             into += [(Start, reduce), (Wait, reduce)]
             return
         while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):

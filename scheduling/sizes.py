@@ -1,9 +1,11 @@
 """Sizes on one rank that the graphs of a model's parts are written with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from braid.scheduling.mesh import tensor_axis
 from braid.scheduling.operators import Stream
+from braid.scheduling.pattern import own_degree
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 
@@ -14,6 +16,11 @@ class PartSizes:
     shape: ModelShape
     tp: int
     micro_batch: int
+    """Samples of ``tp`` ranks together."""
+    kinds: tuple[str, ...] = ()
+    """Of every layer, with variants; empty: those of the model."""
+    own: int = 0
+    """The tensor-parallel degree of a layer's own (`of_kind`); 0: ``tp``."""
     cp: int = 1
     ep: int = 1
     context: str = "all_gather"
@@ -21,9 +28,23 @@ class PartSizes:
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Where the collectives along an axis run; inside the node where nothing else is said."""
 
+    def of_kind(self, kind: str) -> "PartSizes":
+        """Those of a kind of layer."""
+        return replace(self, own=own_degree(kind))
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that the part's matrices are cut over."""
+        return self.own or self.tp
+
+    @property
+    def tensor_axis(self) -> str:
+        """The axis of these ranks."""
+        return tensor_axis(self.own) if self.own else "tp"
+
     def degree(self, axis: str) -> int:
         """Of an axis that layers communicate over."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep}[axis]
+        return {"tp": self.tp, self.tensor_axis: self.tensor, "cp": self.cp, "ep": self.ep}[axis]
 
     def stream(self, axis: str) -> Stream:
         """Of the collectives along an axis."""
@@ -31,13 +52,14 @@ class PartSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank of context parallelism, T."""
-        return self.micro_batch * self.shape.sequence // self.cp
+        """Tokens of a micro-batch on one rank of context parallelism, T; those of the samples of a group of
+        ranks that the part is cut over, where the part has a degree of its own."""
+        return self.local_tokens * self.tensor
 
     @property
     def local_tokens(self) -> int:
         """Tokens of a micro-batch outside the tensor-parallel region, t."""
-        return self.tokens // self.tp
+        return self.micro_batch * self.shape.sequence // self.cp // self.tp
 
     @property
     def vocabulary_rows(self) -> int:
@@ -57,6 +79,7 @@ def part_sizes(
         shape=shape,
         tp=layout.tp,
         micro_batch=micro_batch,
+        kinds=layout.kinds(shape.kinds),
         cp=layout.cp,
         ep=layout.ep,
         context=context,

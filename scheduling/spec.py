@@ -3,32 +3,21 @@
 All checks raise `ValueError` with the configuration keys, their values and what would be right.
 """
 
-from dataclasses import dataclass, fields
-from enum import StrEnum
-from functools import cached_property
+from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from braid.scheduling.layer_counts import layer_counts
-from braid.scheduling.mesh import MeshShape, Position, training_mesh
+from braid.scheduling.parallel_layout import AXES as AXES
+from braid.scheduling.parallel_layout import ZERO_STAGES as ZERO_STAGES
+from braid.scheduling.parallel_layout import ParallelLayout as ParallelLayout
+from braid.scheduling.parallel_layout import Placement as Placement
+from braid.scheduling.parallel_layout import require_at_least_one
 from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
 from braid.scheduling.rotary import RotaryScaling
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
 CONTEXT_MODES: Final = ("all_gather", "ring")
-
-ZERO_STAGES: Final = (0, 1, 2, 3)
-
-AXES: Final = ("pp", "dp", "cp", "tp")
-"""Mesh axes, outermost first; the last one varies fastest with the rank."""
-
-
-def _require_positive(section: str, record: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value < 1:
-            raise ValueError(f"{section}.{name}={value} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +72,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
-        _require_positive("model", self, sizes)
+        require_at_least_one("model", self, sizes)
         object.__setattr__(self, "pattern", pattern_of(self.kinds))
         if self.family not in FAMILIES:
             raise ValueError(f"model.family={self.family!r} must be one of {', '.join(FAMILIES)}")
@@ -191,200 +180,6 @@ class ModelShape:
         return self.layers * layer + experts + norm + tables + positions
 
 
-class Placement(StrEnum):
-    """Which chunks of the model a pipeline stage holds."""
-
-    LINEAR = "linear"
-    """Stage i holds chunk i of p."""
-    FOLDED = "folded"
-    """Stage i holds the chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
-    INTERLEAVED = "interleaved"
-    """Stage i holds the chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
-    BIDIRECTIONAL = "bidirectional"
-    """Two copies of the model, chunks 0 to p-1 down the stages, p to 2p-1 up (DHelix figure 6b)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelLayout:
-    """Degrees of the mesh axes, and the placement of the model's chunks on pipeline stages.
-
-    ``ep`` ranks of the data-parallel axis share the experts of a mixture of experts between them.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    placement: Placement = Placement.LINEAR
-    head_layers: int = 0
-    """Layers that the head counts for when layers are shared out between chunks."""
-    zero: int = 0
-    """What is cut over the ranks that share parameters: optimizer states (1), gradients too (2), parameters
-    too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are. With one
-    rank it is 0."""
-    shards: int = 0
-    """Ranks of ``dp`` over which that is cut; as many others hold the same, and sum up with them (hybrid
-    sharding: inside a node, say). 0: all."""
-    late_layers: int = 0
-    """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
-
-    Activations of the first chunk wait longest for their gradients, those of the last not at all: less memory
-    on the stage that also holds both vocabulary tables, but chunks of different sizes pair worse.
-    """
-
-    def __post_init__(self) -> None:
-        _require_positive("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
-        if self.zero not in ZERO_STAGES:
-            raise ValueError(f"parallel.zero={self.zero} must be one of {', '.join(map(str, ZERO_STAGES))}")
-        if self.shards and (self.shards < 2 or self.dp % self.shards or not self.zero):
-            known = ", ".join(str(n) for n in range(2, self.dp + 1) if self.dp % n == 0) or "0"
-            raise ValueError(
-                f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
-                f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
-            )
-        if self.dp * self.cp * (2 if self.placement is Placement.BIDIRECTIONAL else 1) == 1:
-            object.__setattr__(self, "zero", 0)
-        if self.late_layers < 0:
-            raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
-        if self.late_layers and not self.folded:
-            raise ValueError(
-                f"parallel.late_layers={self.late_layers} needs the first and the last chunk on one stage, "
-                f"as schedules over the folded model have them (such as braid); set it to 0 for "
-                f"a {self.placement} pipeline"
-            )
-
-    @cached_property
-    def replicas(self) -> int:
-        """Groups of ranks of ``dp`` each of which has all states, cut over its ranks; 1: all together."""
-        return self.dp // self.shards if self.shards else 1
-
-    @property
-    def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.dp * self.cp // self.ep
-
-    @property
-    def share_ranks(self) -> int:
-        """Ranks over which states are cut (ZeRO)."""
-        return self.dp // self.replicas * self.cp if self.zero else 1
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks the layout needs."""
-        return self.dp * self.tp * self.pp * self.cp
-
-    @property
-    def folded(self) -> bool:
-        """Whether a micro-batch visits every stage on its way down and again on its way back up."""
-        return self.placement is Placement.FOLDED
-
-    @cached_property
-    def chunks(self) -> int:
-        """Number of chunks on all stages together; of a bidirectional pipeline, those of both copies."""
-        return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
-
-    @cached_property
-    def copies(self) -> int:
-        """Copies of the model in one pipeline."""
-        return 2 if self.placement is Placement.BIDIRECTIONAL else 1
-
-    @cached_property
-    def chunks_per_copy(self) -> int:
-        """Number of chunks the layers are cut into."""
-        return self.chunks // self.copies
-
-    @property
-    def ends_apart(self) -> bool:
-        """Whether the first and the last chunk of the model are on different stages."""
-        return self.stage_of(0) != self.stage_of(self.chunks_per_copy - 1)
-
-    def degree(self, axis: str) -> int:
-        """Number of ranks along a mesh axis."""
-        return int(getattr(self, axis))
-
-    def stage_of(self, chunk: int) -> int:
-        """The pipeline stage that holds a chunk."""
-        if chunk < self.pp:
-            return chunk
-        return chunk - self.pp if self.placement is Placement.INTERLEAVED else 2 * self.pp - 1 - chunk
-
-    def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that a pipeline stage holds, in the order of the model."""
-        return self._chunks_by_stage[stage]
-
-    @cached_property
-    def _chunks_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        chunks = sorted(range(self.chunks), key=lambda chunk: chunk % self.chunks_per_copy)
-        return tuple(tuple(c for c in chunks if self.stage_of(c) == stage) for stage in range(self.pp))
-
-    def neighbour(self, chunk: int, distance: int) -> int | None:
-        """The chunk that far along the model, of the same copy; None beyond its ends."""
-        other = chunk + distance
-        size = self.chunks_per_copy
-        return other if 0 <= other < self.chunks and other // size == chunk // size else None
-
-    def layers_of(self, chunk: int, layers: int) -> range:
-        """The layers of a model of ``layers`` layers that a chunk holds.
-
-        The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
-        chunks in the middle hold one more: the ends of the model hold the embedding and the head. Of the two
-        chunks of a stage of the folded model it is the later one, whose activations wait less. The last chunk
-        takes ``late_layers`` of the first one's. `ValueError` where one of the two keeps no layer.
-        """
-        counts = layer_counts(self, layers)
-        place = chunk % self.chunks_per_copy
-        return range(sum(counts[:place]), sum(counts[: place + 1]))
-
-    def is_first(self, chunk: int) -> bool:
-        """Whether a chunk begins the model (and holds the embedding)."""
-        return self.neighbour(chunk, -1) is None
-
-    def is_last(self, chunk: int) -> bool:
-        """Whether a chunk ends the model (and holds the head)."""
-        return self.neighbour(chunk, 1) is None
-
-    @cached_property
-    def mesh(self) -> MeshShape:
-        """The mesh of its ranks."""
-        return training_mesh(
-            pp=self.pp,
-            replicas=self.replicas,
-            dp=self.dp // self.replicas,
-            cp=self.cp,
-            ep=self.ep,
-            tp=self.tp,
-            sharded=self.zero > 0,
-        )
-
-    @cached_property
-    def sample_factors(self) -> tuple[str, ...]:
-        """Factors along which ranks see other samples: those of ``dp`` alone."""
-        joined = dict(self.mesh.joined)
-        return ("replica", *(name for name in joined["dp"] if name not in joined["cp"]))
-
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of a rank along every mesh axis."""
-        return self.mesh.position(rank)
-
-    def rank_at(self, position: Position) -> int:
-        """The rank at a position; inverse of `coordinate`."""
-        return self.mesh.rank_at(position)
-
-    def describe(self) -> str:
-        """The layout in one line, such as ``dp 2 x tp 2 (folded), ZeRO 1``."""
-        axes = [
-            f"{f.name} {getattr(self, f.name)}"
-            for f in fields(self)
-            if f.name not in ("placement", "head_layers", "zero", "shards", "late_layers")
-        ]
-        busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
-        late = f", {self.late_layers} late" if self.late_layers else ""
-        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement}{late})"
-        over = f" over {self.shards}" if self.replicas > 1 else ""
-        return " x ".join(busy) + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The batch of one optimizer step, in samples of ``ModelShape.sequence`` tokens."""
@@ -393,7 +188,7 @@ class Workload:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, ("global_batch", "micro_batch"))
+        require_at_least_one("train", self, ("global_batch", "micro_batch"))
 
     def micro_batches(self, layout: ParallelLayout) -> int:
         """Micro-batches that each data-parallel replica runs in one step."""

@@ -25,6 +25,7 @@ from braid.scheduling.code import (
     Stretch,
     Wait,
 )
+from braid.scheduling.mesh import is_tensor
 from braid.scheduling.schedule import Direction, Gather, Pass, PassKind, Reduce, Side
 
 FrameKey = tuple[int, int]
@@ -105,7 +106,11 @@ class Sweep:
     def whole_bytes(self, what: Gather | Reduce) -> int:
         """Bytes of a bucket's parameters or gradients as a whole, where ranks hold shares of them."""
         layout = self.code.layout
-        if what.bucket is None or layout.zero < (3 if isinstance(what, Gather) else 2) or what.axis == "tp":
+        if (
+            what.bucket is None
+            or layout.zero < (3 if isinstance(what, Gather) else 2)
+            or is_tensor(what.axis)
+        ):
             return 0
         assert what.chunk is not None
         flats = flat_elements(layout, self.code.buckets.of(what.chunk)[what.bucket].parameters)

@@ -52,7 +52,7 @@ class Topology:
 
     def factors(self) -> list[Factor]:
         """Dims of nodes x ranks of each, of the axes whose collectives may be partitioned over these."""
-        meshes = {axis: self.node_mesh(axis) for axis in PARTITIONED if axis in self.mesh.sizes}
+        meshes = {axis: self.node_mesh(axis) for axis in PARTITIONED if axis in self.mesh.axes}
         return [Factor(axis, mesh, dim) for axis, mesh in meshes.items() if mesh for dim in range(2)]
 
     def factor_groups(self, factor: Factor) -> list[list[int]]:
@@ -65,7 +65,7 @@ class Topology:
 
     def warnings(self) -> list[str]:
         """What is likely to be slower than it needs to be: tensor parallelism between nodes."""
-        groups = self.spread("tp") if self.hosts and "tp" in self.mesh.sizes else []
+        groups = self.spread("tp") if self.hosts and "tp" in self.mesh.axes else []
         if not groups:
             return []
         first = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in groups[0])

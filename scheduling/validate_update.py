@@ -5,7 +5,8 @@ Nothing of it shows in the data of passes: a sum that is missing gives other gra
 
 from collections.abc import Iterator, Set
 
-from braid.scheduling.lowering.update import SHARED, SUMMED, norm_axes
+from braid.scheduling.lowering.update import SHARED, SUMMED, axes_beyond, norm_axes
+from braid.scheduling.mesh import is_tensor
 from braid.scheduling.schedule import (
     ENDING,
     Await,
@@ -104,14 +105,18 @@ class _Walk:
             return cause
         if self._layout.zero > 1:
             for number, one in enumerate(block.sums):
-                before = (other for other in block.sums[:number] if other.chunk == one.chunk)
+                before = (
+                    other
+                    for other in block.sums[:number]
+                    if other.chunk == one.chunk and not is_tensor(other.axis)
+                )
                 if block.sums.count(one) > 1:
                     return f"{one} stands twice"
-                if one.axis == "tp" and (other := next(before, None)):
+                if is_tensor(one.axis) and (other := next(before, None)):
                     return f"{other} is not waited for, and sums of the same come one after the other"
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
-                    if axis in ("tp", *SHARED) and Reduce(chunk, axis) not in block.sums:
+                    if (is_tensor(axis) or axis in SHARED) and Reduce(chunk, axis) not in block.sums:
                         return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
         return next(filter(None, (self._start(position, one) for one in block.sums)), None)
 
@@ -160,7 +165,7 @@ class _Walk:
             return "the squares are not there yet: NORM comes first"
         if chunk is not None and self._normed:
             return "too late: NORM has squared the gradients"
-        if chunk is not None and self._layout.zero > 1 and not again and axis in ("tp", *SUMMED):
+        if chunk is not None and self._layout.zero > 1 and not again and (is_tensor(axis) or axis in SUMMED):
             return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
         if chunk is not None and self._last.get(chunk, -1) > position and not again:
             return f"chunk {chunk} still has passes to run"
@@ -169,7 +174,7 @@ class _Walk:
             replicas = {axis, other.axis} <= set(SUMMED)
             if other.chunk == chunk and not replicas and not again:
                 return f"{other} is not waited for, and sums of the same come one after the other"
-        if isinstance(block, Block) and axis == "tp":
+        if isinstance(block, Block) and is_tensor(axis):
             self._done.add(transfer)  # waited for in the block
         elif transfer not in self._under_way:
             self._under_way.append(transfer)
@@ -187,7 +192,7 @@ class _Walk:
                 self._layout.zero > 1 and chunk not in self._last
             )  # a copy that no micro-batch goes through
             for axis in axes:
-                if idle and axis in ("tp", *SUMMED):
+                if idle and (is_tensor(axis) or axis in SUMMED):
                     continue
                 if Reduce(chunk, axis) not in self._done:
                     return f"the gradients of chunk {chunk} are not summed over {axis}"
@@ -218,6 +223,7 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
     at_end = layout.is_first(chunk) or layout.is_last(chunk)
     wanted = {
         "tp": layout.tp > 1,
+        **dict.fromkeys(axes_beyond(layout, chunk), True),
         "ends": "ends" in summed and at_end and layout.ends_apart,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,

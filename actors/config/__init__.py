@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
@@ -82,6 +82,19 @@ class TrainConfig(Section):
     validation_samples: Positive = 64  # of each validation
 
 
+def _degrees(value: Any) -> Any:
+    """``2*4 2`` as ``[4, 4, 2]``."""
+    if not isinstance(value, str):
+        return value
+    found = []
+    for word in value.split():
+        times, star, degree = word.rpartition("*")
+        if not degree.isdigit() or (star and not times.isdigit()):
+            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
+        found += [int(degree)] * int(times or 1)
+    return tuple(found)
+
+
 class ParallelConfig(Section):
     """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
 
@@ -96,6 +109,8 @@ class ParallelConfig(Section):
     pp: Positive = 1  # pipeline: stages of consecutive layers
     cp: Positive = 1  # context: the sequence is cut
     ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
+    # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp
+    tensor_degrees: Annotated[tuple[int, ...], BeforeValidator(_degrees)] | None = None
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
@@ -180,6 +195,7 @@ class Config(Section):
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
+        degrees["tensor_degrees"] = self.parallel.tensor_degrees or ()
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:

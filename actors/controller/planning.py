@@ -163,7 +163,7 @@ def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = 
             schedule = training_schedule(setting, parts, choices)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    linked(schedule, setting.layout, shape.kinds, parts)
+    linked(schedule, setting.layout, setting.kinds, parts)
     return schedule
 
 
@@ -171,7 +171,7 @@ def _parts(graphs: Mapping[str, Part], setting: Setting) -> Mapping[str, Part]:
     return scheduled_parts(
         graphs,
         setting.layout,
-        setting.model.kinds,
+        setting.kinds,
         unit_layers=setting.unit_layers,
         partitions=setting.partitions,
     )

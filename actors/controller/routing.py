@@ -157,7 +157,7 @@ def _rank_rows(
     Ranks of tp have the same experts, of which each has a part of the width: they compute the same rows.
     """
     mesh = layout.mesh
-    for group in mesh.groups((*mesh.factors_of("ep"), "tp")):
+    for group in mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp"))):
         sums = [own for rank in group if (own := ranks[rank]) is not None]
         visits_LE = _added(layers, shape.experts, sums)
         yield visits_LE.reshape(len(layers), layout.ep, -1).sum(2)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from braid.actors.stage.parameters import (
     INITIAL_DEVIATION,
-    TENSOR,
     GlobalParameter,
     OperatorModule,
     cut_by_row,
@@ -47,14 +46,14 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
     capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
     rows = ExpertRows(
         experts=shape.experts,
-        tp=sizes.tp,
-        tp_rank=place.on("tp"),
+        tp=sizes.tensor,
+        tp_rank=place.on(sizes.tensor_axis),
         ep=sizes.ep,
         ep_rank=place.on("ep"),
         capacity=capacity,
     )
     visits = sizes.micro_batch * shape.sequence * shape.top_k
-    sources, held = sizes.tp * sizes.ep, shape.experts // sizes.ep
+    sources, held = sizes.tensor * sizes.ep, shape.experts // sizes.ep
     width, hidden = shape.expert_width, shape.hidden
     deviation = INITIAL_DEVIATION / (2 * shape.layers) ** 0.5
     into = {f"{name}.experts.{part}.weight": (width, hidden) for part in ("gate", "up")}
@@ -64,10 +63,10 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
         "router_rows": OperatorModule(module=rows),
         "permute": OperatorModule(module=operators.permute(experts=shape.experts, capacity=capacity)),
         "expert_order": OperatorModule(module=Regroup(sources, held)),
-        "expert_in": _grouped(context, into, {1: TENSOR}, INITIAL_DEVIATION),
+        "expert_in": _grouped(context, into, {1: context.tensor}, INITIAL_DEVIATION),
         "activation": context.activation(),
         "expert_out": _grouped(
-            context, {f"{name}.experts.down.weight": (hidden, width)}, {2: TENSOR}, deviation
+            context, {f"{name}.experts.down.weight": (hidden, width)}, {2: context.tensor}, deviation
         ),
         "expert_return": OperatorModule(module=Regroup(sources, held, back=True)),
         "unpermute": OperatorModule(module=operators.unpermute(experts=shape.experts, capacity=capacity)),

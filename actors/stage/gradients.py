@@ -241,9 +241,7 @@ class _GlobalNorm:
     def __init__(self, shares: list[Share], mesh: Mesh, device: torch.device) -> None:
         first_stage, first_copy = mesh.position["pp"] == 0, mesh.layout.chunks_per_copy
         # Ranks along all other factors hold the same, and each of them sums up everything; shares differ.
-        cut = {name for share in shares for name in share.parameter.factors}.difference(
-            mesh.place.mesh.sharded
-        )
+        cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             share
             for share, p in ((share, share.parameter) for share in shares)

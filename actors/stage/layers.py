@@ -19,7 +19,6 @@ import torch
 from braid.actors.stage.expert_modules import expert_modules
 from braid.actors.stage.parameters import (
     INITIAL_DEVIATION,
-    TENSOR,
     GlobalParameter,
     OperatorModule,
     Place,
@@ -54,6 +53,11 @@ class ModuleContext:
         """The model's shape."""
         return self.sizes.shape
 
+    @property
+    def tensor(self) -> tuple[str, ...]:
+        """The factors that matrices are cut over."""
+        return self.place.mesh.factors_of(self.sizes.tensor_axis)
+
     # The builders below are what layer definitions are written with.
 
     def norm(self, name: str) -> OperatorModule:
@@ -69,7 +73,7 @@ class ModuleContext:
 
     def head_norm(self, q_name: str, k_name: str) -> OperatorModule:
         """RMSNorm over every head of queries and keys, whose weights are replicated over ``tp``."""
-        shape, tp = self.shape, self.sizes.tp
+        shape, tp = self.shape, self.sizes.tensor
         weights = {
             key: whole(GlobalParameter(name=f"{name}.weight", shape=(shape.head_dim,), constant=1.0))
             for key, name in (("q_weight", q_name), ("k_weight", k_name))
@@ -90,10 +94,10 @@ class ModuleContext:
             GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
             for name, width in names.items()
         ]
-        slices = {"weight": cut(weights, self.place, {0: TENSOR})}
+        slices = {"weight": cut(weights, self.place, {0: self.tensor})}
         if bias:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
-            slices["bias"] = cut(biases, self.place, {0: TENSOR})
+            slices["bias"] = cut(biases, self.place, {0: self.tensor})
         outputs = sum(piece.sizes[0] for piece in slices["weight"])
         module = self.operators.linear(
             inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype
@@ -104,7 +108,7 @@ class ModuleContext:
         """A weight whose inputs are split over ``tp``; it feeds the residual stream, so it begins smaller."""
         deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
-        slices = cut([weight], self.place, {1: TENSOR})
+        slices = cut([weight], self.place, {1: self.tensor})
         module = self.operators.linear(
             inputs=slices[0].sizes[1], outputs=outputs, bias=False, device=self.device, dtype=self.dtype
         )
@@ -123,8 +127,8 @@ class ModuleContext:
         """This rank's heads, and with context parallelism its tokens."""
         shape, sizes = self.shape, self.sizes
         settings: dict[str, Any] = {
-            "heads": shape.heads // sizes.tp,
-            "kv_heads": shape.kv_heads // sizes.tp,
+            "heads": shape.heads // sizes.tensor,
+            "kv_heads": shape.kv_heads // sizes.tensor,
             "head_dim": shape.head_dim,
             "sequence": shape.sequence,
             "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
@@ -266,7 +270,7 @@ def head_weight(shape: ModelShape) -> GlobalParameter:
 def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the embedding part."""
     shape, sizes = context.shape, context.sizes
-    (piece,) = cut([embedding_weight(shape)], context.place, {0: TENSOR})
+    (piece,) = cut([embedding_weight(shape)], context.place, {0: context.tensor})
     module = VocabularyEmbedding(
         rows=piece.sizes[0],
         hidden=shape.hidden,
@@ -281,7 +285,7 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
             sequence=shape.sequence,
             own=context.order.own,
             hidden=shape.hidden,
-            token_offset=context.place.index(TENSOR) * sizes.local_tokens,
+            token_offset=context.place.on("tp") * sizes.local_tokens,
             device=context.device,
             dtype=context.dtype,
         )
@@ -295,7 +299,7 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
     shape = context.shape
-    (piece,) = cut([head_weight(shape)], context.place, {0: TENSOR})
+    (piece,) = cut([head_weight(shape)], context.place, {0: context.tensor})
     rows, offset = piece.sizes[0], piece.offsets[0]
     operators = context.operators
     linear = operators.linear(

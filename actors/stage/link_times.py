@@ -14,6 +14,7 @@ from braid.actors.stage.messages import MESSAGE, SUM, Together
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.collectives.primitives import Launch
+from braid.scheduling.mesh import beyond
 
 _ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
 """Axes over which gradients, or squares of them, are summed."""
@@ -29,6 +30,7 @@ class LinkTimes:
         self._like = torch.empty(0, device=context.device, dtype=context.dtype)
         self._factors = [str(factor) for factor in mesh.topology.factors()]
         self._group = mesh.lines.get("tp")
+        self._beyond = [beyond(degree) for degree in mesh.layout.own_degrees if degree > 1]
         # As many gradients as a message has elements: a layer's would take the time of many operators.
         elements = self._shape[0] * self._shape[1]
         axes = {SUM: "dp", **{f"{factor}/sum": factor for factor in self._factors}}
@@ -99,7 +101,7 @@ class LinkTimes:
                 x = self._like.new_zeros(count)
                 if self._mesh.layout.pp > 1:
                     measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
-                for axis in (axis for axis in (*_ALONG, *self._factors) if axis in lines):
+                for axis in (axis for axis in (*_ALONG, *self._beyond, *self._factors) if axis in lines):
                     ns = self._time(axis, lines[axis].all_reduce(x))
                     measured[f"{axis}/all_reduce"].append((x.nbytes, ns))
                 for axis in (axis for axis in ("tp", *shared) if axis in lines):

@@ -16,7 +16,7 @@ from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
 from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
-from braid.scheduling.mesh import MeshShape, Position
+from braid.scheduling.mesh import MeshShape, Position, is_tensor
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import factor_of, whole_axis
 from braid.scheduling.schedule import Direction
@@ -194,7 +194,7 @@ class TorchGroups:
             return None
         if self._on_gpus:
             return Communicator(TorchGroup(self._group(own, axis)))
-        both = whole_axis(axis) in LAYER_AXES
+        both = is_tensor(axis) or whole_axis(axis) in LAYER_AXES
         return MessageLine(self._group(own), self._group(own) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
@@ -220,7 +220,8 @@ class TorchGroups:
         return made
 
     def _limits(self, axis: str) -> "NcclLimits | None":
-        return None if self.nccl is None else getattr(self.nccl, whole_axis(axis), self.nccl.dp)
+        own = "tp" if is_tensor(axis) else whole_axis(axis)
+        return None if self.nccl is None else getattr(self.nccl, own, self.nccl.dp)
 
     def gather(self, own: Any) -> list[Any]:
         """Pickled, from rank to rank."""

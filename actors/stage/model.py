@@ -1,7 +1,7 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.buckets import Buckets
 from braid.scheduling.layers import model_parts
-from braid.scheduling.pattern import is_layer
+from braid.scheduling.pattern import base_kind, is_layer
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import chunk_parts
@@ -60,9 +60,10 @@ class StageModel:
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
         self._tied: StageParameter | None = None
+        self._kinds = layout.kinds(shape.kinds)
         graphs = model_parts(sizes, {kind: definition.graph for kind, definition in self.layers.items()})
         parts = {
-            chunk: chunk_parts(layout, shape.kinds, chunk) for chunk in layout.chunks_of(place.position["pp"])
+            chunk: chunk_parts(layout, self._kinds, chunk) for chunk in layout.chunks_of(place.position["pp"])
         }
         members = {chunk: [graphs[name] for name, _ in own] for chunk, own in parts.items()}
         self._buckets = Buckets(members, layout)
@@ -80,7 +81,8 @@ class StageModel:
             case "head":
                 return head_modules(self.context)
             case _:
-                return self.layers[name].modules(self.context, index)
+                context = replace(self.context, sizes=self.context.sizes.of_kind(name))
+                return self.layers[base_kind(name)].modules(context, index)
 
     def _instance(
         self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int
@@ -119,7 +121,7 @@ class StageModel:
         Those are for measurements, which stages make together. Where gradients are in shares (ZeRO 2), which
         are whole for moments only, all are others than it holds: two of those that it holds several of.
         """
-        held: dict[str, list[PartInstance]] = {kind: [] for kind in self.shape.kinds}
+        held: dict[str, list[PartInstance]] = {kind: [] for kind in self._kinds}
         for instance in (one for instances in self.chunks.values() for one in instances):
             held.setdefault(instance.name, []).append(instance)
         if self.layout.zero > 1:
@@ -129,7 +131,7 @@ class StageModel:
 
     def _another(self, kind: str, seed: int) -> PartInstance:
         """A part beside those that this rank holds, with gradients of its own."""
-        index = self.shape.kinds.index(kind) if is_layer(kind) else 0
+        index = self._kinds.index(kind) if is_layer(kind) else 0
         entries = self._modules(kind, index)
         for entry in entries.values():
             for name, slices in entry.slices.items():

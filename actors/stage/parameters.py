@@ -19,9 +19,6 @@ from braid.scheduling.mesh import MeshShape, Position
 INITIAL_DEVIATION = 0.02
 """Standard deviation of initial weights (GPT-2's choice)."""
 
-TENSOR = ("tp",)
-"""The factors that matrices of layers are cut over."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalParameter:

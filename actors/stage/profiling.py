@@ -38,7 +38,7 @@ from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision
 from braid.scheduling.partition import Region, Span
-from braid.scheduling.pattern import is_layer
+from braid.scheduling.pattern import is_layer, own_degree
 
 Values = dict[str, Any]
 """Of a part, by name."""
@@ -90,7 +90,7 @@ class Profiler:
         held = self.model.of_every_kind(self.seed)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
-        layers = [part for name, part in self.parts.items() if is_layer(name)]
+        layers = [part for name, part in self.parts.items() if is_layer(name) and not own_degree(name)]
         self._in_pieces = {key for part in layers if tp for key in cut_gemms(part)}
         self._ways = WAYS[0]
         self._documents = cycle(self.documents)
@@ -209,7 +209,7 @@ class Profiler:
         self.streams.lead()
         begin = self.streams.mark()
         (part,) = call(x[:rows])
-        Rows(held, piece, (self.mesh.place.index(("tp",)),)).place(into, part)
+        Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, part: Part, operator: Operator, values: Values, key: str, *, meets: bool) -> int:

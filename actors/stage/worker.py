@@ -151,7 +151,7 @@ class Worker(Logged, Rank):
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
         train = config.train
-        definitions, kinds = load_layers(config.model.own_layers), plan.shape.kinds
+        definitions, kinds = load_layers(config.model.own_layers), layout.kinds(plan.shape.kinds)
         sizes = part_sizes(plan.shape, layout, train.micro_batch, context=config.parallel.context)
         graphs = {kind: definition.graph for kind, definition in definitions.items()}
         self._parts = parts = model_parts(sizes, graphs, train.recompute)
@@ -228,7 +228,7 @@ class Worker(Logged, Rank):
         if self._stream is not None and self._recorder.recording:
             self._stream.put(self._recorder.labels, records, step)
         return StepResult(
-            loss_sum=loss_sum if self._mesh.position["tp"] == 0 else 0.0,
+            loss_sum=loss_sum if self._mesh.place.on("tp") == 0 else 0.0,
             gradient_norm=update.gradient_norm,
             lr=update.lr,
             seconds=seconds,
@@ -248,7 +248,7 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_validation()
         loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._weights))
-        if self._mesh.position["tp"]:
+        if self._mesh.place.on("tp"):
             return 0.0, 0  # the first rank of the line says the same
         return loss_sum, self._evaluator.losses * self._model.context.sizes.tokens
 

@@ -67,9 +67,13 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         memory.add_column(name, justify="right")
     members = model_graphs(config, shape)
     parts = scheduled_parts(
-        members, layout, shape.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+        members,
+        layout,
+        layout.kinds(shape.kinds),
+        unit_layers=schedule.unit_layers,
+        partitions=schedule.partitions,
     )
-    code = link(schedule, layout, shape.kinds, parts)
+    code = link(schedule, layout, layout.kinds(shape.kinds), parts)
     for stage in range(layout.pp):
         rank = rank_memory(code, shape, config.train.dtype, stage)
         sizes = (

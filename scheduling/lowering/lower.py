@@ -139,7 +139,7 @@ def training_schedule(
         prefetch=setting.distances[0],
         keep=setting.distances[1],
     )
-    schedule = with_ends(schedule, layout, model.kinds)
+    schedule = with_ends(schedule, layout, setting.kinds)
     stages = with_update(schedule.stages, model, layout, early=kind.early_sums)
     return replace(schedule, stages=with_gathering(stages, model, layout, early=kind.early_sums))
 
@@ -181,7 +181,7 @@ def _programs(
 
 def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
     """Units with layers that blocks of several passes bring together."""
-    kinds, units = setting.model.kinds, [name for name in parts if has_layers(name)]
+    kinds, units = setting.kinds, [name for name in parts if has_layers(name)]
     of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
     for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
         yield from (sides for sides in of(instruction) if len(sides) > 1)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from braid.scheduling.mesh import beyond, is_tensor
 from braid.scheduling.schedule import (
     ENDING,
     Await,
@@ -25,7 +26,8 @@ Stages = tuple[tuple[Instruction, ...], ...]
 def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
     """Axes over which the gradients of a chunk are summed, one after the other.
 
-    ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens; ``ends``: a
+    ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens, and inside it
+    ranks that hold the same of layers with a degree of their own (`axes_beyond`); ``ends``: a
     table that is held by the first and the last stage; ``copies``: the other copy of the model in a
     bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``replica``: those that
     hold the same shares, behind the others; ``edp``: those of the same experts.
@@ -33,6 +35,7 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
     at_end = layout.is_first(chunk) or layout.is_last(chunk)
     found = {
         "tp": layout.tp > 1,
+        **dict.fromkeys(axes_beyond(layout, chunk), True),
         "ends": model.tied_head and layout.ends_apart and at_end,
         "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
@@ -40,6 +43,15 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
         "edp": model.experts > 0 and layout.ep > 1 and layout.expert_replicas > 1,
     }
     return tuple(axis for axis, needed in found.items() if needed)
+
+
+def axes_beyond(layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
+    """Axes inside ``tp`` over which gradients of a chunk's layers are summed, whose degrees are their own."""
+    if not layout.tensor_degrees:
+        return ()
+    layers = layout.layers_of(chunk, len(layout.tensor_degrees))
+    degrees = {layout.tensor_degrees[layer] for layer in layers}
+    return tuple(beyond(degree) for degree in sorted(degrees) if 1 < degree < layout.tp)
 
 
 def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
@@ -83,7 +95,7 @@ _Axes = Mapping[int, tuple[str, ...]]
 def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
     """Instructions with sums in every block that ends a bucket's gradients, and what is left to be summed."""
     instructions: list[Instruction] = []
-    within = {c: tuple(axis for axis in own if axis in ("tp", *SUMMED)) for c, own in axes.items()}
+    within = {c: tuple(axis for axis in own if is_tensor(axis) or axis in SUMMED) for c, own in axes.items()}
     last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
     for position, instruction in enumerate(stage):
         backward = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind in ENDING)
@@ -98,7 +110,7 @@ def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instru
             instruction = replace(instruction, sums=tuple(sums))
         instructions.append(instruction)
     # Of a copy of the model that no micro-batch goes through there is nothing to wait for.
-    instructions += [Await(Reduce(c, axis)) for c in last for axis in within[c] if axis != "tp"]
+    instructions += [Await(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
     left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
     return instructions, left
 
@@ -125,7 +137,7 @@ def _sums_of_last(
             assert isinstance(instruction, Block)
             sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
             instruction = replace(instruction, sums=tuple(sums))
-            under_way += [Await(one) for one in sums if one.axis != "tp"]
+            under_way += [Await(one) for one in sums if not is_tensor(one.axis)]
         instructions.append(instruction)
         for chunk in [c for c in ended if c not in within]:
             for axis in left.pop(chunk):

@@ -345,7 +345,7 @@ def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: O
     """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
     setting = bench.setting
     schedule = training_schedule(setting, bench.parts, choices)
-    code = link(schedule, setting.layout, setting.model.kinds, bench.parts)
+    code = link(schedule, setting.layout, setting.kinds, bench.parts)
     simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
@@ -353,7 +353,7 @@ def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: O
 def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome:
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
     setting = bench.setting
-    code = linked(schedule, setting.layout, setting.model.kinds, bench.parts)
+    code = linked(schedule, setting.layout, setting.kinds, bench.parts)
     simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 

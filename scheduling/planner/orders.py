@@ -64,7 +64,7 @@ class Bench:
     def parts(self) -> dict[str, Part]:
         """What is scheduled: the members, or the units that they are joined to."""
         setting = self.setting
-        return unit_parts(self.members, setting.layout, setting.model.kinds, setting.unit_layers)
+        return unit_parts(self.members, setting.layout, setting.kinds, setting.unit_layers)
 
 
 BenchOf = Callable[[Setting], Bench]
@@ -172,7 +172,7 @@ def _decide_layers(bench: Bench, method: PairMethod) -> tuple[dict[str, Order], 
 
     Where no block is paired, as if all kinds met.
     """
-    kinds = tuple(dict.fromkeys(bench.setting.model.kinds))
+    kinds = tuple(dict.fromkeys(bench.setting.kinds))
     pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # whatever comes next is like it
     if len(kinds) > 1:
         pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
@@ -241,7 +241,7 @@ def _meeting_units(bench: Bench) -> dict[Pair, bool]:
     units = [name for name in bench.parts if has_layers(name)]
     count: dict[Pair, int] = defaultdict(int)
     followed: dict[Pair, int] = defaultdict(int)
-    of = rounds_of_all(units, setting.layout, setting.model.kinds, setting.unit_layers)
+    of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
     for stage in stages:
         for block, after in zip(stage, [*stage[1:], None], strict=True):
             keys = of(block)

@@ -195,7 +195,7 @@ def sharing_partitions(bench: Bench) -> tuple[Partition, ...]:
     layout, mesh = setting.layout, node_mesh(profile, PARTITIONED[1])
     if mesh is None or not setting.kind.early_sums:
         return ()
-    kinds = setting.model.kinds
+    kinds = setting.kinds
     layers = max(1, len(kinds) // layout.pp)
     count = sum(chunk_parameters(bench.members, layout, kinds, c).dense for c in layout.chunks_of(0)) / layers
     wanted = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if layout.zero else (Kind.ALL_REDUCE,)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from braid.scheduling.code import Clip, Code, Compute, Message, Node, Operation, Start, Update, Wait
 from braid.scheduling.memory import DTYPE_BYTES, message_bytes
+from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
@@ -123,13 +124,15 @@ class Prices:
         held = self._code.parameters(chunk, bucket)
         match axis:
             case "tp":
-                count, ranks = held.whole, layout.tp
+                count, ranks = held.whole + held.summed_apart("tp"), layout.tp
             case "ends":
                 count, ranks = held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
             case "copies":
                 count, ranks = held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
             case "edp":
                 count, ranks = held.experts, layout.expert_replicas
+            case axis if is_tensor(axis):
+                count, ranks = held.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
             case "replica":
                 count, ranks = held.total // layout.share_ranks, layout.replicas
             case _:
@@ -145,7 +148,7 @@ class Prices:
         along = "pp" if axis in ("ends", "copies") else axis  # between stages
         fit = self._profile.transfer(along, kind)
         data = "data" if fit.stream is Stream.INTER else "data inside"
-        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if axis == "tp" else data
+        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if is_tensor(axis) else data
         task = self._task(f"{along}/{kind.value}", fit.stream)
         return Price(task, float(fit.ns(payload)), fit.stream, LANES.index(lane), 0.0, sent)
 

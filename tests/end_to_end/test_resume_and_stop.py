@@ -22,6 +22,7 @@ LAYOUTS = {
     "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
     "dp 2": ("parallel.dp=2",),
     "shares": ("parallel.dp=2", "parallel.zero=3"),
+    "degrees": ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
     "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 
@@ -59,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("pp 2 folded", "dp 2"),
         ("dp 2", "two copies"),
         ("two copies", "shares"),
-        ("shares", "one rank"),
+        ("shares", "degrees"),
+        ("degrees", "one rank"),
     ],
 )
 def test_resume_in_another_layout(folder: Path, first: str, second: str) -> None:

@@ -121,6 +121,26 @@ CASES = [
         ("parallel.pp=1 ", "overlap.schedule=bidirectional", "an even number"),
         {"overlap": {"schedule": "bidirectional"}, "parallel": {"tp": 2}},
     ),
+    Case(
+        "degrees and tp",
+        ("parallel.tensor_degrees", "3 does not divide 4", "parallel.tp=4"),
+        {"parallel": {"tp": 4, "tensor_degrees": "2*4 2*3"}},
+    ),
+    Case(
+        "degrees that are no degrees",
+        ("parallel.tensor_degrees", "'two' must be a degree", "12*4 12*2"),
+        {"parallel": {"tp": 2, "tensor_degrees": "two 3*1"}},
+    ),
+    Case(
+        "degrees and layers",
+        ("parallel.tensor_degrees has 3 degrees", "model.layers=4"),
+        {"parallel": {"tp": 2, "tensor_degrees": [2, 1, 1]}},
+    ),
+    Case(
+        "degrees and samples",
+        ("train.micro_batch=1 ", "2 groups of parallel.tp=2", "a multiple of 2"),
+        {"parallel": {"tp": 2, "tensor_degrees": [2, 1, 1, 2]}, "train": {"micro_batch": 1}},
+    ),
     Case("layers and pp", ("model.layers=4", "parallel.pp=5"), {"parallel": {"pp": 5}}),
     Case(
         "batch",

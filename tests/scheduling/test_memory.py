@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import cycle
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -342,7 +343,7 @@ def test_activations_are_counted_to_the_byte(shape: ModelShape, case: Case, poli
 MIXTURE = replace(
     LLAMA, family="moe", experts=4, top_k=2, ffn=48, capacity_factor=1.0, balance_loss=0.1, shared_experts=1
 )
-SPREAD: list[tuple[ModelShape, dict[str, int], str]] = [
+SPREAD: list[tuple[ModelShape, dict[str, Any], str]] = [
     *(
         (shape, degrees, context)
         for shape in (QWEN, GPT)
@@ -351,6 +352,8 @@ SPREAD: list[tuple[ModelShape, dict[str, int], str]] = [
     ),
     (MIXTURE, {"dp": 2, "ep": 2}, "all_gather"),
     (MIXTURE, {"dp": 2, "ep": 4, "cp": 2, "tp": 2}, "ring"),
+    (LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}, "all_gather"),
+    (MIXTURE, {"dp": 2, "ep": 2, "tp": 2, "tensor_degrees": (2, 1, 1, 2)}, "all_gather"),
 ]
 
 
@@ -368,9 +371,10 @@ HOW = (
 )
 @pytest.mark.slow
 def test_activations_of_spread_tokens_are_counted_to_the_byte(
-    shape: ModelShape, degrees: Mapping[str, int], context: str, policy: str, schedule: str, dtype: str
+    shape: ModelShape, degrees: Mapping[str, Any], context: str, policy: str, schedule: str, dtype: str
 ) -> None:
-    """Over ranks that have some of a sample's tokens, and those that have some experts of one capacity."""
+    """Over ranks that have some of a sample's tokens, those that have some experts of one capacity, and those
+    that layers are cut over in degrees of their own."""
     shape = replace(shape, layers=4)
     layout = ParallelLayout(**degrees, placement=SCHEDULES[schedule].placement_on(degrees.get("pp", 1)))
     setting = Setting(
@@ -385,7 +389,7 @@ def test_activations_of_spread_tokens_are_counted_to_the_byte(
     spec = cluster(gpus=layout.ranks, intra=1e8)
     bench = measured(parts, analytic_profile(spec, layout, parts))(setting)
     for choices, _ in decisions(bench):
-        code = linked(training_schedule(setting, bench.parts, choices), layout, shape.kinds, bench.parts)
+        code = linked(training_schedule(setting, bench.parts, choices), layout, setting.kinds, bench.parts)
         assert_exact(shape, code, dtype, context)
 
 
