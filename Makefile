@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check races gpu golden bench setup clean
+.PHONY: help demo test test-all test-fast check races gpu golden bench setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -28,11 +28,14 @@ demo: setup  ## see what hiding communication is worth: two ranks over an emulat
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run all tests, in two processes
-	$(PYTEST) --durations 15
+test: setup  ## run all tests but those of benchmarks and published figures, in two processes
+	$(PYTEST) --durations 40 -m "not benchmarks"
+
+test-all: setup  ## run all tests
+	$(PYTEST) --durations 40
 
 test-fast: setup  ## run the tests that take no more than a few seconds each
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not benchmarks"
 
 check: setup  ## formatting, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -31,6 +31,9 @@ def pytest_report_header() -> str:
     return f"BRAID_TEST_SEED={SEED}"
 
 
+_OF_BENCHMARKS = ("tests/papers/", "tests/jobs/test_bench_training", "tests/jobs/test_gpu_report")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
 
@@ -39,6 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         alone = item.get_closest_marker("alone") is not None
         item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
+    for item in items:
+        if str(item.path.relative_to(item.config.rootpath)).startswith(_OF_BENCHMARKS):
+            item.add_marker(pytest.mark.benchmarks)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     count = Counter(item.path for item in items)
 
