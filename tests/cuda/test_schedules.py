@@ -16,6 +16,7 @@ from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.units import unit_parts
 from tests.cuda.actions import FirstUse, Programs, unequal
 from tests.cuda.issued import issued
 from tests.cuda.kernels_in_flight import deadlock
@@ -146,7 +147,8 @@ def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) ->
     schedule, layout = drawn
     assume(layout.copies == 1 or layout.pp % 2 == 0)
     model = model_for(layout)
-    code = link(schedule, layout, model.kinds, model_parts(LLAMA, layout.tp))
+    parts = unit_parts(model_parts(LLAMA, layout.tp), layout, model.kinds, schedule.unit_layers)
+    code = link(schedule, layout, model.kinds, parts)
     ranks = issued(code, model, barriers=False)
     assert unequal(ranks) is None
     assert deadlock(ranks, WARM) is None

@@ -19,6 +19,7 @@ from tests.cuda.programs import (
     programs,
     runs,
 )
+from tests.scheduling.cases import SUB_BATCHES
 
 pytestmark = pytest.mark.alone
 
@@ -48,6 +49,8 @@ def test_profiling_with_communicators_made_on_first_use() -> None:
 def test_few_micro_batches_with_communicators_made_on_first_use(name: str, hop: int) -> None:
     """A host that starts a receive early is blocked before it computes what the other one waits for."""
     ahead = max(1, hop - 1)  # blocks that a receive is started early
+    if name in SUB_BATCHES:
+        ahead *= 2  # micro-batches of these
     for p in (1, 2, 3, 8):
         for m in (m for m in {1, 2, 3, 4, 2 * p} if runs(name, p, m)):
             stands = deadlock(programs(name, p, m, hop=hop), LAZY)
@@ -115,6 +118,9 @@ SLOTS = {
     "braid_together_2": 2,
     "braid_together_4": 2,
     "braid_together_8": 2,
+    "merak": 2,
+    "oases": 2,
+    "braid_sub_batches": 3,
     "zbv": 3,
 }
 """Kernels of communicators that have to find room on a device at a time; for all others 4."""
