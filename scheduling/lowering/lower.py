@@ -35,7 +35,7 @@ from braid.scheduling.units import has_layers, unit_parts
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
-    """Receive before a block, send after it; wait for a send when its answer is back or two more went."""
+    """Receive before a block, send after it; wait for a send when its answer is back or two blocks' went."""
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
@@ -60,9 +60,9 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
             if after is not None and layout.stage_of(after.chunk) != stage:
                 message = Send(after, layout.stage_of(after.chunk))
                 if not one.forward:
-                    # Nothing comes back for a gradient: keep no more than two of a channel under way.
+                    # Nothing comes back for a gradient: keep no more than those of two blocks under way.
                     channel = gradients[message.stage]
-                    if len(channel) == 2:
+                    if len(channel) >= 2 * sum(not own.forward for own in travelling):
                         yield Await(sent.pop(channel.popleft()))
                     channel.append(after)
                 yield message
@@ -75,22 +75,32 @@ def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
     """Start every receive so many blocks before the block that needs it.
 
     gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
-    its result is needed exposes the whole message, however long ago it was sent.
+    its result is needed exposes the whole message, however long ago it was sent. Of several messages of one
+    kind for a block the first alone: who asks for the next one waits for it, while the other side, whose own
+    messages go the other way, does the same.
     """
     moved = []
     for stage in stages:
         instructions: list[Instruction] = []
         blocks: list[int] = []  # the places of the last ones
+        asked: set[tuple[PassKind, int]] = set()
         for instruction in stage:
-            if isinstance(instruction, Receive) and blocks:
+            if isinstance(instruction, Receive) and blocks and _way(instruction) not in asked:
+                asked.add(_way(instruction))
                 instructions.insert(blocks[0], instruction)
                 blocks = [place + 1 for place in blocks]
                 continue
             if isinstance(instruction, Block):
                 blocks = [*blocks, len(instructions)][-ahead:]
+                asked.clear()
             instructions.append(instruction)
         moved.append(tuple(instructions))
     return tuple(moved)
+
+
+def _way(receive: Receive) -> tuple[PassKind, int]:
+    """What it receives, and from which stage."""
+    return receive.moved.kind, receive.stage
 
 
 # -- programs ------------------------------------------------------------------------------------------------

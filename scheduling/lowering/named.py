@@ -90,7 +90,6 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
     "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR),
     "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR),
     "sub_batches": _pipeline(sub_batches, Placement.LINEAR),
-    "folded_sub_batches": _pipeline(sub_batches, Placement.FOLDED, Placement.LINEAR),
     "two_beside_one": _pipeline(two_beside_one, Placement.FOLDED, Placement.LINEAR),
     "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
     "v": _pipeline(dual_pipe_v, Placement.FOLDED),
@@ -131,8 +130,6 @@ class ScheduleKind:
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
             fitting.remove("twins")  # with several stages it is w
-        elif "twins" in fitting and "folded_sub_batches" in fitting:
-            fitting.remove("folded_sub_batches")  # on one stage twins holds as much and has shorter ends
         if layout.dp * layout.cp == 1:
             fitting = [name for name in fitting if not name.startswith("together")] or fitting
         return tuple(fitting)
@@ -162,7 +159,7 @@ def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER, **wi
     return _kind(*pipelines, pairs=pairs, searched=True, **tiers)
 
 
-_APART = ("w", "twins", "eager_w", "v", "folded_sub_batches")
+_APART = ("w", "twins", "eager_w", "v")
 """Pipelines of braid whose micro-batches go through the model one by one, or in pairs of strands."""
 
 
@@ -185,7 +182,7 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
     "braid_w": _searched("w"),
-    "braid_sub_batches": _searched("folded_sub_batches", pairs=None),
+    "braid_sub_batches": _searched("sub_batches", pairs=None),
     "braid_eager": _searched("eager_w"),
     "braid_twins": _searched("twins"),
     "braid_v": _searched("v"),

@@ -206,19 +206,20 @@ def two_beside_one(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B (where the layout folds, `folded_w`) of micro-batches two by two, side by side in every pass.
+    """1F1B of micro-batches two by two, side by side in every pass.
 
     The two are the sub-batches of one micro-batch of twice the size (Merak; Oases, section IV). The last one
-    of an odd number goes by itself.
+    of an odd number goes by itself. Not on the folded pipeline: the messages of two micro-batches each way
+    would wait for each other in NCCL's queues.
     """
-    pipeline = folded_w if layout.folded else one_forward_one_backward
 
     def both(block: Block) -> Block:
         (one,) = block.passes
         first = 2 * one.micro_batch
         return Block(tuple(one._replace(micro_batch=m) for m in (first, first + 1) if m < micro_batches))
 
-    orders = [[both(block) for block in stage] for stage in pipeline(layout, -(-micro_batches // 2))]
+    pairs = one_forward_one_backward(layout, -(-micro_batches // 2))
+    orders = [[both(block) for block in stage] for stage in pairs]
     return on_strands(orders, lambda micro_batch: micro_batch % 2)
 
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from braid.actors.stage.mesh import pairs_of
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Channel, Line
-from braid.kernels.operators.permute import _Dispatch
+from braid.kernels.operators.permute import Dispatch
 from braid.kernels.operators.vocabulary import VocabularyShard
 from tests.cuda.communicators import ModelGroup, Shared
 from tests.cuda.host_memory import HostMemory
@@ -81,7 +81,7 @@ class Machine:
         self._alive, self._stuck, self._lost = len(self.ranks), False, False
         threads = [threading.Thread(target=run, args=(log,), daemon=True) for log in self.ranks]
         # Tokens and choices are checked on a CPU alone: elsewhere the check would stall the device.
-        tokens, choices = (patch.object(one, "_check", _unchecked) for one in (VocabularyShard, _Dispatch))
+        tokens, choices = (patch.object(one, "_check", _unchecked) for one in (VocabularyShard, Dispatch))
         with tokens, choices:
             for thread in threads:
                 thread.start()

@@ -30,6 +30,7 @@ from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.partition import parse_partition
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
@@ -135,10 +136,10 @@ class Case:
         layout, shape = self.layout, self.shape
         setting = setting_for(self.schedule, layout, self.micro_batches, model=shape, context=self.context)
         setting = replace(setting, partitions=tuple(map(parse_partition, self.partitions)))
-        members = built_in_parts(self.sizes)
-        parts = with_partitions(members, setting.partitions, layout)
+        members = with_partitions(built_in_parts(self.sizes), setting.partitions, layout)
+        parts = unit_parts(members, layout, setting.kinds, setting.unit_layers)
         schedule = training_schedule(setting, parts, choices_for(setting, ends=self.ends))
-        return linked(schedule, layout, shape.kinds, parts)
+        return linked(schedule, layout, setting.kinds, parts)
 
 
 @dataclass(kw_only=True)

@@ -120,7 +120,7 @@ SLOTS = {
     "braid_together_8": 2,
     "merak": 2,
     "oases": 2,
-    "braid_sub_batches": 3,
+    "braid_sub_batches": 2,
     "zbv": 3,
 }
 """Kernels of communicators that have to find room on a device at a time; for all others 4."""

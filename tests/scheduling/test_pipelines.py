@@ -310,12 +310,11 @@ def test_twins_are_pairs_with_few_micro_batches_and_on_several_stages() -> None:
         assert all({one.kind for one in passes} == {FORWARD, BACKWARD} for passes in blocks_of_several(twins))
 
 
-@pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("m", [1, 6, 7])
-def test_sub_batches_go_side_by_side_in_every_pass(folded: bool, m: int) -> None:
+def test_sub_batches_go_side_by_side_in_every_pass(m: int) -> None:
     """The blocks are those of half as many micro-batches, one of which is a pair."""
-    layout = ParallelLayout(pp=2, placement=Placement.FOLDED if folded else Placement.LINEAR)
-    pairs = (folded_w if folded else one_forward_one_backward)(layout, -(-m // 2))
+    layout = ParallelLayout(pp=2)
+    pairs = one_forward_one_backward(layout, -(-m // 2))
     for stage, single in zip(sub_batches(layout, m), pairs, strict=True):
         for block, (one,) in zip(stage, (block.passes for block in single), strict=True):
             assert {(other.kind, other.chunk) for other in block.passes} == {(one.kind, one.chunk)}

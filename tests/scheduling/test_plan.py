@@ -254,7 +254,6 @@ def test_more_hops_than_decided_are_not_tried() -> None:
         ("w", 0),
         *(("eager_w", hop) for hop in PIPELINES["eager_w"].hops),
         ("v", 0),
-        ("folded_sub_batches", 0),
     }
     fixed = replace(own, hop=3)
     assert [*variants(fixed, PART_BY_PART)] == [fixed]
