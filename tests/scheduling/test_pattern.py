@@ -22,7 +22,7 @@ from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters, chunk_parts
-from tests.scheduling.cases import LLAMA, exists, layout_for
+from tests.scheduling.cases import LLAMA, SUB_BATCHES, exists, layout_for
 from tests.scheduling.plans import cluster
 
 MOE = replace(LLAMA, family="moe", experts=4, top_k=2, pattern="dense 3*layer")
@@ -117,7 +117,9 @@ def outcome_of(
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.pairs is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in SCHEDULES.items() if kind.pairs is not None and name not in SUB_BATCHES]
+)
 def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) -> None:
     """In a paired block a layer goes by itself only where the other pass has none left."""
     assert exists(name, pp, 8)
