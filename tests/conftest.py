@@ -31,7 +31,10 @@ def pytest_report_header() -> str:
     return f"BRAID_TEST_SEED={SEED}"
 
 
-_OF_BENCHMARKS = ("tests/papers/", "tests/jobs/test_bench_training", "tests/jobs/test_gpu_report")
+_OF_BENCHMARKS = (
+    "tests/papers/",
+    *(f"tests/jobs/test_{name}" for name in ("bench", "gpu_report", "peers", "expert_peers")),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
