@@ -189,7 +189,7 @@ def test_what_cuda_refuses_to_capture() -> None:
 
     def strays(log: RankLog) -> None:
         with log.capture(), log.on(log.stream()):
-            torch.ones(1)
+            torch.ones(1, device="cpu")
 
     def forks(log: RankLog) -> None:
         other, inside = log.stream(), log.event()
@@ -197,7 +197,7 @@ def test_what_cuda_refuses_to_capture() -> None:
             inside.record(log.current())
             other.wait_event(inside)
             with log.on(other):
-                torch.ones(1)
+                torch.ones(1, device="cpu")
 
     def waits_for_inside(log: RankLog) -> None:
         inside = log.event()
