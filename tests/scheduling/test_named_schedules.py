@@ -16,6 +16,7 @@ from braid.scheduling.lowering.pipelines import (
     layer_by_layer,
     one_forward_one_backward,
     paired_w,
+    sub_batches,
     twin_ended,
     two_beside_one,
     weights_apart,
@@ -94,6 +95,7 @@ def test_generators_want_their_layout() -> None:
         two_beside_one: Placement.FOLDED,
         dual_pipe_v: Placement.FOLDED,
         zero_bubble_v: Placement.FOLDED,
+        sub_batches: Placement.LINEAR,
         interleaved: Placement.INTERLEAVED,
         bidirectional: Placement.BIDIRECTIONAL,
     }
