@@ -54,6 +54,8 @@ class _Group:
     masters: list[tuple[Tensor, Share]]
     rounded: list[tuple[Tensor, Tensor]]
     """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
+    signed: list[tuple[Tensor, Share, float]]
+    """Those that follow the sign of their gradient instead of AdamW, with their rates."""
 
 
 class Optimizer:
@@ -99,6 +101,7 @@ class Optimizer:
             else:
                 master.grad = torch.zeros_like(master)
                 rounded.append((master.grad, share.gradient))
+        signed = [(m, share, rate) for m, share in masters if (rate := share.parameter.sign_rate)]
         adam = [(master, share.parameter) for master, share in masters if not share.parameter.sign_rate]
         decayed = [master for master, parameter in adam if parameter.decays]
         plain = [master for master, parameter in adam if not parameter.decays]
@@ -119,7 +122,7 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
-        return _Group(adamw, masters, rounded)
+        return _Group(adamw, masters, rounded, signed)
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
         """What a checkpoint holds, kind by kind, each in the order of the shares."""
@@ -200,9 +203,8 @@ class Optimizer:
         for rounded, gradient in group.rounded:
             rounded.copy_(gradient)
         group.adamw.step()
-        for master, share in group.masters:
-            if rate := share.parameter.sign_rate:
-                master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
+        for master, share, rate in group.signed:
+            master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
         _publish(group)
         self._gradients.zero(key)
 

@@ -129,7 +129,8 @@ def test_ends_are_taken_up_by_the_next_block_that_can(name: str, p: int) -> None
             assert [i for i in stage if not isinstance(i, Block)] == [
                 i for i in other if not isinstance(i, Block)
             ]
-    assert found or name not in PAIRED
+    # On one straight chunk every block of two passes ends with the embedding's backward pass alone.
+    assert found or name not in PAIRED or layout_for(name, p).placement is Placement.LINEAR
 
 
 def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:

@@ -208,7 +208,10 @@ ALL_PROGRAMS: dict[Sides, Program] = {
 
 
 def with_needed_programs(schedule: Schedule) -> Schedule:
-    """The schedule with programs of what its blocks bring together, and only of that."""
+    """The schedule with programs of what its blocks bring together, and only of that.
+
+    Where units are longer than one part, of its own: their names are of this model's chunks.
+    """
     blocks = [i for stage in schedule.stages for i in stage if isinstance(i, Block)]
     kinds = {kinds_of(block.passes) for block in blocks}
     kinds |= {(kind,) for together in kinds for kind in together}
@@ -218,7 +221,7 @@ def with_needed_programs(schedule: Schedule) -> Schedule:
         schedule,
         programs={
             sides: program
-            for sides, program in ALL_PROGRAMS.items()
+            for sides, program in (schedule.programs if schedule.unit_layers else ALL_PROGRAMS).items()
             if kinds_of(sides) in kinds and (kinds_of(sides) != paired or (len(sides) == 3) is ends)
         },
     )
