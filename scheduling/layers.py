@@ -12,7 +12,7 @@ from dataclasses import replace
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Part
-from braid.scheduling.pattern import DENSE, UNIFORM, base_kind, built_in_kinds
+from braid.scheduling.pattern import DENSE, UNIFORM, base_kind, built_in_kinds, own_recompute
 from braid.scheduling.sizes import PartSizes
 
 LayerGraph = Callable[[LayerBuilder], str]
@@ -101,17 +101,15 @@ def head(sizes: PartSizes) -> Part:
     return replace(part, modules={**part.modules, "head": replace(table, tied=table.dense)})
 
 
-def model_parts(
-    sizes: PartSizes, layers: Mapping[str, LayerGraph], recompute: str = "none"
-) -> dict[str, Part]:
-    """The parts of a model by name, under a recompute policy; ``layers``: the graph of every kind in it."""
+def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:
+    """The parts of a model by name, with what they recompute; ``layers``: the graph of every kind in it."""
     kinds = dict.fromkeys(sizes.kinds or sizes.shape.kinds)
     of_layers = (layer_part(sizes, kind, layers[base_kind(kind)]) for kind in kinds)
     parts = (embedding(sizes), *of_layers, head(sizes))
-    return {part.name: with_recompute(part, recompute) for part in parts}
+    return {p.name: with_recompute(p, own_recompute(p.name) or sizes.recompute) for p in parts}
 
 
-def built_in_parts(sizes: PartSizes, recompute: str = "none") -> dict[str, Part]:
+def built_in_parts(sizes: PartSizes) -> dict[str, Part]:
     """The parts of a model that has no layers of the user's own; `ValueError` if it has."""
     shape, known = sizes.shape, built_in_kinds(sizes.shape.family)
     for kind in shape.kinds:
@@ -120,4 +118,4 @@ def built_in_parts(sizes: PartSizes, recompute: str = "none") -> dict[str, Part]
                 f"model.pattern={shape.pattern!r}: {kind!r} is no built-in layer of the family "
                 f"{shape.family}; those are {', '.join(known)}"
             )
-    return model_parts(sizes, dict.fromkeys(known, transformer_layer), recompute)
+    return model_parts(sizes, dict.fromkeys(known, transformer_layer))

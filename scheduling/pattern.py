@@ -28,9 +28,10 @@ def built_in_kinds(family: str) -> tuple[str, ...]:
     return (UNIFORM, DENSE) if family == "moe" else (UNIFORM,)
 
 
-def variant(kind: str, degree: int) -> str:
-    """The name of a kind of layer whose tensor-parallel degree is one of its own."""
-    return f"{kind}.{degree}"
+def variant(kind: str, mark: int | str) -> str:
+    """The name of a kind of layer of which something is its own: a tensor-parallel degree, or a recompute
+    policy. ``layer.2.full`` has both."""
+    return f"{kind}.{mark}"
 
 
 def base_kind(kind: str) -> str:
@@ -40,7 +41,12 @@ def base_kind(kind: str) -> str:
 
 def own_degree(kind: str) -> int:
     """The tensor-parallel degree of a `variant`; 0: that of the layout."""
-    return int(kind.partition(".")[2] or 0)
+    return next((int(mark) for mark in kind.split(".")[1:] if mark.isdigit()), 0)
+
+
+def own_recompute(kind: str) -> str:
+    """The recompute policy of a `variant`; empty: that of the run."""
+    return next((mark for mark in kind.split(".")[1:] if not mark.isdigit()), "")
 
 
 @lru_cache

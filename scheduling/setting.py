@@ -5,7 +5,7 @@ from typing import Final
 
 from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.lowering.recompute import policies_of, with_policies
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.partition import Partition
 from braid.scheduling.sizes import part_sizes
@@ -25,6 +25,7 @@ class Setting:
     schedule: str = "megatron"
     dtype: str = "bf16"
     recompute: str = "none"
+    """Of all layers, or of each (`policies_of`)."""
     context: str = "all_gather"
     pipeline: str = ""
     """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
@@ -41,11 +42,11 @@ class Setting:
         for key, value, known in (
             ("schedule", self.schedule, tuple(SCHEDULES)),
             ("dtype", self.dtype, tuple(DTYPE_BYTES)),
-            ("recompute", self.recompute, RECOMPUTE_POLICIES),
             ("context", self.context, CONTEXT_MODES),
         ):
             if value not in known:
                 raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
+        policies_of(self.recompute, self.model.layers)
         if not self.pipeline:
             fitting = self.kind.pipelines_on(self.layout)
             object.__setattr__(self, "pipeline", (fitting or self.kind.pipelines)[0])
@@ -88,7 +89,7 @@ class Setting:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kind of every layer, on this layout."""
-        return self.layout.kinds(self.model.kinds)
+        return with_policies(self.layout.kinds(self.model.kinds), self.recompute)
 
     @property
     def kind(self) -> ScheduleKind:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from braid.scheduling.lowering.recompute import of_all, with_policies
 from braid.scheduling.mesh import tensor_axis
 from braid.scheduling.operators import Stream
 from braid.scheduling.pattern import own_degree
@@ -23,6 +24,8 @@ class PartSizes:
     """The tensor-parallel degree of a layer's own (`of_kind`); 0: ``tp``."""
     cp: int = 1
     ep: int = 1
+    recompute: str = "none"
+    """The policy of parts that have none of their own (`own_recompute`)."""
     context: str = "all_gather"
     """How context parallelism exchanges keys and values: ``all_gather`` or ``ring``."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
@@ -73,13 +76,18 @@ def part_sizes(
     micro_batch: int,
     streams: Mapping[str, Stream] | None = None,
     context: str = "all_gather",
+    recompute: str = "none",
 ) -> PartSizes:
-    """Sizes for a layout; ``streams``: of mesh axes, by default inside the node."""
+    """Sizes for a layout.
+
+    ``streams``: of mesh axes, by default inside the node; ``recompute``: of all layers, or of each.
+    """
     return PartSizes(
         shape=shape,
         tp=layout.tp,
         micro_batch=micro_batch,
-        kinds=layout.kinds(shape.kinds),
+        kinds=with_policies(layout.kinds(shape.kinds), recompute),
+        recompute=of_all(recompute, shape.layers),
         cp=layout.cp,
         ep=layout.ep,
         context=context,

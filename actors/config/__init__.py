@@ -22,7 +22,10 @@ from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anc
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
+from braid.scheduling.operators import Stream
+from braid.scheduling.pattern import counted
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import (
     AXES,
     CONTEXT_MODES,
@@ -52,6 +55,30 @@ class DataConfig(Section):
     restart_positions: bool = False  # count positions from the begin of each document, with document_mask
 
 
+def _policies(value: Any) -> Any:
+    """One policy, or those of all layers: ``2*full none``, or as a list."""
+    text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
+    for word in str(text).split() or [""]:
+        times, star, policy = word.rpartition("*")
+        if policy not in RECOMPUTE_POLICIES or (star and not times.isdigit()):
+            known = ", ".join(RECOMPUTE_POLICIES)
+            raise ValueError(f"{word!r} must be one of {known}, or for every layer, as in '4*full 8*none'")
+    return text
+
+
+def _degrees(value: Any) -> Any:
+    """``2*4 2`` as ``[4, 4, 2]``."""
+    if not isinstance(value, str):
+        return value
+    found = []
+    for word in value.split():
+        times, star, degree = word.rpartition("*")
+        if not degree.isdigit() or (star and not times.isdigit()):
+            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
+        found += [int(degree)] * int(times or 1)
+    return tuple(found)
+
+
 class TrainConfig(Section):
     """Steps, batch and optimizer."""
 
@@ -72,27 +99,15 @@ class TrainConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
-    # of a layer's values for its backward pass; fine repeats no collective
-    recompute: Annotated[str, one_of(RECOMPUTE_POLICIES)] = "none"
+    # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
+    # one for all layers, or one for each: [full, full, none], or "2*full none"
+    recompute: Annotated[str, BeforeValidator(_policies)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
     # of a sum lie within a factor of 2^25 or so; not with ep, as an expert adds up rows of several ranks
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     validation_samples: Positive = 64  # of each validation
-
-
-def _degrees(value: Any) -> Any:
-    """``2*4 2`` as ``[4, 4, 2]``."""
-    if not isinstance(value, str):
-        return value
-    found = []
-    for word in value.split():
-        times, star, degree = word.rpartition("*")
-        if not degree.isdigit() or (star and not times.isdigit()):
-            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
-        found += [int(degree)] * int(times or 1)
-    return tuple(found)
 
 
 class ParallelConfig(Section):
@@ -203,6 +218,14 @@ class Config(Section):
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
+    def sizes(self, shape: ModelShape, streams: Mapping[str, Stream] | None = None) -> PartSizes:
+        """Sizes of the model's parts on one rank; ``streams``: where axes lie, by default inside the node."""
+        train, context = self.train, self.parallel.context
+        try:
+            return part_sizes(shape, self.layout(), train.micro_batch, streams, context, train.recompute)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
     def workload(self) -> Workload:
         """Batch sizes."""
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
@@ -215,6 +238,7 @@ class Config(Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.shape(vocabulary)
+            policies_of(self.train.recompute, shape.layers)
             if self.parallel.auto:  # layouts are checked as they are tried
                 return shape
             check_runnable(shape, self.layout())

@@ -33,7 +33,6 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.validate import check, linked
 
@@ -48,15 +47,14 @@ def model_graphs(
 
     ``streams``: where axes lie (`Profile.streams`), by default inside the node.
     """
-    layout = config.layout()
-    sizes = part_sizes(shape, layout, config.train.micro_batch, streams, config.parallel.context)
+    sizes = config.sizes(shape, streams)
     if not config.model.own_layers:
-        return built_in_parts(sizes, config.train.recompute)
+        return built_in_parts(sizes)
     from braid.actors.stage.layers import load_layers
 
     layers = load_layers(config.model.own_layers)
     graphs = {kind: definition.graph for kind, definition in layers.items()}
-    return model_parts(sizes, graphs, config.train.recompute)
+    return model_parts(sizes, graphs)
 
 
 def setting_of(config: Config, shape: ModelShape) -> Setting:

@@ -60,7 +60,7 @@ class StageModel:
         self.chunks: dict[int, tuple[PartInstance, ...]] = {}
         self.parameters: list[StageParameter] = []
         self._tied: StageParameter | None = None
-        self._kinds = layout.kinds(shape.kinds)
+        self._kinds = sizes.kinds
         graphs = model_parts(sizes, {kind: definition.graph for kind, definition in self.layers.items()})
         parts = {
             chunk: chunk_parts(layout, self._kinds, chunk) for chunk in layout.chunks_of(place.position["pp"])

@@ -50,7 +50,6 @@ from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
-from braid.scheduling.sizes import part_sizes
 from braid.scheduling.validate import linked
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -151,16 +150,16 @@ class Worker(Logged, Rank):
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
         train = config.train
-        definitions, kinds = load_layers(config.model.own_layers), layout.kinds(plan.shape.kinds)
-        sizes = part_sizes(plan.shape, layout, train.micro_batch, context=config.parallel.context)
+        definitions = load_layers(config.model.own_layers)
+        sizes = config.sizes(plan.shape)
         graphs = {kind: definition.graph for kind, definition in definitions.items()}
-        self._parts = parts = model_parts(sizes, graphs, train.recompute)
+        self._parts = parts = model_parts(sizes, graphs)
         units = scheduled_parts(
-            parts, layout, kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+            parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
         )
-        self._code = linked(schedule, layout, kinds, units)
+        self._code = linked(schedule, layout, sizes.kinds, units)
         validation = validation_schedule(plan.shape, layout, validation_micro_batches(config), parts)
-        evaluation = linked(validation, layout, kinds, parts)
+        evaluation = linked(validation, layout, sizes.kinds, parts)
         self._model_of = partial(
             StageModel,
             shape=plan.shape,

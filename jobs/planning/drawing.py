@@ -69,11 +69,11 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     parts = scheduled_parts(
         members,
         layout,
-        layout.kinds(shape.kinds),
+        kinds := config.sizes(shape).kinds,
         unit_layers=schedule.unit_layers,
         partitions=schedule.partitions,
     )
-    code = link(schedule, layout, layout.kinds(shape.kinds), parts)
+    code = link(schedule, layout, kinds, parts)
     for stage in range(layout.pp):
         rank = rank_memory(code, shape, config.train.dtype, stage)
         sizes = (

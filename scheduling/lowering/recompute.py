@@ -1,11 +1,55 @@
 """Recomputation as a policy on a part's graphs: which forward values are computed again, not kept."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
+from braid.scheduling.pattern import variant
 
 RECOMPUTE_POLICIES: Final = ("none", "selective", "full", "fine")
+
+
+def _known(policy: str) -> str:
+    if policy not in RECOMPUTE_POLICIES:
+        known = ", ".join(RECOMPUTE_POLICIES)
+        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
+    return policy
+
+
+@lru_cache
+def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
+    """The recompute policy of every layer: one word for all, or POLICY and NUMBER*POLICY for as many as there
+    are. `ValueError` for other words, and for another number of layers.
+    """
+    if recompute in RECOMPUTE_POLICIES:
+        return (recompute,) * layers
+    found: list[str] = []
+    for word in recompute.split() or [recompute]:
+        times, _, policy = word.rpartition("*")
+        found += [_known(policy)] * (int(times) if times.isdigit() else 1)
+    if len(found) != layers:
+        raise ValueError(
+            f"train.recompute={recompute!r} has {len(found)} policies, and model.layers={layers}; give one "
+            f"for every layer, or one word for all"
+        )
+    return tuple(found)
+
+
+def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
+    """The kind of every layer: where policies differ, a variant for each but ``none``."""
+    policies = policies_of(recompute, len(kinds))
+    if len(set(policies)) == 1:
+        return tuple(kinds)
+    named = zip(kinds, policies, strict=True)
+    return tuple(kind if policy == "none" else variant(kind, policy) for kind, policy in named)
+
+
+def of_all(recompute: str, layers: int) -> str:
+    """The policy of a part that has none of its own."""
+    policies = set(policies_of(recompute, layers))
+    return policies.pop() if len(policies) == 1 else "none"
 
 
 def with_recompute(part: Part, policy: str) -> Part:
@@ -15,10 +59,7 @@ def with_recompute(part: Part, policy: str) -> Part:
     collectives write, so that none is repeated (Oases section III-B); ``full`` keeps only the part's inputs.
     A part that runs its backward pass at once (the head) keeps nothing and is left as it is.
     """
-    if policy not in RECOMPUTE_POLICIES:
-        known = ", ".join(RECOMPUTE_POLICIES)
-        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
-    if policy == "none" or not part.backward.operators:
+    if _known(policy) == "none" or not part.backward.operators:
         return part
     producers = {name: op for op in part.forward.operators for name in op.writes}
 

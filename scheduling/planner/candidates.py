@@ -148,8 +148,8 @@ def _price(
 ) -> _Layer:
     """Serial times, and an estimate of the paired time between its bounds."""
     streams = axis_streams(layout, cluster.gpus_per_node)
-    sizes = part_sizes(search.model, layout, micro_batch, streams, search.context)
-    parts = built_in_parts(sizes, recompute)
+    sizes = part_sizes(search.model, layout, micro_batch, streams, search.context, recompute)
+    parts = built_in_parts(sizes)
     width = DTYPE_BYTES[search.dtype]
     profile = analytic_profile(cluster, layout, parts, width)
     kinds, ends = search.model.kinds, (parts["embedding"], parts["head"])

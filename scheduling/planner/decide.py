@@ -106,9 +106,14 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
             )
         streams = axis_streams(setting.layout, cluster.gpus_per_node)
         sizes = part_sizes(
-            setting.model, setting.layout, setting.workload.micro_batch, streams, setting.context
+            setting.model,
+            setting.layout,
+            setting.workload.micro_batch,
+            streams,
+            setting.context,
+            setting.recompute,
         )
-        parts = built_in_parts(sizes, setting.recompute)
+        parts = built_in_parts(sizes)
         members = with_partitions(parts, setting.partitions, setting.layout)
         if profile is not None:
             costs = with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from braid.actors.config import Config
 from braid.actors.config.model import Positive, Section
+from braid.actors.config.overlap import AUTO
 from braid.actors.config.reference import reference, tables
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.lowering.named import SCHEDULES
 from tests.architecture.test_imports import loaded_after
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -81,7 +82,7 @@ def test_a_key_is_rendered_with_its_comment() -> None:
 
 
 def test_options_of_texts_are_named() -> None:
-    assert f"| `train.recompute` | one of {', '.join(RECOMPUTE_POLICIES)} | `none` |" in reference()
+    assert f"| `overlap.schedule` | one of {', '.join((*SCHEDULES, AUTO))} | `megatron` |" in reference()
 
 
 def test_comments_within_a_value_count() -> None:

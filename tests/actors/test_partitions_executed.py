@@ -48,7 +48,7 @@ SHAPES: Final = {"llama": replace(LLAMA, layers=3), "gpt": replace(GPT, layers=3
 
 
 def layer_of(shape: ModelShape, micro_batch: int, recompute: str = "none") -> Part:
-    return built_in_parts(part_sizes(shape, LAYOUT, micro_batch), recompute)["layer"]
+    return built_in_parts(part_sizes(shape, LAYOUT, micro_batch, recompute=recompute))["layer"]
 
 
 def points(layer: Part) -> Iterator[tuple[Kind, Partition]]:

@@ -40,6 +40,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("moe", "ddp", {"tp": 2, "dp": 4, "ep": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
     ("moe", "braid_w", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 2*1 2"}),
 ]
+RECOMPUTING: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama", "full none fine selective", "oases", {"tp": 4, "tensor_degrees": "4 2 1 2"}),
+    ("gpt", "2*full none full", "braid_w", {"tp": 2, "dp": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
+    ("moe", "none full fine none", "braid_w", {"tp": 2, "pp": 2, "tensor_degrees": "2 2*1 2"}),
+    ("llama", "none full none fine", "dualpipev", {"pp": 2}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +79,32 @@ def plain(model: str, layers: int, folder: Path, data: Path) -> PlainRun:
 def test_losses_are_those_of_plain_pytorch(
     tmp_path: Path, data: Path, model: str, schedule: str, parallel: Mapping[str, Any]
 ) -> None:
-    layers = 5 if parallel["tensor_degrees"].count(" ") == 4 else 4
+    compare(tmp_path, data, model, schedule, parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "policies", "schedule", "parallel"), RECOMPUTING, ids=[f"{m} {p}" for m, p, _, _ in RECOMPUTING]
+)
+def test_so_are_those_of_layers_that_recompute_by_policies_of_their_own(
+    tmp_path: Path, data: Path, model: str, policies: str, schedule: str, parallel: Mapping[str, Any]
+) -> None:
+    compare(tmp_path, data, model, schedule, parallel, recompute=policies)
+
+
+def compare(
+    tmp_path: Path,
+    data: Path,
+    model: str,
+    schedule: str,
+    parallel: Mapping[str, Any],
+    recompute: str = "none",
+) -> None:
+    """Losses, norms and parameters of a run and of plain PyTorch."""
+    layers = 5 if parallel.get("tensor_degrees", "").count(" ") == 4 else 4
     expected = plain(model, layers, tmp_path / "plain", data)
     sections = {**overrides(model, layers), "parallel": parallel, "overlap": {"schedule": schedule}}
+    sections["train"] = {**sections["train"], "recompute": recompute}
     sections["overlap"] = planned(tmp_path / "plans", sections)
     run = run_layout(tmp_path / "run", data, **sections)
     assert run.losses == pytest.approx(expected.losses, rel=1e-9, abs=0)

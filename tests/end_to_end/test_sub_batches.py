@@ -19,7 +19,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES, "full fine selective none"])
 @pytest.mark.parametrize(
     "parallel", LAYOUTS, ids=lambda parallel: " x ".join(f"{axis} {n}" for axis, n in parallel.items())
 )

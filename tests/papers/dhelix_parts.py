@@ -72,7 +72,7 @@ def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> Volu
     """
     width = DTYPE_BYTES["bf16"]
     samples = step_tokens // model.sequence // layout.dp
-    parts = built_in_parts(part_sizes(model, layout, 1), "none")
+    parts = built_in_parts(part_sizes(model, layout, 1))
     layer = parts["layer"]
     operators = (*layer.forward.operators, *layer.backward.operators)
     tensor = sum(op.bytes for op in operators if op.axis == "tp")

@@ -102,7 +102,7 @@ def model_parts(
 ) -> dict[str, Part]:
     """Embedding, layer and head; they do not depend on the pipeline."""
     layout = ParallelLayout(tp=tp, cp=cp, dp=ep, ep=ep)
-    return built_in_parts(part_sizes(shape, layout, MICRO_BATCH, context=context), recompute)
+    return built_in_parts(part_sizes(shape, layout, MICRO_BATCH, context=context, recompute=recompute))
 
 
 ON_ONE_STAGE = ("braid_twins", "two_beside_one")

@@ -111,7 +111,7 @@ def graphs(
 ) -> dict[str, Part]:
     """The parts of a model that may have all these layers."""
     layers = {kind: definition.graph for kind, definition in LAYERS.items()}
-    return every_part(part_sizes(shape, layout, MICRO_BATCH, context=context), layers, policy)
+    return every_part(part_sizes(shape, layout, MICRO_BATCH, context=context, recompute=policy), layers)
 
 
 def stage_model(

@@ -71,7 +71,7 @@ def parts_of(
     """Parts whose experts and context are parallel between nodes."""
     streams = {"cp": Stream.INTER, "ep": Stream.INTER}
     layout = ParallelLayout(dp=ep, tp=tp, cp=cp, ep=ep)
-    return built_in_parts(part_sizes(shape, layout, B, streams, context), recompute)
+    return built_in_parts(part_sizes(shape, layout, B, streams, context, recompute))
 
 
 def layer_of(
