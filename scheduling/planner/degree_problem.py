@@ -1,14 +1,15 @@
-"""What the choice of tensor-parallel degrees is given: what a layer costs at each of them, and the memory.
+"""What the choice for every layer is given: what it costs at each degree under each policy, and the memory.
 
 A layer's blocks (attention, MLP) end in a collective each. Two sub-batches run through them by turns, so
-that one computes while the other communicates; ``N / degree`` replicas share the global batch. Between
-layers of different degrees the activations are gathered, and nothing overlaps there.
+that one computes while the other communicates; ``N / degree`` replicas share the global batch. In Oases the
+activations are gathered between layers of different degrees, and nothing overlaps there; Braid's layers hand
+on the same tokens whatever their degrees.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
 
 from braid.scheduling.block_profile import BlockProfile
 
@@ -18,6 +19,18 @@ MEMORY_UNIT_BYTES: Final = 2**20
 PARAMETER_STATE_BYTES: Final = 16
 """Bytes of a parameter's states with Adam: weight, gradient and two moments in 32 bits, or 16-bit weight
 and gradient beside a 32-bit weight and moments."""
+
+
+class LayerChoice(NamedTuple):
+    """What is chosen for a layer: its tensor-parallel degree, and what of it is computed again."""
+
+    degree: int
+    recompute: str = "full"
+
+
+def fully_recomputed(degrees: Sequence[int]) -> tuple[LayerChoice, ...]:
+    """Layers of these degrees, all of which recompute everything, as in Oases."""
+    return tuple(map(LayerChoice, degrees))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +49,7 @@ class DegreeCosts:
     """What a layer costs at a degree. Blocks stand in the order of the forward pass, in ``backward`` too."""
 
     degree: int
+    recompute: str = "full"
     forward: tuple[PassCosts, ...]
     backward: tuple[PassCosts, ...]
     """Recomputation is part of the computation."""
@@ -45,6 +59,13 @@ class DegreeCosts:
     """The inputs of the blocks, which a layer keeps for recomputation."""
     runtime_bytes: int
     """Temporary buffers, which all layers of a rank use by turns."""
+    once_ns: int = 0
+    """What a layer adds whatever its micro-batches are: sums of gradients of replicas, the update."""
+
+    @property
+    def choice(self) -> LayerChoice:
+        """What these are the costs of."""
+        return LayerChoice(self.degree, self.recompute)
 
     @property
     def resident_units(self) -> int:
@@ -59,12 +80,13 @@ class DegreeCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DegreeProblem:
-    """Equal layers, the degrees to choose from in rising order, and the memory of a rank."""
+    """Equal layers, what to choose from in rising order of degrees, and the memory of a rank."""
 
     layers: int
     options: tuple[DegreeCosts, ...]
-    gather_ns: Mapping[tuple[int, int], int]
-    """(smaller, larger degree) -> time of the all-gather of activations, or of their gradients, in eq. 4."""
+    gather_ns: Mapping[tuple[int, int], int] | None
+    """(smaller, larger degree) -> time of the all-gather of activations, or of their gradients, in eq. 4.
+    None: nothing is gathered, and passes overlap between layers of any degrees."""
     memory_limit_bytes: int
     left_out: Mapping[int, str]
     """Degrees that cannot be chosen, with the reason."""
@@ -72,30 +94,39 @@ class DegreeProblem:
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ValueError(f"layers={self.layers} must be at least 1")
-        degrees = self.degrees
-        if not degrees:
+        choices = [option.choice for option in self.options]
+        if not choices:
             reasons = "; ".join(f"degree {degree}: {why}" for degree, why in self.left_out.items())
             raise ValueError(f"no tensor-parallel degree is available ({reasons or 'none was given'})")
-        if list(degrees) != sorted(set(degrees)):
-            raise ValueError(f"options have the degrees {degrees}, which must be distinct and rising")
-        if len({len(p) for option in self.options for p in (option.forward, option.backward)}) != 1:
-            raise ValueError("options differ in their number of blocks; describe the same layer in all")
-        for pair in product(degrees, repeat=2):
-            if pair[0] < pair[1] and pair not in self.gather_ns:
-                raise ValueError(f"gather_ns has no cost between degrees {pair[0]} and {pair[1]}; add it")
+        if len(set(choices)) != len(choices) or list(self.degrees) != sorted(self.degrees):
+            raise ValueError(f"options have the degrees {self.degrees}, which must be distinct and rising")
+        for low, high in product(self.degrees, repeat=2):
+            if low < high and self.gather_ns is not None and (low, high) not in self.gather_ns:
+                raise ValueError(f"gather_ns has no cost between degrees {low} and {high}; add it")
+
+    @property
+    def choices(self) -> tuple[LayerChoice, ...]:
+        """What to choose from."""
+        return tuple(option.choice for option in self.options)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The degrees to choose from."""
+        """Their degrees."""
         return tuple(option.degree for option in self.options)
 
-    def option(self, degree: int) -> DegreeCosts:
-        """What a layer costs at a degree; `ValueError` where it cannot be chosen."""
+    def option(self, choice: LayerChoice) -> DegreeCosts:
+        """What a layer costs; `ValueError` where that cannot be chosen."""
         for option in self.options:
-            if option.degree == degree:
+            if option.choice == choice:
                 return option
-        why = self.left_out.get(degree, "not among the options")
-        raise ValueError(f"degree {degree} is not available ({why}); choose from {self.degrees}")
+        why = self.left_out.get(choice.degree, "not among the options")
+        raise ValueError(f"degree {choice.degree} is not available ({why}); choose from {self.degrees}")
+
+    def moved_ns(self, one: DegreeCosts, other: DegreeCosts) -> int | None:
+        """Time of gathering activations between neighbours; None where nothing is in the way of overlap."""
+        if self.gather_ns is None or one.degree == other.degree:
+            return None
+        return self.gather_ns[min(one.degree, other.degree), max(one.degree, other.degree)]
 
 
 def problem_from_profile(

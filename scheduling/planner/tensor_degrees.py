@@ -1,6 +1,6 @@
-"""The tensor-parallel degree of every layer, by integer linear programming (Oases section V).
+"""Degree and recomputation of every layer, by integer linear programming (Oases section V).
 
-Exact: costs are functions of the degrees of two neighbouring layers, so a strategy is a path through a
+Exact: costs are functions of what is chosen for two neighbouring layers, so a strategy is a path through a
 layered graph, equation 5 the length of the path, and equation 6 one knapsack constraint on it.
 """
 
@@ -13,29 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from braid.scheduling.planner.degree_problem import MEMORY_UNIT_BYTES, DegreeProblem, PassCosts
+from braid.scheduling.planner.degree_problem import MEMORY_UNIT_BYTES, DegreeProblem, LayerChoice, PassCosts
 
 Numbers = NDArray[np.float64] | float
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformStrategy:
-    """One degree for all layers."""
+    """One degree and policy for all layers."""
 
     degree: int
+    recompute: str
     cost_ns: int
     memory_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DegreePlan:
-    """The best degrees, and the best uniform degree beside them."""
+    """What is best for every layer, and the best that is the same for all."""
 
-    degrees: tuple[int, ...]
+    choices: tuple[LayerChoice, ...]
     cost_ns: int
     memory_bytes: int
     uniform: UniformStrategy
     solver_seconds: float
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of every layer."""
+        return tuple(choice.degree for choice in self.choices)
 
     def describe(self) -> str:
         """The degrees as in the paper's table II, such as ``[2]x8+[4]x16``."""
@@ -48,23 +54,26 @@ def describe_degrees(degrees: Sequence[int]) -> str:
     return "+".join(f"[{degrees[start]}]x{end - start}" for start, end in pairwise(starts))
 
 
-def strategy_cost(problem: DegreeProblem, degrees: Sequence[int]) -> int:
+def strategy_cost(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
     """Equation 5 of one strategy, term by term: node costs of both passes, and edges, in nanoseconds.
 
     The paper writes both cases of equation 4 with the collective of the earlier layer and the computation
     of the later one. In the backward pass data flows the other way, so there it is the collective of the
     later layer that cannot hide behind the computation of the earlier one.
     """
-    options = [problem.option(degree) for degree in degrees]
+    options = [problem.option(choice) for choice in choices]
     assert len(options) == problem.layers
-    total = _pass_cost([block for option in options for block in option.forward])
+    total = sum(option.once_ns for option in options)
+    total += _pass_cost([block for option in options for block in option.forward])
     total += _pass_cost([block for option in reversed(options) for block in reversed(option.backward)])
     for earlier, later in pairwise(options):
+        gather = problem.moved_ns(earlier, later)
+        if gather is None:
+            continue
+        total += gather
         if earlier.degree < later.degree:
-            total += problem.gather_ns[earlier.degree, later.degree]
             total += min(earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
-        elif earlier.degree > later.degree:
-            total += problem.gather_ns[later.degree, earlier.degree]
+        else:
             total += min(later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
     return total
 
@@ -76,27 +85,28 @@ def _pass_cost(nodes: Sequence[PassCosts]) -> int:
     return total + sum(max(i.compute_ns[1], i.collective_ns[0]) for i in nodes)
 
 
-def strategy_memory_bytes(problem: DegreeProblem, degrees: Sequence[int]) -> int:
+def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
     """The left side of equation 6: all layers, and the largest buffers.
 
     The paper counts the buffers of the last layer. They are reused, so the peak is the largest of any layer;
     the two are the same where degrees are equal.
     """
-    options = [problem.option(degree) for degree in degrees]
+    options = [problem.option(choice) for choice in choices]
     units = sum(o.resident_units for o in options) + max(o.runtime_units for o in options)
     return units * MEMORY_UNIT_BYTES
 
 
 def uniform(problem: DegreeProblem) -> UniformStrategy:
-    """The cheapest degree for all layers that fits the memory; `ValueError` if none fits."""
-    strategies = [(degree, (degree,) * problem.layers) for degree in problem.degrees]
+    """The cheapest choice for all layers that fits the memory; `ValueError` if none fits."""
+    strategies = [(choice, (choice,) * problem.layers) for choice in problem.choices]
     fitting = [
         UniformStrategy(
-            degree=degree,
+            degree=choice.degree,
+            recompute=choice.recompute,
             cost_ns=strategy_cost(problem, strategy),
             memory_bytes=strategy_memory_bytes(problem, strategy),
         )
-        for degree, strategy in strategies
+        for choice, strategy in strategies
         if strategy_memory_bytes(problem, strategy) <= problem.memory_limit_bytes
     ]
     if not fitting:
@@ -106,7 +116,7 @@ def uniform(problem: DegreeProblem) -> UniformStrategy:
 
 def _too_little_memory(problem: DegreeProblem) -> ValueError:
     # No mixture needs less than its leanest degree alone: the buffers of that degree count in both.
-    least = min(strategy_memory_bytes(problem, (degree,) * problem.layers) for degree in problem.degrees)
+    least = min(strategy_memory_bytes(problem, (choice,) * problem.layers) for choice in problem.choices)
     missing = least - problem.memory_limit_bytes
     return ValueError(
         f"memory_limit_bytes={problem.memory_limit_bytes} is too little for {problem.layers} layers at any "
@@ -122,28 +132,28 @@ def plan_degrees(problem: DegreeProblem) -> DegreePlan:
     """
     start = time.perf_counter()
     best_uniform = uniform(problem)
-    degrees = _solve(problem)
+    choices = _solve(problem)
     return DegreePlan(
-        degrees=degrees,
-        cost_ns=strategy_cost(problem, degrees),
-        memory_bytes=strategy_memory_bytes(problem, degrees),
+        choices=choices,
+        cost_ns=strategy_cost(problem, choices),
+        memory_bytes=strategy_memory_bytes(problem, choices),
         uniform=best_uniform,
         solver_seconds=time.perf_counter() - start,
     )
 
 
-def _solve(problem: DegreeProblem) -> tuple[int, ...]:
-    """The shortest path through the degrees of the layers, as counts of its steps.
+def _solve(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
+    """The shortest path through the choices of the layers, as counts of its steps.
 
     Layers are equal, so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j]
-    counts the steps from degree i to degree j. Counts are those of a path if flow in and out agree and all
-    degrees used hang together; the latter is a second flow, which leaves the first degree with a unit for
-    every degree used and runs along steps that are taken. With one binary per layer and step instead, every
+    counts the steps from choice i to choice j. Counts are those of a path if flow in and out agree and all
+    choices used hang together; the latter is a second flow, which leaves the first choice with a unit for
+    every choice used and runs along steps that are taken. With one binary per layer and step instead, every
     order of the runs is another solution of the same cost, and 96 layers of 6 degrees took up to 38 s
     instead of 0.2 s.
 
-    Columns: first, last and used (binary, per degree), steps N (integer) and the second flow (both per pair
-    of degrees), the largest buffers.
+    Columns: first, last and used (binary, per choice), steps N (integer) and the second flow (both per pair
+    of choices), the largest buffers.
     """
     count = len(problem.options)
     first, last, used = (slice(k * count, (k + 1) * count) for k in range(3))
@@ -189,7 +199,7 @@ def _solve(problem: DegreeProblem) -> tuple[int, ...]:
     counts = np.rint(result.x[steps]).astype(int).reshape(count, count)
     path = _walk(counts.tolist(), int(np.argmax(result.x[first])))
     assert len(path) == problem.layers
-    return tuple(problem.degrees[place] for place in path)
+    return tuple(problem.choices[place] for place in path)
 
 
 def _walk(steps: list[list[int]], first: int) -> list[int]:
@@ -210,12 +220,12 @@ def _walk(steps: list[list[int]], first: int) -> list[int]:
 
 
 def _path_costs(problem: DegreeProblem) -> tuple[Numbers, Numbers, Numbers]:
-    """Equation 5 split over a path: cost of the first degree, of each pair of neighbours, of the last one.
+    """Equation 5 split over a path: cost of the first choice, of each pair of neighbours, of the last one.
 
     What happens inside a layer goes with the step into it. Of two neighbours, the computation of one pass
     and the collective before it take the longer of both times, or their sum where activations are gathered.
     """
-    inside = [_inside(option.forward) + _inside(option.backward[::-1]) for option in problem.options]
+    inside = [o.once_ns + _inside(o.forward) + _inside(o.backward[::-1]) for o in problem.options]
     first = [
         inner + option.forward[0].compute_ns[0] + option.backward[0].collective_ns[1]
         for inner, option in zip(inside, problem.options, strict=True)
@@ -225,14 +235,13 @@ def _path_costs(problem: DegreeProblem) -> tuple[Numbers, Numbers, Numbers]:
     for earlier, later in product(problem.options, repeat=2):
         forward = (earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
         backward = (later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
-        if earlier.degree < later.degree:
-            gather = problem.gather_ns[earlier.degree, later.degree]
-            between.append(gather + sum(forward) + max(backward))
-        elif earlier.degree > later.degree:
-            gather = problem.gather_ns[later.degree, earlier.degree]
-            between.append(gather + max(forward) + sum(backward))
-        else:
+        gather = problem.moved_ns(earlier, later)
+        if gather is None:
             between.append(max(forward) + max(backward))
+        elif earlier.degree < later.degree:
+            between.append(gather + sum(forward) + max(backward))
+        else:
+            between.append(gather + max(forward) + sum(backward))
     entered = np.tile(np.array(inside, dtype=float), len(inside))
     return np.array(first, dtype=float), np.array(between, dtype=float) + entered, np.array(last, dtype=float)
 

@@ -191,7 +191,7 @@ def profiled_problem(draw: random.Random, profile: BlockProfile, layers: int, de
 
 def _limited(draw: random.Random, problem: DegreeProblem) -> DegreeProblem:
     """With a memory limit between what the leanest and the largest uniform strategy take."""
-    sizes = [strategy_memory_bytes(problem, (degree,) * problem.layers) for degree in problem.degrees]
+    sizes = [strategy_memory_bytes(problem, (choice,) * problem.layers) for choice in problem.choices]
     return replace(problem, memory_limit_bytes=draw.randint(min(sizes), max(sizes)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
-from braid.scheduling.planner.degree_problem import DegreeProblem, problem_from_profile
+from braid.scheduling.planner.degree_problem import DegreeProblem, fully_recomputed, problem_from_profile
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
 from tests.papers.sub_batch import (
     SubBatching,
@@ -237,9 +237,9 @@ def _strategies(model: PublishedModel, profile: BlockProfile) -> list[StrategyRo
             model=model.name,
             origin=origin,
             degrees=degrees,
-            cost_ns=strategy_cost(free, degrees),
-            ktokens_per_s=_ktokens(model, profile, strategy_cost(free, degrees)),
-            memory_bytes=strategy_memory_bytes(free, degrees),
+            cost_ns=strategy_cost(free, fully_recomputed(degrees)),
+            ktokens_per_s=_ktokens(model, profile, strategy_cost(free, fully_recomputed(degrees))),
+            memory_bytes=strategy_memory_bytes(free, fully_recomputed(degrees)),
         )
         for origin, degrees in given.items()
     ]

@@ -7,16 +7,20 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize, read_block_profile
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.planner.degree_problem import (
     MEMORY_UNIT_BYTES,
     DegreeCosts,
     DegreeProblem,
+    LayerChoice,
     PassCosts,
+    fully_recomputed,
     problem_from_profile,
     replica_batch,
 )
@@ -32,12 +36,12 @@ PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 GIB = 2**30
 
 
-def brute_force(problem: DegreeProblem) -> tuple[int, tuple[int, ...]]:
-    """Cost and degrees of the best strategy, found by looking at all; `ValueError` if none fits."""
+def brute_force(problem: DegreeProblem) -> tuple[int, tuple[LayerChoice, ...]]:
+    """Cost and choices of the best strategy, found by looking at all; `ValueError` if none fits."""
     fitting = [
-        (strategy_cost(problem, degrees), degrees)
-        for degrees in product(problem.degrees, repeat=problem.layers)
-        if strategy_memory_bytes(problem, degrees) <= problem.memory_limit_bytes
+        (strategy_cost(problem, choices), choices)
+        for choices in product(problem.choices, repeat=problem.layers)
+        if strategy_memory_bytes(problem, choices) <= problem.memory_limit_bytes
     ]
     if not fitting:
         raise ValueError("nothing fits")
@@ -68,26 +72,35 @@ def blocks(draw: st.DrawFn, count: int) -> tuple[PassCosts, ...]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, most_layers: int = 5, most_degrees: int = 4) -> DegreeProblem:
+def problems(
+    draw: st.DrawFn, most_layers: int = 5, most_degrees: int = 4, most_policies: int = 1
+) -> DegreeProblem:
     """Any costs whatever, with a memory limit that some strategy meets, now and then to the byte."""
     layers, count = draw(st.integers(1, most_layers)), draw(st.integers(1, most_degrees))
-    per_layer = draw(st.integers(1, 3))
+    policies = RECOMPUTE_POLICIES[: draw(st.integers(1, most_policies))]
     options = tuple(
         DegreeCosts(
             degree=2**place,
-            forward=draw(blocks(per_layer)),
-            backward=draw(blocks(per_layer)),
+            recompute=policy,
+            forward=draw(blocks(draw(st.integers(1, 3)))),
+            backward=draw(blocks(draw(st.integers(1, 3)))),
             state_bytes=draw(BYTES),
             saved_bytes=draw(BYTES),
             runtime_bytes=draw(BYTES),
+            once_ns=draw(NS),
         )
         for place in range(count)
+        for policy in policies
     )
     gathers = {(2**i, 2**j): draw(NS) for i, j in product(range(count), repeat=2) if i < j}
     problem = DegreeProblem(
-        layers=layers, options=options, gather_ns=gathers, memory_limit_bytes=0, left_out={}
+        layers=layers,
+        options=options,
+        gather_ns=draw(st.sampled_from((gathers, None))),
+        memory_limit_bytes=0,
+        left_out={},
     )
-    strategies = st.tuples(*[st.sampled_from(problem.degrees)] * layers)
+    strategies = st.tuples(*[st.sampled_from(problem.choices)] * layers)
     limit = strategy_memory_bytes(problem, draw(strategies)) + draw(st.sampled_from((0, 1, 2**20, 2**24)))
     return replace(problem, memory_limit_bytes=limit)
 
@@ -96,8 +109,8 @@ def check_optimal(problem: DegreeProblem) -> None:
     """The plan costs what the best of all strategies costs, and says so truly."""
     best, _ = brute_force(problem)
     plan = plan_degrees(problem)
-    assert plan.cost_ns == best == strategy_cost(problem, plan.degrees)
-    assert plan.memory_bytes == strategy_memory_bytes(problem, plan.degrees) <= problem.memory_limit_bytes
+    assert plan.cost_ns == best == strategy_cost(problem, plan.choices)
+    assert plan.memory_bytes == strategy_memory_bytes(problem, plan.choices) <= problem.memory_limit_bytes
     assert len(plan.degrees) == problem.layers
 
 
@@ -105,6 +118,33 @@ def check_optimal(problem: DegreeProblem) -> None:
 @settings(deadline=None)
 def test_the_plan_is_the_best_strategy(problem: DegreeProblem) -> None:
     check_optimal(problem)
+
+
+@given(problems(most_layers=4, most_degrees=3, most_policies=3))
+@settings(deadline=None, max_examples=30)
+def test_the_plan_is_the_best_strategy_of_degrees_and_policies(problem: DegreeProblem) -> None:
+    check_optimal(problem)
+
+
+@given(problems(most_layers=4, most_degrees=3, most_policies=3), st.integers(5, 6), st.randoms())
+@settings(deadline=None, max_examples=15)
+def test_so_it_is_of_all_half_a_million_of_six_layers(
+    problem: DegreeProblem, layers: int, random: random.Random
+) -> None:
+    """Costs of all strategies from those of one and of two layers, as a layer knows its neighbours alone."""
+    several = replace(problem, layers=layers)
+    single, pair = replace(problem, layers=1), replace(problem, layers=2)
+    options = problem.choices
+    one = np.array([strategy_cost(single, (choice,)) for choice in options])
+    two = np.array([[strategy_cost(pair, (a, b)) for b in options] for a in options])
+    at = np.array(list(product(range(len(options)), repeat=layers)), dtype=np.int8)
+    cost = sum(two[at[:, k], at[:, k + 1]] for k in range(layers - 1)) - one[at[:, 1:-1]].sum(axis=1)
+    units = np.array([(o.resident_units, o.runtime_units) for o in problem.options])[at]
+    memory = (units[:, :, 0].sum(axis=1) + units[:, :, 1].max(axis=1)) * MEMORY_UNIT_BYTES
+    limit = int(random.choice(memory))
+    found = plan_degrees(replace(several, memory_limit_bytes=limit))
+    assert found.cost_ns == cost[memory <= limit].min() == strategy_cost(several, found.choices)
+    assert strategy_memory_bytes(several, found.choices) == found.memory_bytes <= limit
 
 
 @given(problems(most_layers=8, most_degrees=2))
@@ -116,7 +156,7 @@ def test_the_plan_is_the_best_strategy_of_many_layers(problem: DegreeProblem) ->
 @given(problems(most_layers=4))
 @settings(deadline=None)
 def test_uniform_is_the_best_of_the_uniform(problem: DegreeProblem) -> None:
-    strategies = [(degree,) * problem.layers for degree in problem.degrees]
+    strategies = [(choice,) * problem.layers for choice in problem.choices]
     fitting = [s for s in strategies if strategy_memory_bytes(problem, s) <= problem.memory_limit_bytes]
     if not fitting:
         with pytest.raises(ValueError, match="bytes are missing"):
@@ -124,7 +164,7 @@ def test_uniform_is_the_best_of_the_uniform(problem: DegreeProblem) -> None:
         return
     found = uniform(problem)
     assert found.cost_ns == min(strategy_cost(problem, strategy) for strategy in fitting)
-    assert (found.degree,) * problem.layers in fitting
+    assert (LayerChoice(found.degree, found.recompute),) * problem.layers in fitting
     assert plan_degrees(problem).cost_ns <= found.cost_ns
 
 
@@ -138,7 +178,7 @@ def test_more_memory_never_costs_time(problem: DegreeProblem, more: int) -> None
 @given(problems())
 @settings(deadline=None)
 def test_too_little_memory_says_how_much_would_do(problem: DegreeProblem) -> None:
-    strategies = product(problem.degrees, repeat=problem.layers)
+    strategies = product(problem.choices, repeat=problem.layers)
     least = min(strategy_memory_bytes(problem, strategy) for strategy in strategies)
     limit = least - 1
     with pytest.raises(
@@ -186,14 +226,15 @@ def small_problem() -> DegreeProblem:
     ],
 )
 def test_the_equations_by_hand(degrees: tuple[int, int], expected: int) -> None:
-    assert strategy_cost(small_problem(), degrees) == expected
+    assert strategy_cost(small_problem(), fully_recomputed(degrees)) == expected
 
 
 def test_memory_counts_all_layers_and_the_largest_buffers() -> None:
     problem = small_problem()
-    assert strategy_memory_bytes(problem, (1, 1)) == (2 + 1) * MEMORY_UNIT_BYTES
-    assert strategy_memory_bytes(problem, (4, 1)) == strategy_memory_bytes(problem, (1, 4))
-    assert strategy_memory_bytes(problem, (1, 4)) == (2 + 4) * MEMORY_UNIT_BYTES
+    assert strategy_memory_bytes(problem, fully_recomputed((1, 1))) == (2 + 1) * MEMORY_UNIT_BYTES
+    one_four = fully_recomputed((1, 4))
+    assert strategy_memory_bytes(problem, one_four[::-1]) == strategy_memory_bytes(problem, one_four)
+    assert strategy_memory_bytes(problem, one_four) == (2 + 4) * MEMORY_UNIT_BYTES
 
 
 def test_a_problem_that_is_none() -> None:
@@ -206,11 +247,8 @@ def test_a_problem_that_is_none() -> None:
         replace(problem, options=problem.options[::-1])
     with pytest.raises(ValueError, match="no cost between degrees 1 and 4"):
         replace(problem, gather_ns={})
-    longer = replace(problem.options[1], forward=problem.options[1].forward * 2)
-    with pytest.raises(ValueError, match="differ in their number of blocks"):
-        replace(problem, options=(problem.options[0], longer))
     with pytest.raises(ValueError, match=r"degree 2 is not available .* choose from \(1, 4\)"):
-        strategy_cost(problem, (1, 2))
+        strategy_cost(problem, fully_recomputed((1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +319,7 @@ def test_a_degree_sets_the_batch_and_its_halves() -> None:
 def test_a_single_sample_overlaps_nothing() -> None:
     problem = made_up_problem(devices=4, global_batch=2)
     assert problem.degrees == (2, 4)
-    two = problem.option(2)
+    two = problem.option(LayerChoice(2))
     assert [block.compute_ns for block in two.forward] == [(500, 0), (1000, 0)]
     work = 3 * sum(b.compute_ns[0] + b.collective_ns[0] for b in (*two.forward, *two.backward))
     assert strategy_cost(problem, (2, 2, 2)) == work
@@ -344,7 +382,7 @@ def random_real_problem(draw: random.Random, layers: int, count: int) -> DegreeP
             draw.sample(problem.options, min(count, len(problem.options))), key=lambda o: o.degree
         )
         problem = replace(problem, options=tuple(chosen))
-        sizes = [strategy_memory_bytes(problem, (degree,) * layers) for degree in problem.degrees]
+        sizes = [strategy_memory_bytes(problem, (choice,) * layers) for choice in problem.choices]
         return replace(problem, memory_limit_bytes=draw.randint(min(sizes), max(sizes) + MEMORY_UNIT_BYTES))
 
 
@@ -374,9 +412,13 @@ def test_the_published_strategies_are_not_beaten_by_more_than_they_claim() -> No
     }
     for (hidden, layers, batch), strategy in published.items():
         problem = real_problem(hidden, layers, 32, batch, RTX3090_BYTES, (2, 4))
-        plan = plan_degrees(problem)
-        assert strategy_memory_bytes(problem, strategy) <= problem.memory_limit_bytes
-        assert plan.cost_ns <= strategy_cost(problem, strategy) < strategy_cost(problem, (4,) * layers)
+        plan, theirs = plan_degrees(problem), fully_recomputed(strategy)
+        assert strategy_memory_bytes(problem, theirs) <= problem.memory_limit_bytes
+        assert (
+            plan.cost_ns
+            <= strategy_cost(problem, theirs)
+            < strategy_cost(problem, fully_recomputed((4,) * layers))
+        )
     llama = plan_degrees(real_problem(4096, 16, 32, 32, RTX3090_BYTES))
     assert set(llama.degrees) == {2, 4}, "memory forbids degree 2 everywhere, communication degree 4"
     assert list(llama.degrees) == sorted(llama.degrees), (
