@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from braid.scheduling.partition import Region
+from braid.scheduling.pattern import measured_kind
 
 
 class Stream(StrEnum):
@@ -175,7 +176,7 @@ class Operator:
     @property
     def key(self) -> str:
         """Its name in a profile."""
-        return f"{self.part}/{self.measured_as}"
+        return f"{measured_kind(self.part)}/{self.measured_as}"
 
     @property
     def completes(self) -> bool:

@@ -50,6 +50,12 @@ def own_recompute(kind: str) -> str:
 
 
 @lru_cache
+def measured_kind(part: str) -> str:
+    """The part whose operators take as long: what a layer computes again changes none of them."""
+    return ".".join(mark for n, mark in enumerate(part.split(".")) if n == 0 or mark.isdigit())
+
+
+@lru_cache
 def kinds_of(pattern: str, layers: int) -> tuple[str, ...]:
     """The kind of every layer: those of the pattern, repeated until there are so many.
 

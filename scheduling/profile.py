@@ -188,7 +188,7 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
         if op.piece is None:
             continue
         piece, own = op.piece, op.key
-        name = f"{op.part}/{piece.measured_as}"
+        name = replace(op, measured_as=piece.measured_as).key
         measured = profile.solo_ns.get(f"{name}.1of{piece.ways}")
         equal = abs(piece.share * piece.ways - 1) < 0.01
         if op.axis is not None and (factor := factor_of(op.axis)) is not None:

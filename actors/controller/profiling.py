@@ -20,6 +20,7 @@ from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.scheduling.operators import Part, Stream
+from braid.scheduling.pattern import measured_kind
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import AXES, ModelShape
@@ -118,10 +119,10 @@ def profile_key(
         "braid": braid.__version__,
         "shape": asdict(shape),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
+        "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds)}),
         "micro_batch": config.train.micro_batch,
         "dtype": config.train.dtype,
         "kernels": config.train.kernels,
-        "recompute": config.train.recompute,
         "expert_imbalance": config.overlap.expert_imbalance,
         "layer": config.model.layer,
         "threads": config.cluster.threads_per_rank,
