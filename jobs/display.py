@@ -260,7 +260,8 @@ def layouts_table(layouts: Sequence[MeasuredLayout]) -> Table:
         if one.seconds is None:
             table.add_row(one.layout, one.trouble, "-", "-")
         else:
-            table.add_row(one.layout, one.schedule, f"{one.seconds:.4f}", f"{one.seconds / first:.3f}")
+            schedule = f"{one.schedule} ({one.trouble})" if one.trouble else one.schedule
+            table.add_row(one.layout, schedule, f"{one.seconds:.4f}", f"{one.seconds / first:.3f}")
     return table
 
 

@@ -126,7 +126,7 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
         model=replace(shape, pattern=UNIFORM),
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
-        recompute=train.recompute,
+        recompute=config.recompute,
         fixed={"cp": config.parallel.cp},
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
     )

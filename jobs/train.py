@@ -29,6 +29,7 @@ from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
 from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.layers import with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
 from braid.jobs.session import check_lasting, ray_session
@@ -59,7 +60,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutsMeasured:
-    """What ``parallel: auto`` compared, the fastest first; the run takes that one."""
+    """What ``parallel: auto``, or auto for layers, compared, the fastest first; the run takes that one."""
 
     layouts: tuple[MeasuredLayout, ...]
 
@@ -186,13 +187,21 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
 
 
 def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
-    """The configuration with a layout, searched for where it is to be."""
-    if not config.parallel.auto:
+    """The configuration with a layout and what is best for every layer, where they are to be searched for."""
+    if not config.parallel.auto and not config.chooses_layers:
         return config
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    found, layouts = with_layout(config, shape, launcher, lambda layout: show(Profiling(layout=layout)))
-    show(LayoutsMeasured(layouts=tuple(layouts)))
-    return found
+
+    def tell(layout: str) -> None:
+        show(Profiling(layout=layout))
+
+    if config.parallel.auto:
+        config, layouts = with_layout(config, shape, launcher, tell)
+        show(LayoutsMeasured(layouts=tuple(layouts)))
+    if config.chooses_layers and config.overlap.plan is None:
+        config, layouts = with_layers(config, shape, launcher, tell)
+        show(LayoutsMeasured(layouts=tuple(layouts)))
+    return config
 
 
 def _in_processes(

@@ -56,19 +56,21 @@ class DataConfig(Section):
 
 
 def _policies(value: Any) -> Any:
-    """One policy, or those of all layers: ``2*full none``, or as a list."""
+    """One policy, or those of all layers: ``2*full none``, or as a list; or auto."""
     text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
-    for word in str(text).split() or [""]:
+    for word in () if text == AUTO else str(text).split() or [""]:
         times, star, policy = word.rpartition("*")
         if policy not in RECOMPUTE_POLICIES or (star and not times.isdigit()):
             known = ", ".join(RECOMPUTE_POLICIES)
-            raise ValueError(f"{word!r} must be one of {known}, or for every layer, as in '4*full 8*none'")
+            raise ValueError(
+                f"{word!r} must be one of {known}, auto, or for every layer, as in '4*full 8*none'"
+            )
     return text
 
 
 def _degrees(value: Any) -> Any:
-    """``2*4 2`` as ``[4, 4, 2]``."""
-    if not isinstance(value, str):
+    """``2*4 2`` as ``[4, 4, 2]``; or auto."""
+    if not isinstance(value, str) or value == AUTO:
         return value
     found = []
     for word in value.split():
@@ -100,7 +102,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
     # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
-    # one for all layers, or one for each: [full, full, none], or "2*full none"
+    # one for all layers, or one for each: [full, full, none], or "2*full none". auto: the fastest that fits
     recompute: Annotated[str, BeforeValidator(_policies)] = "none"
     bucket_mb: Positive = 25  # size of a gradient bucket
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
@@ -124,8 +126,9 @@ class ParallelConfig(Section):
     pp: Positive = 1  # pipeline: stages of consecutive layers
     cp: Positive = 1  # context: the sequence is cut
     ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
-    # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp
-    tensor_degrees: Annotated[tuple[int, ...], BeforeValidator(_degrees)] | None = None
+    # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp. auto: the
+    # fastest that fits
+    tensor_degrees: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
@@ -210,7 +213,8 @@ class Config(Section):
             )
         degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
-        degrees["tensor_degrees"] = self.parallel.tensor_degrees or ()
+        own = self.parallel.tensor_degrees
+        degrees["tensor_degrees"] = () if own is None or own == AUTO else own
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:
@@ -222,9 +226,19 @@ class Config(Section):
         """Sizes of the model's parts on one rank; ``streams``: where axes lie, by default inside the node."""
         train, context = self.train, self.parallel.context
         try:
-            return part_sizes(shape, self.layout(), train.micro_batch, streams, context, train.recompute)
+            return part_sizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    @property
+    def chooses_layers(self) -> bool:
+        """Whether degrees or policies of layers are chosen when a run starts, or by `braid plan`."""
+        return AUTO in (self.parallel.tensor_degrees, self.train.recompute)
+
+    @property
+    def recompute(self) -> str:
+        """``train.recompute``; none until it is chosen."""
+        return "none" if self.train.recompute == AUTO else self.train.recompute
 
     def workload(self) -> Workload:
         """Batch sizes."""
@@ -238,7 +252,7 @@ class Config(Section):
         """The model's shape, after checking that model, layout and batch fit each other."""
         try:
             shape = self.shape(vocabulary)
-            policies_of(self.train.recompute, shape.layers)
+            policies_of(self.recompute, shape.layers)
             if self.parallel.auto:  # layouts are checked as they are tried
                 return shape
             check_runnable(shape, self.layout())

@@ -44,6 +44,9 @@ class ClusterConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # of process groups; auto: NCCL on GPUs, else gloo
     cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
     threads_per_rank: Positive = 1  # CPU threads that a rank computes with
+    memory_gb: Annotated[float, Field(gt=0)] | None = (
+        None  # that plans may fill of a rank; null: whatever it takes
+    )
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     nccl: NcclConfig = NcclConfig()

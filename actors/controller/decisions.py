@@ -163,8 +163,9 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
         "parallel": config.parallel.model_dump(mode="json"),
         "workload": asdict(config.workload()),
         "dtype": train.dtype,
-        "recompute": train.recompute,
+        "recompute": config.recompute,
         "kernels": train.kernels,
+        "memory_gb": config.cluster.memory_gb,
         "overlap": overlap.model_dump(mode="json", exclude={"profile", "plan", "schedule_file"}),
         "files": [_digest(file) for file in (overlap.plan, overlap.schedule_file)],
     }

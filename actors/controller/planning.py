@@ -28,6 +28,7 @@ from braid.scheduling.planner.decide import (
     outcome_of_schedule,
     searched_schedules,
     with_schedule,
+    within,
 )
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
@@ -67,7 +68,7 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
             workload=config.workload(),
             schedule="megatron" if schedule == AUTO else schedule,
             dtype=config.train.dtype,
-            recompute=config.train.recompute,
+            recompute=config.recompute,
             context=config.parallel.context,
         )
     except ValueError as error:
@@ -129,12 +130,20 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
 
 
 def _over(config: Config, serial: Outcome) -> Over:
-    """Bytes of activations beyond what ``overlap.memory_slack`` allows: so much more than megatron's."""
-    slack = config.overlap.memory_slack
+    """Bytes beyond what a run may take: of activations so much more than megatron's as
+    ``overlap.memory_slack`` allows, of everything ``cluster.memory_gb``.
+    """
+    slack, total = config.overlap.memory_slack, in_memory(config)
     if slack is None:
-        return anything
+        return total
     limit = activation_bytes(serial.simulation) * (1 + slack)
-    return lambda simulation: max(0.0, activation_bytes(simulation) - limit)
+    return lambda simulation: max(total(simulation), activation_bytes(simulation) - limit)
+
+
+def in_memory(config: Config) -> Over:
+    """Bytes beyond ``cluster.memory_gb``."""
+    room = config.cluster.memory_gb
+    return anything if room is None else within(room * 1e9)
 
 
 def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = None) -> Schedule:

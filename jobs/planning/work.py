@@ -8,9 +8,9 @@ from braid.actors.config import Config, ConfigError, ParallelConfig, load_config
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.plan import Plan, parse_plan, read_plan
+from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import plan_layout, plan_of
+from braid.scheduling.planner.cluster import plan_layout, plan_of, runner_up
 from braid.scheduling.planner.decide import (
     AUTO,
     PART_BY_PART,
@@ -24,6 +24,7 @@ from braid.scheduling.planner.decide import (
     with_schedule,
     within,
 )
+from braid.scheduling.planner.layer_choices import choose_layers
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
@@ -94,7 +95,8 @@ def make_plan(job: Request) -> Plan:
     """Search with ``parallel: auto``, else decide for the layout that is given."""
     config = job.config
     if not config.parallel.auto:
-        outcome = _decided(job, fixed_setting(job))
+        choose = _layers_chosen if config.chooses_layers else _decided_alone
+        outcome, others = choose(job, fixed_setting(job))
         if outcome.missing_bytes:
             missing, usable = outcome.missing_bytes / 2**30, job.cluster.usable_bytes / 2**30
             raise ConfigError(
@@ -103,7 +105,7 @@ def make_plan(job: Request) -> Plan:
                 f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
                 f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
             )
-        return plan_of(outcome, job.cluster)
+        return plan_of(outcome, job.cluster, others)
     if job.profile is not None:
         raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")
     given = config.train.model_fields_set
@@ -112,7 +114,7 @@ def make_plan(job: Request) -> Plan:
         global_batch=config.train.global_batch,
         dtype=job.dtype,
         micro_batch=config.train.micro_batch if "micro_batch" in given else None,
-        recompute=config.train.recompute if "recompute" in given else None,
+        recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
         schedule=_searched_schedule(config),
         fixed=config.parallel.fixed,
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
@@ -136,6 +138,24 @@ def _decided(job: Request, setting: Setting) -> Outcome:
     return decide(settings, modelled(job.cluster, job.profile), within(job.cluster.usable_bytes), space)[0]
 
 
+def _decided_alone(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
+    return _decided(job, setting), ()
+
+
+def _layers_chosen(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
+    """With a degree and a policy for every layer, and what all of one kind would take."""
+    from braid.jobs.layers import layer_search, schedules_of
+
+    bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
+    search = layer_search(job.config, usable)
+    found = choose_layers(setting, search, bench_of, within(usable), schedules_of(job.config))
+    best = found[0]
+    taken = decide(
+        [with_schedule(best.setting, best.setting.schedule)], bench_of, within(usable), PART_BY_PART
+    )
+    return taken[0], tuple(runner_up(one, best) for one in found[1:6])
+
+
 def fixed_setting(job: Request) -> Setting:
     """The setting of a configuration whose degrees are given; `ConfigError` names what does not fit."""
     config = job.config
@@ -149,7 +169,7 @@ def fixed_setting(job: Request) -> Setting:
             workload=workload,
             schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
             dtype=job.dtype,
-            recompute=config.train.recompute,
+            recompute=config.recompute,
             context=config.parallel.context,
         )
     except ValueError as error:

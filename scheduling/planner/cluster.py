@@ -63,7 +63,7 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
         outcomes.sort(key=_step)
     best = outcomes[0]
     _validate(best, cluster)
-    others = [_runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
+    others = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
     return plan_of(best, cluster, tuple(others + refused[:3]))
 
 
@@ -147,7 +147,8 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
     return outcomes
 
 
-def _runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
+def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
+    """What a plan says of a setting that was simulated and not taken."""
     slower = outcome.step_ns / best.step_ns - 1
     ours, theirs = best.numbers, outcome.numbers
     reasons = []

@@ -9,21 +9,22 @@ is right wherever all layers are alike. What it proposes is simulated too, and t
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Final
 
 from braid.scheduling.lowering.recompute import policies_of
 from braid.scheduling.operators import Graph
 from braid.scheduling.pattern import counted, is_layer
-from braid.scheduling.planner.decide import COARSE, Outcome, Over, decide, rank
+from braid.scheduling.planner.decide import COARSE, Outcome, Over, decide, rank, with_schedule
 from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, LayerChoice, PassCosts
 from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 
-TIGHTENED: Final = 4
-"""How often the program is asked again with a memory limit that is lower by what its answer was over."""
+ASKED: Final = 5
+"""How often the program is asked, each time with another memory limit, until what it answers fits."""
 
 Schedules = Callable[[Setting], Iterable[Setting]]
 """A setting under every schedule that is compared."""
@@ -75,25 +76,38 @@ def choose_layers(
         raise refused or ValueError("there is nothing to choose from")
     best = min(alike.values(), key=rank)
     found = [*alike.values()]
-    for choices in _proposed(alike, best, search, lambda choices: _last_over(found, choices)):
-        one = replace(with_choices(setting, choices), schedule=best.setting.schedule)
-        found.append(decide(schedules(one), bench_of, over, COARSE)[0])
+    for choices in _proposed(alike, best, search.limit_bytes, partial(_missing, found)):
+        one = with_schedule(with_choices(setting, choices), best.setting.schedule)
+        found.append(decide([one], bench_of, over, COARSE)[0])
     return sorted(found, key=rank)
 
 
-def _last_over(found: Sequence[Outcome], choices: Sequence[LayerChoice]) -> float:
-    return next(o.missing_bytes for o in reversed(found) if choices_of(o.setting) == tuple(choices))
+def _missing(found: Sequence[Outcome], choices: Sequence[LayerChoice]) -> float:
+    return next(one.missing_bytes for one in found if choices_of(one.setting) == tuple(choices))
+
+
+def degrees_within(tp: int) -> tuple[int, ...]:
+    """The degrees that layers may have side by side: each divides the next one, and the last is ``tp``."""
+    found = [tp]
+    while found[-1] > 1:
+        found.append(next(n for n in range(found[-1] // 2, 0, -1) if found[-1] % n == 0))
+    return tuple(reversed(found))
 
 
 def _proposed(
     alike: Mapping[LayerChoice, Outcome],
     best: Outcome,
-    search: LayerSearch,
-    over: Callable[[Sequence[LayerChoice]], float],
+    limit: float,
+    missing: Callable[[Sequence[LayerChoice]], float],
 ) -> Iterator[tuple[LayerChoice, ...]]:
-    """What the program answers, in both directions, under a limit that is tightened until the answer fits."""
-    limit, known = search.limit_bytes, {(choice,) * best.setting.model.layers for choice in alike}
-    for _ in range(TIGHTENED):
+    """What the program answers, in both directions, under limits that close in on the one that is meant.
+
+    The program adds up what layers hold, and cannot see when they do: where its answer is over the limit, the
+    next one is lower, and where it is not, between the two.
+    """
+    known = {(choice,) * best.setting.model.layers for choice in alike}
+    fits, exceeds = 0.0, limit
+    for _ in range(ASKED):
         try:
             choices = plan_degrees(_problem(alike, best, limit)).choices
         except ValueError:  # nothing fits: what needs least is among those that are alike
@@ -102,10 +116,14 @@ def _proposed(
             if one not in known:
                 known.add(one)
                 yield one
-        missing = over(choices)
-        if not missing:
+        if over := missing(choices):
+            exceeds = limit
+            limit = max(limit - over, (fits + limit) / 2)
+        elif limit == exceeds:
             return
-        limit -= missing
+        else:
+            fits = limit
+            limit = (limit + exceeds) / 2
 
 
 def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) -> DegreeProblem:

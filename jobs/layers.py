@@ -1,0 +1,115 @@
+"""``parallel.tensor_degrees: auto`` and ``train.recompute: auto``: what is fastest for every layer and fits.
+
+A run measures layers of every degree that they may have, side by side in one model, and the planner chooses
+(`braid.scheduling.planner.layer_choices`); the run then is as if that had been given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.config.overlap import AUTO
+from braid.actors.controller.group import Launcher
+from braid.actors.controller.planning import in_memory, model_graphs, setting_of
+from braid.actors.controller.profiling import find_or_measure
+from braid.jobs.layouts import MeasuredLayout, Tell
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.planner.decide import Outcome, measured, searched_schedules
+from braid.scheduling.planner.degree_problem import LayerChoice
+from braid.scheduling.planner.layer_choices import (
+    LayerSearch,
+    Schedules,
+    choose_layers,
+    degrees_within,
+    with_choices,
+)
+from braid.scheduling.planner.orders import Bench
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape
+
+
+def layer_search(config: Config, limit_bytes: float) -> LayerSearch:
+    """What may be chosen for every layer.
+
+    `ConfigError` where degrees or policies are given layer by layer, and the others are to be chosen.
+    """
+    degrees, recompute = config.parallel.tensor_degrees, config.train.recompute
+    given = isinstance(degrees, tuple)
+    if given or recompute not in (AUTO, *RECOMPUTE_POLICIES):
+        one, other = "parallel.tensor_degrees", "train.recompute"
+        what, open_ = (one, other) if given else (other, one)
+        raise ConfigError(
+            f"{what}={degrees if given else recompute!r} is given layer by layer, and {open_} is auto; set "
+            f"both to auto, or give both"
+        )
+    tp = config.parallel.tp
+    return LayerSearch(
+        degrees=degrees_within(tp) if degrees == AUTO else (tp,),
+        policies=RECOMPUTE_POLICIES if recompute == AUTO else (recompute,),
+        limit_bytes=limit_bytes,
+    )
+
+
+def as_chosen(config: Config, setting: Setting) -> Config:
+    """The configuration with what was chosen for its layers."""
+    degrees = setting.layout.tensor_degrees or None
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={"tensor_degrees": degrees}),
+            "train": config.train.model_copy(update={"recompute": setting.recompute}),
+        }
+    )
+
+
+def with_layers(
+    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell
+) -> tuple[Config, list[MeasuredLayout]]:
+    """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
+    room = config.cluster.memory_gb
+    search = layer_search(config, float("inf") if room is None else room * 1e9)
+    setting = setting_of(config, shape)
+    fitting = _fitting(setting, search)
+    tell(f"layers of degree {' and '.join(map(str, fitting))}")
+    probe = as_chosen(config, with_choices(setting, _side_by_side(fitting, shape.layers)))
+    profile = find_or_measure(probe, shape, launcher).profile
+    search = replace(search, degrees=fitting)
+
+    def bench_of(one: Setting) -> Bench:
+        return measured(model_graphs(as_chosen(config, one), shape, profile.streams), profile)(one)
+
+    found = choose_layers(setting, search, bench_of, in_memory(config), schedules_of(config))
+    return as_chosen(config, found[0].setting), [*map(_row, found)]
+
+
+def schedules_of(config: Config) -> Schedules:
+    """What a setting is compared under."""
+    return searched_schedules if config.overlap.schedule == AUTO else lambda setting: [setting]
+
+
+def _fitting(setting: Setting, search: LayerSearch) -> tuple[int, ...]:
+    """Degrees that the micro-batch allows, the largest ones where there are more than layers."""
+    layers, found = setting.model.layers, []
+    for degree in search.degrees:
+        try:
+            with_choices(setting, (LayerChoice(degree, "none"),) * layers)
+        except ValueError:
+            continue
+        found.append(degree)
+    return tuple(found[-layers:])
+
+
+def _side_by_side(degrees: Sequence[int], layers: int) -> tuple[LayerChoice, ...]:
+    """Layers of all of them, which one profile then has."""
+    return tuple(LayerChoice(degree, "none") for degree in islice(cycle(reversed(degrees)), layers))
+
+
+def _row(outcome: Outcome) -> MeasuredLayout:
+    setting = outcome.setting
+    again = "" if setting.recompute == "none" else f", recompute {setting.recompute}"
+    return MeasuredLayout(
+        layout=setting.layout.describe() + again,
+        schedule=setting.schedule,
+        seconds=outcome.numbers.step_seconds,
+        trouble=f"{outcome.missing_bytes / 1e9:.2f} GB too much" if outcome.missing_bytes else "",
+    )
