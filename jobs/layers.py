@@ -25,12 +25,13 @@ from braid.scheduling.planner.layer_choices import (
     with_choices,
 )
 from braid.scheduling.planner.orders import Bench
+from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape
 
 
-def layer_search(config: Config, limit_bytes: float) -> LayerSearch:
-    """What may be chosen for every layer.
+def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearch:
+    """What may be chosen for every layer, within ``cluster.memory_gb`` or another limit.
 
     `ConfigError` where degrees or policies are given layer by layer, and the others are to be chosen.
     """
@@ -47,7 +48,7 @@ def layer_search(config: Config, limit_bytes: float) -> LayerSearch:
     return LayerSearch(
         degrees=degrees_within(tp) if degrees == AUTO else (tp,),
         policies=RECOMPUTE_POLICIES if recompute == AUTO else (recompute,),
-        limit_bytes=limit_bytes,
+        limit_bytes=limit_bytes or (config.cluster.memory_gb or float("inf")) * 1e9,
     )
 
 
@@ -66,18 +67,20 @@ def with_layers(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
-    room = config.cluster.memory_gb
-    search = layer_search(config, float("inf") if room is None else room * 1e9)
-    setting = setting_of(config, shape)
-    fitting = _fitting(setting, search)
+    fitting = _fitting(setting_of(config, shape), layer_search(config))
     tell(f"layers of degree {' and '.join(map(str, fitting))}")
-    probe = as_chosen(config, with_choices(setting, _side_by_side(fitting, shape.layers)))
-    profile = find_or_measure(probe, shape, launcher).profile
-    search = replace(search, degrees=fitting)
+    probe = as_chosen(config, with_choices(setting_of(config, shape), _side_by_side(fitting, shape.layers)))
+    return layers_chosen(config, shape, find_or_measure(probe, shape, launcher).profile)
+
+
+def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[Config, list[MeasuredLayout]]:
+    """The same with a profile that has layers of every degree that the micro-batch allows."""
+    setting, search = setting_of(config, shape), layer_search(config)
 
     def bench_of(one: Setting) -> Bench:
         return measured(model_graphs(as_chosen(config, one), shape, profile.streams), profile)(one)
 
+    search = replace(search, degrees=_fitting(setting, search))
     found = choose_layers(setting, search, bench_of, in_memory(config), schedules_of(config))
     return as_chosen(config, found[0].setting), [*map(_row, found)]
 

@@ -40,7 +40,10 @@ def bench_training(
 @bench.command("overlap")
 def bench_overlap(
     layout: Annotated[
-        str, typer.Option(help="tp2, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, cp2tp2, ep2 or ep2tp2.")
+        str,
+        typer.Option(
+            help="tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, cp2tp2, ep2, ep2tp2, mixed2 or mixed4."
+        ),
     ] = "tp2",
     zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,
     shards: Annotated[int, typer.Option(help="parallel.shards of the schedules.", min=0)] = 0,
@@ -63,6 +66,13 @@ def bench_overlap(
     memory_slack: Annotated[
         float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)
     ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="cluster.memory_gb, within which degrees of layers are planned.")
+    ] = None,
+    ffn: Annotated[int | None, typer.Option(help="model.ffn (default: the family's).", min=1)] = None,
+    drawn: Annotated[
+        int, typer.Option(help="Of mixed2 and mixed4: compare so many random degrees of layers.", min=0)
+    ] = 0,
     peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
     rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
     ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
@@ -90,7 +100,7 @@ def bench_overlap(
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     names = schedules.split(",") if schedules else None
     for name in names or ():
-        if name not in (known := overlap_case.known_schedules(layout)):
+        if name.partition(" ")[0] not in (known := overlap_case.known_schedules(layout)):
             raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(known)}")
     case = overlap_case.OverlapCase(
         layout=layout,
@@ -105,7 +115,15 @@ def bench_overlap(
         alpha=alpha,
         recompute=recompute,
         memory_slack=memory_slack,
+        memory_gb=memory_gb,
+        ffn=ffn,
     )
+    if drawn:
+        if layout not in overlap_case.MIXED:
+            raise ConfigError(f"--drawn needs --layout {' or '.join(overlap_case.MIXED)}, not {layout}")
+        names = [
+            name for schedule in names or ["oases"] for name in overlap_case.drawn(schedule, case, drawn)
+        ]
     console = Console(stderr=True)
     try:
         result = overlap.run(

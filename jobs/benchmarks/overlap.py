@@ -10,6 +10,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.benchmarks.modelled import modelled_profile
-from braid.jobs.benchmarks.overlap_case import PEERS, OverlapCase, compared
+from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
+from braid.jobs.layers import layers_chosen
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.planner.decide import anything, measured, outcome_of, outcome_of_schedule
+from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.planner.orders import BenchOf, decisions, exact_pairing, layer_pair
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write, write_sides
@@ -156,10 +159,19 @@ class _Bench:
         return self._measure(rounds=15)
 
     def _measure(self, rounds: int = 5) -> Profile:
-        config = self._config("megatron")
+        config = self._every_degree()
         schedule = write(build_schedule(config, self.shape))
         plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data="")
         return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
+
+    def _every_degree(self) -> Config:
+        """Serial, with layers of every degree that schedules have."""
+        case = self._case
+        if case.layout not in MIXED:
+            return self._config("megatron")
+        degrees = degrees_within(self._config("megatron").parallel.tp)
+        every = islice(cycle(reversed(degrees)), case.layers)
+        return self._config(f"megatron {' '.join(map(str, every))}")
 
     def _processes(self, config: Config) -> ProcessLauncher:
         return ProcessLauncher(config, self._places)
@@ -224,6 +236,10 @@ class _Bench:
         shown = f"{name}, modelled costs" if believed is not None else name
         self._progress(f"starting {shown}")
         config = self._config(name)
+        if config.chooses_layers:
+            config, found = layers_chosen(config, self.shape, believed or profile)
+            shown += f": {found[0].layout}"
+            self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
         decided = plan_run(config, self.shape, believed or profile).taken
         schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
         plan = RunPlan(

@@ -1,10 +1,12 @@
 """What `braid bench overlap` compares: layouts with their schedules and peers, and the model of a case."""
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from braid.actors.config import Config, parse_config
+from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.planner.tiers import TIERS
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
@@ -20,7 +22,13 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "cp2tp2": {"cp": 2, "tp": 2},
     "ep2": {"dp": 2, "ep": 2},
     "ep2tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "mixed2": {"tp": 2},
+    "mixed4": {"tp": 4},
 }
+MIXED = ("mixed2", "mixed4")
+"""Layouts whose layers have degrees of their own: schedules are written ``oases 2*4 2``, or ``oases planned``."""
+PLANNED = "planned"
+"""The degrees that `braid.scheduling.planner.layer_choices` takes within ``memory_gb``."""
 OURS = ("braid_w", "braid_eager", "braid_v")
 ANY_OF_OURS = "braid"
 """Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
@@ -31,6 +39,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
     **dict.fromkeys(("cp2", "cp2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
+    **dict.fromkeys(MIXED, ("megatron",)),
     **dict.fromkeys(("ep2", "ep2tp2"), ("megatron", "expert_overlap", "wavelet", "dhelix", ANY_OF_OURS)),
 }
 """Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
@@ -40,7 +49,7 @@ RECOMPUTING = ("megatron", "merak", "oases", ANY_OF_OURS)
 NO_COLLECTIVE_AGAIN = ("oases", "braid")
 """Schedules that repeat no collective (``fine``) where others recompute whole layers (``full``): Oases,
 section IV-B."""
-FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2")
+FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2", "mixed4")
 """Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
 """Baselines: `ddp` under that ZeRO stage."""
@@ -54,7 +63,7 @@ PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
     "cp2": (("torch_cp", GLOO),),
     "ep2": (("torch_ep", GLOO),),
-    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2tp2", "ep2tp2"), ()),
+    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2tp2", "ep2tp2", *MIXED), ()),
 }
 """Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`).
 
@@ -65,13 +74,28 @@ a plan for routers, experts and gathered keys, and gradients that `DistributedDa
 
 def compared(case: "OverlapCase") -> tuple[str, ...]:
     """The schedules of a case, where none are named."""
+    if case.layout in MIXED:
+        tp = LAYOUTS[case.layout]["tp"]
+        ours = "oases" if case.recompute == "full" else "braid_sub_batches"
+        alike = [f"{ours} {case.layers}*{degree}" for degree in degrees_within(tp)]
+        return ("megatron", *alike, f"{ours} {PLANNED}")
     return SCHEDULES[case.layout] if case.recompute == "none" else RECOMPUTING
+
+
+def drawn(schedule: str, case: "OverlapCase", count: int) -> tuple[str, ...]:
+    """So many schedules with degrees that are drawn for every layer, all of them different."""
+    found, draw = set[str](), random.Random(case.seed)
+    degrees = degrees_within(LAYOUTS[case.layout]["tp"])
+    count = min(count, len(degrees) ** case.layers)
+    while len(found) < count:
+        found.add(" ".join(str(draw.choice(degrees)) for _ in range(case.layers)))
+    return tuple(f"{schedule} {degrees}" for degrees in sorted(found))
 
 
 def known_schedules(layout: str) -> tuple[str, ...]:
     """Those that may be asked for in a layout."""
     more = (*ZERO, "ooo_backprop") if "dp" in LAYOUTS[layout] else ()
-    known = (*SCHEDULES[layout], *more, *RECOMPUTING, "braid_sub_batches", *TIERS.values())
+    known = (*SCHEDULES[layout], *more, *RECOMPUTING, "braid_sub_batches", "braid_w", *TIERS.values())
     return tuple(dict.fromkeys(known))
 
 
@@ -89,7 +113,7 @@ class OverlapCase:
     hidden: int = 1024
     layers: int = 2
     tokens: int = 512
-    """Of a micro-batch: one sample."""
+    """Of a micro-batch: one sample, or `samples` of them."""
     micro_batches: int = 16
     """Of a step, in each replica."""
     mbit: float | None = None
@@ -99,10 +123,18 @@ class OverlapCase:
     """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
     memory_slack: float | None = None
     """``overlap.memory_slack`` of the schedules."""
+    memory_gb: float | None = None
+    """``cluster.memory_gb``, within which degrees are planned."""
+    ffn: int | None = None
+    """``model.ffn``; by default the family's."""
     seed: int = 1
 
     def config(self, schedule: str, **cluster: Any) -> Config:
-        """The run's configuration under a schedule, or a baseline (`ZERO`)."""
+        """The run's configuration under a schedule, with degrees (`MIXED`) or without, or a baseline (`ZERO`).
+
+        Degrees that are still to be planned are ``auto``.
+        """
+        schedule, _, degrees = schedule.partition(" ")
         zero = ZERO.get(schedule, self.zero)
         fine = self.recompute == "full" and schedule.split("_")[0] in NO_COLLECTIVE_AGAIN
         schedule = "ddp" if schedule in ZERO else schedule
@@ -112,12 +144,13 @@ class OverlapCase:
                     "hidden": self.hidden,
                     "layers": self.layers,
                     "heads": max(2, self.hidden // 64),
-                    "sequence": self.tokens,
+                    "sequence": self.tokens // self.samples,
+                    **({"ffn": self.ffn} if self.ffn else {}),
                     **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
                 },
                 "train": {
-                    "global_batch": self.micro_batches * self.replicas,
-                    "micro_batch": 1,
+                    "global_batch": self.micro_batches * self.samples * self.replicas,
+                    "micro_batch": self.samples,
                     "steps": 100_000,
                     "warmup_steps": 100,
                     "seed": self.seed,
@@ -128,9 +161,16 @@ class OverlapCase:
                     "zero": zero,
                     "shards": self.shards,
                     "context": self.context,
+                    **({"tensor_degrees": "auto" if degrees == PLANNED else degrees} if degrees else {}),
                 },
                 "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
-                "cluster": {"device": "cpu", "cpus_per_rank": 0.05, "group_timeout_s": 120, **cluster},
+                "cluster": {
+                    "device": "cpu",
+                    "cpus_per_rank": 0.05,
+                    "group_timeout_s": 120,
+                    "memory_gb": self.memory_gb,
+                    **cluster,
+                },
             }
         )
 
@@ -138,6 +178,11 @@ class OverlapCase:
     def filled(self) -> bool:
         """Whether a host is filled with ranks before the next one is."""
         return self.layout in FILLED
+
+    @property
+    def samples(self) -> int:
+        """Of a micro-batch: so many that every rank can have some of its own."""
+        return LAYOUTS[self.layout]["tp"] if self.layout in MIXED else 1
 
     @property
     def replicas(self) -> int:

@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import spearmanr
 
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.stage.messages import SerialStep, StepResult
@@ -68,9 +70,21 @@ class OverlapResult:
         """The row of a schedule."""
         return next(row for row in self.rows if row.schedule == schedule)
 
+    @property
+    def simulated(self) -> tuple[float, float] | None:
+        """Of the simulator: median error, and rank correlation (Spearman) with what was measured.
+
+        With the profile that was taken between the rounds. None for fewer than three schedules.
+        """
+        pairs = [(row.beside_seconds, row.seconds_per_step) for row in self.rows if row.beside_seconds]
+        if len(pairs) < 3:
+            return None
+        told, took = np.array(pairs).T
+        return float(np.median(abs(told / took - 1))), float(spearmanr(told, took).statistic)
+
     def as_json(self) -> dict[str, Any]:
         """Plain containers, for ``--json``."""
-        return asdict(self)
+        return {**asdict(self), "simulated": self.simulated}
 
 
 @dataclass
@@ -181,6 +195,11 @@ def show(console: Console, result: OverlapResult) -> None:
         f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
         highlight=False,
     )
+    if result.simulated is not None:
+        error, correlation = result.simulated
+        console.print(
+            f"simulator: median error {error:.1%}, rank correlation {correlation:.3f}", highlight=False
+        )
     if result.exact_seconds is not None:
         console.print(
             f"simulated, layers paired in the best order (exact search): {result.exact_seconds:.3f} s",
