@@ -42,7 +42,7 @@ def bench_overlap(
     layout: Annotated[
         str,
         typer.Option(
-            help="tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, cp2tp2, ep2, ep2tp2, mixed2 or mixed4."
+            help="tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, cp2tp2, ep2, ep2tp2, mixed2, mixed4"
         ),
     ] = "tp2",
     zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,

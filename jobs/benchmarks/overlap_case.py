@@ -26,7 +26,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "mixed4": {"tp": 4},
 }
 MIXED = ("mixed2", "mixed4")
-"""Layouts whose layers have degrees of their own: schedules are written ``oases 2*4 2``, or ``oases planned``."""
+"""Layouts whose layers have degrees of their own, behind the schedule: ``oases 2*4 2``, ``oases planned``."""
 PLANNED = "planned"
 """The degrees that `braid.scheduling.planner.layer_choices` takes within ``memory_gb``."""
 OURS = ("braid_w", "braid_eager", "braid_v")
@@ -130,7 +130,7 @@ class OverlapCase:
     seed: int = 1
 
     def config(self, schedule: str, **cluster: Any) -> Config:
-        """The run's configuration under a schedule, with degrees (`MIXED`) or without, or a baseline (`ZERO`).
+        """The run's configuration under a schedule, perhaps with degrees (`MIXED`), or a baseline (`ZERO`).
 
         Degrees that are still to be planned are ``auto``.
         """
