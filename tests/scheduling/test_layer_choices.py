@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +85,7 @@ def chosen(limit: float, policies: tuple[str, ...] = RECOMPUTE_POLICIES) -> list
 def test_what_is_taken_fits_and_is_the_fastest_of_what_does() -> None:
     """With room for everything, for nothing, and for some of the layers to hold more."""
     bounds = sorted({held(alike(degree, policy)) for degree in (1, 2, 4) for policy in RECOMPUTE_POLICIES})
-    for limit in (bounds[-1], *((low + high) / 2 for low, high in zip(bounds, bounds[1:], strict=False))):
+    for limit in (bounds[-1], *((low + high) / 2 for low, high in pairwise(bounds))):
         found = chosen(limit)
         fitting = [one for one in found if held(one) <= limit]
         assert found[0] in fitting
@@ -110,5 +111,5 @@ def test_memory_between_two_policies_is_used_by_some_of_the_layers() -> None:
 def test_nothing_that_can_be_run() -> None:
     odd = replace(SETTING, workload=Workload(global_batch=16, micro_batch=1))
     search = LayerSearch(degrees=(1,), policies=("none",))
-    with pytest.raises(ValueError, match="train.micro_batch=1 is not divisible by the 4 groups"):
+    with pytest.raises(ValueError, match=r"train\.micro_batch=1 is not divisible by the 4 groups"):
         choose_layers(odd, search, modelled(CLUSTER), within(1e12), lambda setting: [setting])
