@@ -25,6 +25,12 @@ if not Path("/dev/nvidiactl").exists():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+    parser.addoption(
+        "--turns",
+        type=int,
+        default=1,
+        help="of tests of many cases (_BY_TURNS), run one in so many, drawn anew",
+    )
 
 
 def pytest_report_header() -> str:
@@ -37,11 +43,51 @@ _OF_BENCHMARKS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_BY_TURNS = (
+    *(
+        f"tests/end_to_end/test_{name}.py"
+        for name in (
+            "documents",
+            "experts",
+            "layouts",
+            "many_ranks",
+            "mixed_degrees",
+            "mixed_layers",
+            "partitioned_runs",
+            "strands",
+            "sub_batches",
+        )
+    ),
+    *(f"tests/cuda/test_{name}.py" for name in ("graphs", "machine", "schedules", "standstills")),
+    *(f"tests/scheduling/test_{name}.py" for name in ("memory", "pipelines", "sharing")),
+    "tests/actors/test_partitions_executed.py",
+)
+"""Files whose cases are layouts, schedules, models and policies, each with each: half of CI's time."""
+
+
+def _drawn(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Leave out what is not this run's turn; of every test at least one case stays."""
+    turns, of = config.getoption("--turns"), dict[str, list[pytest.Item]]()
+    for item in items:
+        if hasattr(item, "callspec") and str(item.path.relative_to(config.rootpath)) in _BY_TURNS:
+            of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {
+        item
+        for cases in of.values()
+        for item in random.Random(f"{SEED} {cases[0].nodeid}").sample(
+            cases, len(cases) - -(-len(cases) // turns)
+        )
+    }
+    config.hook.pytest_deselected(items=[*left])
+    items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
 
     With a long one, or a file of many, at the end, one process would wait for the other.
     """
+    _drawn(items, config)
     for item in items:
         alone = item.get_closest_marker("alone") is not None
         item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
