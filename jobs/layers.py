@@ -85,6 +85,16 @@ def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[
     return as_chosen(config, found[0].setting), [*map(_row, found)]
 
 
+def left_open(config: Config, shape: ModelShape) -> Config:
+    """With degrees of layers to be chosen, where none were given and the micro-batch allows several."""
+    if config.parallel.tensor_degrees is not None or config.parallel.tp == 1:
+        return config
+    parallel = config.parallel.model_copy(update={"tensor_degrees": AUTO})
+    open_ = config.model_copy(update={"parallel": parallel})
+    several = len(_fitting(setting_of(open_, shape), layer_search(open_))) > 1
+    return open_ if several else config
+
+
 def schedules_of(config: Config) -> Schedules:
     """What a setting is compared under."""
     return searched_schedules if config.overlap.schedule == AUTO else lambda setting: [setting]

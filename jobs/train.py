@@ -29,7 +29,7 @@ from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
 from braid.jobs.data.tokenizer import load_tokenizer
-from braid.jobs.layers import with_layers
+from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
 from braid.jobs.session import check_lasting, ray_session
@@ -198,6 +198,7 @@ def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
     if config.parallel.auto:
         config, layouts = with_layout(config, shape, launcher, tell)
         show(LayoutsMeasured(layouts=tuple(layouts)))
+        config = left_open(config, shape)
     if config.chooses_layers and config.overlap.plan is None:
         config, layouts = with_layers(config, shape, launcher, tell)
         show(LayoutsMeasured(layouts=tuple(layouts)))
