@@ -25,7 +25,7 @@ from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.partition import parse_partition
 from braid.scheduling.sizes import PartSizes, part_sizes
@@ -83,12 +83,18 @@ class Case:
     """Whether an expert takes as many rows of every rank, and the host has nothing to wait for."""
     partitions: tuple[str, ...] = ()
     """As text; with some, ranks are on hosts of two."""
+    degrees: tuple[int, ...] = ()
+    """Tensor-parallel, of every layer; by default of all."""
+    recompute: str = "none"
+    """Of all layers, or of each."""
 
     @property
     def name(self) -> str:
         """For people."""
         degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
         axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
+        axes += f" degrees {' '.join(map(str, self.degrees))}" if self.degrees else ""
+        axes += f" recompute {self.recompute}" if self.recompute != "none" else ""
         axes += " ring" if self.ring else ""
         axes += f" zero{self.zero}" if self.zero else ""
         axes += f" over {self.shards}" if self.shards else ""
@@ -105,12 +111,14 @@ class Case:
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
         layout = layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
-        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep)
+        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep, tensor_degrees=self.degrees)
 
     @property
     def shape(self) -> ModelShape:
         """The smallest that the layout takes."""
-        family = replace(GPT if self.gpt else LLAMA, layers=self.layers, tied_head=self.tied)
+        family = replace(
+            GPT if self.gpt else LLAMA, layers=len(self.degrees) or self.layers, tied_head=self.tied
+        )
         if self.experts or self.ep > 1:
             most = 0.75 if self.capacity else 0.0
             family = replace(family, family="moe", experts=4, top_k=2, capacity_factor=most, balance_loss=0.1)
@@ -124,7 +132,9 @@ class Case:
     @property
     def sizes(self) -> PartSizes:
         """Of one rank."""
-        return part_sizes(self.shape, self.layout, MICRO_BATCH, context=self.context)
+        return part_sizes(
+            self.shape, self.layout, MICRO_BATCH, context=self.context, recompute=self.recompute
+        )
 
     def cut(self) -> AbstractContextManager[object]:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
@@ -135,10 +145,13 @@ class Case:
         """Linked."""
         layout, shape = self.layout, self.shape
         setting = setting_for(self.schedule, layout, self.micro_batches, model=shape, context=self.context)
-        setting = replace(setting, partitions=tuple(map(parse_partition, self.partitions)))
+        partitions = tuple(map(parse_partition, self.partitions))
+        setting = replace(setting, partitions=partitions, recompute=self.recompute)
         members = with_partitions(built_in_parts(self.sizes), setting.partitions, layout)
         parts = unit_parts(members, layout, setting.kinds, setting.unit_layers)
-        schedule = training_schedule(setting, parts, choices_for(setting, ends=self.ends))
+        own = bool(self.degrees) or " " in self.recompute  # in orders that need no decision
+        choices = Choices() if own else choices_for(setting, ends=self.ends)
+        schedule = training_schedule(setting, parts, choices)
         return linked(schedule, layout, setting.kinds, parts)
 
 
@@ -177,7 +190,8 @@ class Ranked:
     def batches(self, step: int) -> list[MicroBatch | None]:
         """Random tokens, the same for ranks that share them: those of a stage's tp, and other stages."""
         mesh = self.case.layout.mesh
-        place = mesh.index(mesh.position(self.log.rank), mesh.sizes.keys() - {"pp", "tp"})
+        others = mesh.sizes.keys() - {"pp", *mesh.factors_of("tp")}
+        place = mesh.index(mesh.position(self.log.rank), others)
         generator = torch.Generator().manual_seed(1000 * step + place)
         vocabulary, count = self.case.shape.vocabulary, self.case.sizes.tokens
 

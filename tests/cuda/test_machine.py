@@ -54,6 +54,16 @@ EXCHANGED: list[Case] = [
     Case(schedule="wavelet", dp=2, ep=2, tp=2, capacity=True, micro_batches=2),
 ]
 """Over cp and ep: around a ring, to experts and back."""
+OF_LAYERS: list[Case] = [
+    Case(schedule="megatron", tp=2, degrees=(2, 1)),
+    Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full"),
+    Case(schedule="merak", tp=2, layers=2, recompute="full none"),
+    Case(schedule="wavelet", tp=4, degrees=(4, 2, 2, 4), micro_batches=2),
+    Case(schedule="wavelet", tp=2, pp=2, degrees=(1, 2, 2, 1), recompute="none full full fine"),
+    Case(schedule="ddp", tp=2, dp=2, zero=3, degrees=(2, 1), steps=2),
+    Case(schedule="expert_overlap", tp=2, dp=2, ep=2, zero=1, degrees=(1, 2), micro_batches=2),
+]
+"""Layers with degrees and policies of their own."""
 LEAST = 4096
 SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
 ORDERS = 60
@@ -78,7 +88,7 @@ def cases() -> list[Case]:
             found.append(Case(schedule=name, zero=zero, micro_batches=4, steps=2, **layout))
         for name, layout in CUT:
             found.append(Case(schedule=name, zero=zero, least=LEAST, micro_batches=4, steps=2, **layout))
-    return [*found, *EXCHANGED]
+    return [*found, *EXCHANGED, *OF_LAYERS]
 
 
 STAGED = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
@@ -122,6 +132,7 @@ ORDERED = [
     Case(schedule="megatron", cp=4, ring=True, micro_batches=1),
     Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2),
     Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=1),
+    Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full", micro_batches=2),
 ]
 """Steps that run again in other orders."""
 
@@ -265,6 +276,7 @@ LOSSES = [
     Case(schedule="braid_w", dp=2, zero=3, micro_batches=2),
     Case(schedule="megatron", cp=2, ring=True, micro_batches=1),
     Case(schedule="megatron", dp=2, ep=2, micro_batches=1),
+    Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full", micro_batches=2),
 ]
 
 
