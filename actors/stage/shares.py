@@ -179,8 +179,10 @@ def bucket_plans(
         axes = _axes(p, place.mesh, copies)
         return p.chunk, len(axes), axes, p.bucket if sharded else 0
 
+    # A bucket's are one behind the other also where the model has them in another order (shared experts).
+    ordered = sorted(parameters, key=lambda p: (*kind(p), p.bucket))
     plans = []
-    for (chunk, _, axes, bucket), group in groupby(sorted(parameters, key=kind), key=kind):
+    for (chunk, _, axes, bucket), group in groupby(ordered, key=kind):
         if not sharded:
             plans += [
                 BucketPlan(chunk=chunk, bucket=None, axes=axes, members=tuple(members))

@@ -110,6 +110,27 @@ class Gathers:
 
 
 @pytest.mark.parametrize("least", MANY)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_buckets_gradients_are_one_behind_the_other(
+    shared: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is summed early is the bucket's, also where the model has a shared expert behind the router."""
+    monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
+    layout = ParallelLayout(dp=4, ep=2)
+    mixture = {"family": "moe", "experts": 4, "top_k": 2, "shared_experts": shared}
+    _, gradients = sharded(held(layout, ModelShape(**{**vars(SHAPE), **mixture}), 0), 0, layout)
+    for bucket in gradients.buckets:
+        found = dict.fromkeys(bucket.parts, 0)
+        for parameter in bucket.plan.members:
+            part, own = bucket.parts[parameter.bucket], parameter.gradient
+            assert own is not None
+            begin = own.storage_offset() - part.storage_offset()
+            assert 0 <= begin <= part.numel() - own.numel()
+            found[parameter.bucket] += own.numel()
+        assert found == {n: part.numel() for n, part in bucket.parts.items()}
+
+
+@pytest.mark.parametrize("least", MANY)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_update_every_element_of_the_model_once(
