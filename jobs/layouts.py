@@ -125,6 +125,7 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
     search = Search(
         model=replace(shape, pattern=UNIFORM),
         global_batch=train.global_batch,
+        reduce_dtype=train.reduce_dtype,
         micro_batch=train.micro_batch,
         recompute=config.recompute,
         fixed={"cp": config.parallel.cp},

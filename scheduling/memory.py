@@ -12,6 +12,16 @@ from braid.scheduling.sweep import histories
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
+def sum_width(dtype: str) -> int:
+    """Bytes of a gradient where it is added up: single precision at least."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
+def sent_width(dtype: str, reduce_dtype: str | None) -> int:
+    """Bytes of a gradient that ranks sum: as it is added up, unless it is rounded for the way."""
+    return DTYPE_BYTES[reduce_dtype] if reduce_dtype else sum_width(dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes one rank of a pipeline stage needs, by what they hold."""
@@ -21,8 +31,8 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Activations, messages until they are waited for or used, and whole buckets of what is held in shares,
-    when most is held."""
+    """Activations, messages until they are waited for or used, whole buckets of what is held in shares, and
+    copies of gradients that are rounded for the way, when most is held."""
 
     @property
     def total_bytes(self) -> int:
@@ -31,14 +41,20 @@ class RankMemory:
 
 
 def rank_memory(
-    code: Code, shape: ModelShape, dtype: str, stage: int, gradient_width: int | None = None
+    code: Code,
+    shape: ModelShape,
+    dtype: str,
+    stage: int,
+    gradient_width: int | None = None,
+    reduce_dtype: str | None = None,
 ) -> RankMemory:
     """Memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
 
     gradient_width: bytes of a gradient; by default they are added up in at least single precision.
+    reduce_dtype: to which they are rounded where ranks sum them.
     """
     layout, width = code.layout, DTYPE_BYTES[dtype]
-    main = max(4, width)
+    main = sum_width(dtype)
     whole = share = 0
     for chunk in layout.chunks_of(stage):
         for bucket in code.buckets.of(chunk):
@@ -53,17 +69,25 @@ def rank_memory(
         parameter_bytes=(share if zero > 2 else whole) * width,
         gradient_bytes=(share if zero > 1 else whole) * (gradient_width or main),
         optimizer_bytes=share * (masters + 2 * main),
-        activation_bytes=max(held_during(code, stage, width, gradient_width), default=0),
+        activation_bytes=max(held_during(code, stage, width, gradient_width, reduce_dtype), default=0),
     )
 
 
-def held_during(code: Code, stage: int, width: int, gradient_width: int | None = None) -> tuple[int, ...]:
+def held_during(
+    code: Code,
+    stage: int,
+    width: int,
+    gradient_width: int | None = None,
+    reduce_dtype: str | None = None,
+) -> tuple[int, ...]:
     """Most bytes of activations and messages during each instruction of a stage; ``width``: of one number.
 
-    Gathered parameters and gradients on their way into shares (ZeRO) count too. What operators of one pass
-    hand each other counts, what kernels take while they run comes on top.
+    Gathered parameters, gradients on their way into shares (ZeRO), and copies of those that are rounded to
+    ``reduce_dtype`` count too. What operators of one pass hand each other counts, what kernels take while
+    they run comes on top.
     """
-    return histories(code, width, gradient_width or max(4, width))[stage].during
+    rounded = DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
+    return histories(code, width, gradient_width or max(4, width), rounded)[stage].during
 
 
 def state_bytes(

@@ -15,6 +15,10 @@ MOST_UNIT_LAYERS: Final = 8
 """Longer units take the search longer and gain nothing: an order reaches over a few operators."""
 
 
+REDUCE_DTYPES: Final = (None, "bf16")
+"""What gradients may be rounded to where ranks sum them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A model on a layout under a schedule, with what the schedule leaves open decided or not."""
@@ -26,6 +30,8 @@ class Setting:
     dtype: str = "bf16"
     recompute: str = "none"
     """Of all layers, or of each (`policies_of`)."""
+    reduce_dtype: str | None = None
+    """To which gradients are rounded where ranks sum them; None: as they are added up."""
     context: str = "all_gather"
     pipeline: str = ""
     """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
@@ -42,6 +48,7 @@ class Setting:
         for key, value, known in (
             ("schedule", self.schedule, tuple(SCHEDULES)),
             ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
             ("context", self.context, CONTEXT_MODES),
         ):
             if value not in known:

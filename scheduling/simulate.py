@@ -68,6 +68,8 @@ class Simulation:
     shape: ModelShape
     dtype: str
     ranks: tuple[RankRun, ...]
+    reduce_dtype: str | None = None
+    """To which gradients are rounded where ranks sum them."""
 
     @cached_property
     def step_ns(self) -> float:
@@ -112,7 +114,10 @@ class Simulation:
     def memory(self) -> list[RankMemory]:
         """What a rank of every stage needs."""
         stages = range(self.code.layout.pp)
-        return [rank_memory(self.code, self.shape, self.dtype, stage) for stage in stages]
+        return [
+            rank_memory(self.code, self.shape, self.dtype, stage, reduce_dtype=self.reduce_dtype)
+            for stage in stages
+        ]
 
     def numbers(self, micro_batch: int, peak_flops_per_s: float | None = None) -> Numbers:
         """The step's numbers; ``micro_batch`` in samples, as the parts were built with."""
@@ -155,10 +160,11 @@ def simulate(
     profile: Profile,
     *,
     dtype: str = "bf16",
+    reduce_dtype: str | None = None,
 ) -> Simulation:
     """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
-    prices = Prices(code, profile, dtype)
-    return Simulation(code, shape, dtype, tuple(run_ranks(code.stages, prices)))
+    prices = Prices(code, profile, dtype, reduce_dtype)
+    return Simulation(code, shape, dtype, tuple(run_ranks(code.stages, prices)), reduce_dtype)
 
 
 @dataclass(frozen=True)

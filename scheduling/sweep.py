@@ -26,6 +26,7 @@ from braid.scheduling.code import (
     Wait,
 )
 from braid.scheduling.mesh import is_tensor
+from braid.scheduling.operators import Parameters
 from braid.scheduling.schedule import Direction, Gather, Pass, PassKind, Reduce, Side
 
 FrameKey = tuple[int, int]
@@ -63,11 +64,12 @@ class AbsentInputError(CodeError):
 @dataclass
 class Sweep:
     """Goes through the stretches of a stage. ``width``: bytes of an activation; ``gradient_width``: of a
-    gradient."""
+    gradient; ``rounded_width``: of one in a copy that is rounded for the way; 0: there are none."""
 
     code: Code
     width: int = 2
     gradient_width: int = 4
+    rounded_width: int = 0
     states: dict[FrameKey, FrameState] = field(default_factory=dict)
     held_bytes: int = 0
     _known: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
@@ -121,6 +123,24 @@ class Sweep:
         )
         return elements * (self.width if isinstance(what, Gather) else self.gradient_width)
 
+    def rounded_bytes(self, what: Gather | Reduce) -> int:
+        """Bytes of the rounded copies of gradients that a sum sends, and that have the result at its end."""
+        if not isinstance(what, Reduce) or what.chunk is None or not self.rounded_width:
+            return 0
+        own = self.code.buckets.of(what.chunk)
+        summed = own if what.bucket is None else (own[what.bucket],)
+        return self.rounded_width * sum(self._summed_elements(what.axis, one.parameters) for one in summed)
+
+    def _summed_elements(self, axis: str, held: Parameters) -> int:
+        """Gradients of a bucket that a sum over an axis is of, on each of its ranks."""
+        layout, total = self.code.layout, 0
+        shares = axis == "replica" or (layout.zero > 1 and axis in BETWEEN_STAGES)
+        for axes, count in flat_elements(layout, held).items():
+            if axis in axes or axis in ("replica", "copies"):
+                ways = share_ways(layout, axes)
+                total += share_elements(count, ways) * (1 if shares else ways)
+        return total
+
     def sizes(self, frame: Frame) -> tuple[int, ...]:
         """Bytes of every register's memory; none of what the executor provides."""
         if frame not in self._sizes:
@@ -135,6 +155,8 @@ class Sweep:
 
 
 _NEW = FrameState()
+BETWEEN_STAGES = ("ends", "copies")
+"""Axes over which stages sum; behind replicas, where these have left shares."""
 
 
 def _begins(what: Gather | Reduce) -> bool:
@@ -157,9 +179,9 @@ class History:
 
 
 @lru_cache(maxsize=8)
-def histories(code: Code, width: int, gradient_width: int = 4) -> tuple[History, ...]:
-    """Sweep over every stage; ``width``: bytes of an activation, ``gradient_width``: of a gradient."""
-    sweep, found = Sweep(code, width, gradient_width), []
+def histories(code: Code, width: int, gradient_width: int = 4, rounded_width: int = 0) -> tuple[History, ...]:
+    """Sweep over every stage, with bytes of numbers as `Sweep` has them."""
+    sweep, found = Sweep(code, width, gradient_width, rounded_width), []
     for stretches in code.stages:
         sweep.states, sweep.held_bytes = {}, 0
         during, fault = [], None
@@ -179,7 +201,7 @@ class _Run:
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
-        self._whole_bytes = sweep.whole_bytes
+        self._whole_bytes, self._rounded_bytes = sweep.whole_bytes, sweep.rounded_bytes
         keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
         self._place = [keys.index(key) for key in keys]
         self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
@@ -232,9 +254,11 @@ class _Run:
                 self._made(turn, True)
             case Start(what=Gather() as what) | Allocate(what=what) if _begins(what):
                 self.bytes += self._whole_bytes(what)
+            case Start(what=Reduce() as what) if _begins(what):
+                self.bytes += self._rounded_bytes(what)
             case Wait(what=Reduce() as what) | Release(what=what) if _ends(what):
                 self.before_free = self.bytes
-                self.bytes -= self._whole_bytes(what)
+                self.bytes -= self._whole_bytes(what) + self._rounded_bytes(what)
                 return
         self.before_free = self.bytes
         self.most = max(self.most, self.bytes)

@@ -87,12 +87,14 @@ def check(code: Code) -> None:
         _fail(schedule, stage, position, f"deadlock: {waits}")
 
 
-def check_memory(code: Code, shape: ModelShape, dtype: str, limit_bytes: int) -> None:
+def check_memory(
+    code: Code, shape: ModelShape, dtype: str, limit_bytes: int, reduce_dtype: str | None = None
+) -> None:
     """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; names the instruction."""
     for stage in range(code.layout.pp):
-        needed = rank_memory(code, shape, dtype, stage).total_bytes
+        needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype).total_bytes
         if needed > limit_bytes:
-            during = held_during(code, stage, DTYPE_BYTES[dtype])
+            during = held_during(code, stage, DTYPE_BYTES[dtype], reduce_dtype=reduce_dtype)
             cause = (
                 f"memory: a rank of this stage needs {needed / 2**30:.2f} GiB here, "
                 f"{(needed - limit_bytes) / 2**30:.2f} GiB over the limit of {limit_bytes / 2**30:.2f} GiB"

@@ -20,11 +20,11 @@ from braid.actors.config.model import ConfigError, ModelConfig, Positive, Sectio
 from braid.actors.config.overlap import AUTO, OverlapConfig, one_of
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
+from braid.actors.config.train import TrainConfig
 from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
+from braid.scheduling.lowering.recompute import policies_of
 from braid.scheduling.operators import Stream
-from braid.scheduling.pattern import counted
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import (
     AXES,
@@ -35,7 +35,6 @@ from braid.scheduling.spec import (
 )
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
@@ -55,19 +54,6 @@ class DataConfig(Section):
     restart_positions: bool = False  # count positions from the begin of each document, with document_mask
 
 
-def _policies(value: Any) -> Any:
-    """One policy, or those of all layers: ``2*full none``, or as a list; or auto."""
-    text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
-    for word in () if text == AUTO else str(text).split() or [""]:
-        times, star, policy = word.rpartition("*")
-        if policy not in RECOMPUTE_POLICIES or (star and not times.isdigit()):
-            known = ", ".join(RECOMPUTE_POLICIES)
-            raise ValueError(
-                f"{word!r} must be one of {known}, auto, or for every layer, as in '4*full 8*none'"
-            )
-    return text
-
-
 def _degrees(value: Any) -> Any:
     """``2*4 2`` as ``[4, 4, 2]``; or auto."""
     if not isinstance(value, str) or value == AUTO:
@@ -79,37 +65,6 @@ def _degrees(value: Any) -> Any:
             raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
         found += [int(degree)] * int(times or 1)
     return tuple(found)
-
-
-class TrainConfig(Section):
-    """Steps, batch and optimizer."""
-
-    steps: Positive = 100  # optimizer steps of the whole run
-    global_batch: Positive = 16  # samples per step
-    micro_batch: Positive = 4  # samples per micro-batch
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # of weights and activations; bf16 keeps fp32 masters
-    # triton: its kernels; auto: on CUDA the quickest ones, measured once and kept, elsewhere PyTorch's
-    kernels: Literal["auto", "torch", "triton"] = "auto"
-    tf32: bool = False  # fp32 products on GPUs may round their operands to 10 bits, as tensor cores do
-    # the same bits in every run on the same GPUs: kernels without atomics, one algorithm for all sums; slower
-    deterministic: bool = False
-    seed: int = 0  # of initial weights and the order of samples
-    lr: Annotated[float, Field(gt=0)] = 1e-3  # peak learning rate of AdamW
-    min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
-    warmup_steps: Annotated[int, Field(ge=0)] = 10  # over which the learning rate rises
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    eps: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
-    # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
-    # one for all layers, or one for each: [full, full, none], or "2*full none". auto: the fastest that fits
-    recompute: Annotated[str, BeforeValidator(_policies)] = "none"
-    bucket_mb: Positive = 25  # size of a gradient bucket
-    # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
-    # of a sum lie within a factor of 2^25 or so; not with ep, as an expert adds up rows of several ranks
-    deterministic_reduction: bool = False
-    validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
-    validation_samples: Positive = 64  # of each validation
 
 
 class ParallelConfig(Section):
@@ -184,6 +139,23 @@ class Config(Section):
             raise ValueError(
                 f"parallel.shards={parallel.shards} does not go with elastic.max_ranks, which changes the "
                 f"number of replicas; set parallel.shards to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sums(self) -> "Config":
+        train = self.train
+        if train.reduce_dtype is None:
+            return self
+        if train.dtype == "fp64":
+            raise ValueError(
+                f"train.reduce_dtype={train.reduce_dtype} would round sums of train.dtype=fp64; set "
+                f"train.reduce_dtype to null, or train.dtype to fp32 or bf16"
+            )
+        if train.deterministic_reduction:
+            raise ValueError(
+                f"train.reduce_dtype={train.reduce_dtype} rounds what train.deterministic_reduction=true "
+                f"sums exactly; set train.reduce_dtype to null, or train.deterministic_reduction to false"
             )
         return self
 

@@ -163,6 +163,7 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
         "parallel": config.parallel.model_dump(mode="json"),
         "workload": asdict(config.workload()),
         "dtype": train.dtype,
+        "reduce_dtype": train.reduce_dtype,
         "recompute": config.recompute,
         "kernels": train.kernels,
         "memory_gb": config.cluster.memory_gb,

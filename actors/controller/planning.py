@@ -68,6 +68,7 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
             workload=config.workload(),
             schedule="megatron" if schedule == AUTO else schedule,
             dtype=config.train.dtype,
+            reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
             context=config.parallel.context,
         )
@@ -192,6 +193,7 @@ _KEYS = {
     "layout": "parallel",
     "workload": "train.global_batch and train.micro_batch",
     "dtype": "train.dtype",
+    "reduce_dtype": "train.reduce_dtype",
     "recompute": "train.recompute",
     "context": "parallel.context",
 }
@@ -233,6 +235,8 @@ def _check_partitions(
 
 def _told(value: object, other: object) -> str:
     """A value of a setting in words; of a record only what differs."""
+    if value is None:
+        return "null"
     describe = getattr(value, "describe", None)
     if describe is not None:
         return str(describe())

@@ -69,12 +69,14 @@ class GradientBuckets:
         bucket_bytes: int,
         *,
         deterministic: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """``deterministic``: sums of fp32 gradients are kept in float64, where they are exact as long as the
         terms of an element lie within a factor of 2^25 or so; no order of summation then changes them, nor
         does the number of data-parallel ranks (docs/design.md, The runtime). Twice the memory of gradients.
+        ``reduce_dtype``: ranks sum copies of gradients that are rounded to it.
         """
-        self._deterministic = deterministic
+        self._deterministic, self._reduce_dtype = deterministic, reduce_dtype
         self.parameters = parameters
         self._streams = streams
         self._recorder = recorder
@@ -88,6 +90,8 @@ class GradientBuckets:
         self._labels: dict[tuple[Reduce, int], Label] = {}
         self._left: dict[tuple[Reduce, int], Tensor] = {}
         """What stages have left for the next ones."""
+        self.rounded: dict[tuple[Reduce, int], Tensor] = {}
+        """Copies of gradients that are on their way, by whole sums."""
         self._norm = _GlobalNorm(self.shares, mesh, parameters[0].tensor.device)
 
     def _fill(self, plan: BucketPlan) -> _Bucket:
@@ -122,21 +126,57 @@ class GradientBuckets:
         Where every rank along the axis updates a share of a bucket, it gets the sums of that share.
         """
         pending = self._pending[reduce] = []
-        line = self._mesh.shared(reduce.axis)
-        scatters = reduce.chunk is not None and self._mesh.place.mesh.shares_along(reduce.axis)
+        dtype = self._reduce_dtype if reduce.chunk is not None else None
         for number, (buffer, share) in enumerate(self._summed(reduce)):
-            label = self._label(reduce, buffer)
-            if reduce.move is not None:
-                launch = self._stage(replace(reduce, move=None), number, reduce.move, buffer, share)
+            if dtype is None or dtype == buffer.dtype:
+                sent, launch = buffer, self._launch(reduce, number, buffer, share)
             else:
-                launch = line.reduce_scatter(buffer, into=share) if scatters else line.all_reduce(buffer)
+                sent, launch = self._launch_rounded(reduce, number, buffer, share, dtype)
+            label = self._label(reduce, sent)
             transfer = self._streams.start(label.stream, launch, awaited_next=False, lane="data")
             self._recorder.transfer(label, None, transfer)
             pending.append(transfer)
 
-    def _stage(self, whole: Reduce, number: int, move: Move, buffer: Tensor, share: Tensor) -> Launch:
+    def _scatters(self, reduce: Reduce) -> bool:
+        """Whether a sum leaves every rank its share, else all of it."""
+        return reduce.chunk is not None and self._mesh.place.mesh.shares_along(reduce.axis)
+
+    def _launch(self, reduce: Reduce, number: int, buffer: Tensor, share: Tensor) -> Launch:
+        """A sum of a buffer in place, or into this rank's share of it; or a stage of that."""
+        if reduce.move is not None:
+            return self._stage((replace(reduce, move=None), number), reduce.move, buffer, share)
+        line = self._mesh.shared(reduce.axis)
+        return line.reduce_scatter(buffer, into=share) if self._scatters(reduce) else line.all_reduce(buffer)
+
+    def _launch_rounded(
+        self, reduce: Reduce, number: int, buffer: Tensor, share: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Launch]:
+        """The same by a rounded copy, in which the sum then stands: it is made before the first stage, and
+        what the last one leaves is put back."""
+        key = replace(reduce, move=None), number
+        if reduce.move is None or reduce.move.number == 0:
+            self.rounded[key] = buffer.to(dtype)
+        whole, target = self.rounded[key], buffer
+        result = whole
+        if self._scatters(reduce):
+            line, target = self._mesh.shared(reduce.axis), share
+            result = whole.chunk(line.size)[line.rank]  # its place in a buffer, too
+        launch = self._launch(reduce, number, whole, result)
+        if reduce.move is not None and not reduce.move.last:
+            return whole, launch
+        arrive = launch.finish
+
+        def put_back() -> None:
+            if arrive is not None:
+                arrive()
+            target.copy_(result)
+            del self.rounded[key]
+
+        return whole, replace(launch, finish=put_back)
+
+    def _stage(self, key: tuple[Reduce, int], move: Move, buffer: Tensor, share: Tensor) -> Launch:
         """A stage of a sum, of what the one before it has left; the last one leaves the share of it."""
-        line, key = self._mesh.line(str(move.factor)), (whole, number)
+        line = self._mesh.line(str(move.factor))
         scatters = self._mesh.layout.zero > 0
         x = self._left.pop(key, None)
         if x is None:

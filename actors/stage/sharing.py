@@ -10,10 +10,11 @@ from braid.scheduling.schedule import Gather, Reduce
 
 
 def passing(weights: ShardedWeights, gradients: GradientBuckets) -> list[Tensor]:
-    """Whole buckets that are there for a while, where ranks hold shares."""
+    """What is there for a while: whole buckets where ranks hold shares, rounded copies of gradients."""
     gathered = [one.whole for one in weights.buckets if one.passes]
     added = [one.buffer for one in gradients.buckets if not one.lasting]
-    return [tensor for tensor in (*gathered, *added) if tensor is not None]
+    rounded = gradients.rounded.values()
+    return [tensor for tensor in (*gathered, *added, *rounded) if tensor is not None]
 
 
 class Sharing:

@@ -182,6 +182,7 @@ class Worker(Logged, Rank):
             self._recorder,
             train.bucket_mb << 20,
             deterministic=train.deterministic_reduction,
+            reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
         )
         self._weights = ShardedWeights(self._gradients.plans, self._mesh, streams, self._recorder)
         self._optimizer = Optimizer(

@@ -75,7 +75,8 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     )
     code = link(schedule, layout, kinds, parts)
     for stage in range(layout.pp):
-        rank = rank_memory(code, shape, config.train.dtype, stage)
+        train = config.train
+        rank = rank_memory(code, shape, train.dtype, stage, reduce_dtype=train.reduce_dtype)
         sizes = (
             rank.parameter_bytes,
             rank.gradient_bytes,

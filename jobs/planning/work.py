@@ -113,6 +113,7 @@ def make_plan(job: Request) -> Plan:
         model=job.model,
         global_batch=config.train.global_batch,
         dtype=job.dtype,
+        reduce_dtype=config.train.reduce_dtype,
         micro_batch=config.train.micro_batch if "micro_batch" in given else None,
         recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
         schedule=_searched_schedule(config),
@@ -169,6 +170,7 @@ def fixed_setting(job: Request) -> Setting:
             workload=workload,
             schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
             dtype=job.dtype,
+            reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
             context=config.parallel.context,
         )

@@ -12,7 +12,7 @@ from braid.scheduling.fit import check_fit
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, state_bytes
+from braid.scheduling.memory import DTYPE_BYTES, sent_width, state_bytes
 from braid.scheduling.operators import Graph, Kind, Part
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
@@ -31,6 +31,7 @@ class Search:
     model: ModelShape
     global_batch: int
     dtype: str = "bf16"
+    reduce_dtype: str | None = None
     micro_batch: int | None = None
     recompute: str | None = None
     schedule: str | None = None
@@ -213,6 +214,7 @@ def _estimate(
         workload=Workload(global_batch=search.global_batch, micro_batch=micro_batch),
         schedule=search.schedule or "braid",
         dtype=search.dtype,
+        reduce_dtype=search.reduce_dtype,
         recompute=recompute,
         context=search.context,
     )
@@ -226,10 +228,12 @@ def _estimate(
     kinds, chunks = search.model.kinds, layout.chunks_of(0)
     parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
     width = DTYPE_BYTES[search.dtype]
-    step += _sharing_ns(cluster, layout, parameters, width, m, step)
+    sent = sent_width(search.dtype, search.reduce_dtype)
+    step += _sharing_ns(cluster, layout, parameters, width, sent, m, step)
     states = sum(state_bytes(parameters, width, layout.share_ranks, layout.zero))
     if layout.zero > 1:  # buckets that are whole for a while, of two layers
-        states += parameters // layers * 2 * (4 + width * (layout.zero > 2))
+        rounded = sent if search.reduce_dtype else 0
+        states += parameters // layers * 2 * (4 + rounded + width * (layout.zero > 2))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
     if pairs:
         alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
@@ -241,10 +245,13 @@ def _sharing_ns(
     layout: ParallelLayout,
     parameters: int,
     width: int,
+    sent: int,
     micro_batches: int,
     compute_ns: float,
 ) -> float:
     """What sums of gradients and gathers of parameters add to a step that computes for so long.
+
+    ``width``: bytes of a parameter; ``sent``: of a gradient that is summed.
 
     Where they repeat (ZeRO 2 and 3) four micro-batches share them on one stage, which go together; a quarter
     of what compute can hide stays exposed.
@@ -252,11 +259,11 @@ def _sharing_ns(
     groups = axis_groups(layout, cluster.gpus_per_node)
     group = groups["dp"]
     if layout.zero < 2:
-        return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * 4, group)
+        return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * sent, group)
     times = micro_batches if layout.pp > 1 else -(-micro_batches // 4)
     gathers = 2 * times if layout.zero > 2 else 1
-    travel = times * collective_ns(cluster, Kind.REDUCE_SCATTER, parameters * 4, group)
+    travel = times * collective_ns(cluster, Kind.REDUCE_SCATTER, parameters * sent, group)
     travel += gathers * collective_ns(cluster, Kind.ALL_GATHER, parameters * width, group)
-    share = parameters * 4 // layout.share_ranks
+    share = parameters * sent // layout.share_ranks
     travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
     return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -71,7 +71,7 @@ def _validate(best: Outcome, cluster: ClusterSpec) -> None:
     """What is taken, and its memory instruction by instruction."""
     setting = best.setting
     check(best.code)
-    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes)
+    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
 
 
 def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...] = ()) -> Plan:

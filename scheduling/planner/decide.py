@@ -348,18 +348,18 @@ def rank(outcome: Outcome) -> tuple[float, float]:
 
 def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
     """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
-    setting = bench.setting
-    schedule = training_schedule(setting, bench.parts, choices)
-    code = link(schedule, setting.layout, setting.kinds, bench.parts)
-    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
+    own = bench.setting
+    schedule = training_schedule(own, bench.parts, choices)
+    code = link(schedule, own.layout, own.kinds, bench.parts)
+    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
 def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome:
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
-    setting = bench.setting
-    code = linked(schedule, setting.layout, setting.kinds, bench.parts)
-    simulation = simulate(code, setting.model, bench.profile, dtype=setting.dtype)
+    own = bench.setting
+    code = linked(schedule, own.layout, own.kinds, bench.parts)
+    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 
 

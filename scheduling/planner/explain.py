@@ -90,6 +90,7 @@ def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | No
         model=setting.model,
         global_batch=setting.workload.global_batch,
         dtype=setting.dtype,
+        reduce_dtype=setting.reduce_dtype,
         context=setting.context,
     )
     try:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from braid.scheduling.cluster import Group
 from braid.scheduling.lowering.beside import CUT, can_be_cut, operators_beside
+from braid.scheduling.memory import DTYPE_BYTES, sent_width
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
@@ -201,8 +202,10 @@ def sharing_partitions(bench: Bench) -> tuple[Partition, ...]:
     wanted = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if layout.zero else (Kind.ALL_REDUCE,)
     found = []
     for kind in wanted:
-        whole = profile.transfer("dp", kind).ns(count * 4)
-        best = min((stages_ns(profile, kind, mesh, order, count * 4), order) for order in ((0, 1), (1, 0)))
+        gathers, dtype = kind is Kind.ALL_GATHER, setting.dtype
+        payload = count * (DTYPE_BYTES[dtype] if gathers else sent_width(dtype, setting.reduce_dtype))
+        whole = profile.transfer("dp", kind).ns(payload)
+        best = min((stages_ns(profile, kind, mesh, order, payload), order) for order in ((0, 1), (1, 0)))
         if best[0] < whole:
             found.append(Partition(what=f"dp/{kind.value}", mesh=mesh, order=best[1]))
     return tuple(found)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from braid.scheduling.code import Clip, Code, Compute, Message, Node, Operation, Start, Update, Wait
-from braid.scheduling.memory import DTYPE_BYTES, message_bytes
+from braid.scheduling.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
 from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
@@ -42,9 +42,12 @@ class Prices:
         code: Code,
         profile: Profile,
         dtype: str,
+        reduce_dtype: str | None = None,
     ) -> None:
+        """``reduce_dtype``: to which gradients are rounded where ranks sum them."""
         self._code = code
         self._profile, self._dtype = profile, dtype
+        self._summed, self._sent = sum_width(dtype), sent_width(dtype, reduce_dtype)
         self._known: dict[Operation, Price] = {}
         self._tasks: dict[tuple[str, Stream], int] = {}
         self.slow = _Slowdowns(profile)
@@ -82,10 +85,12 @@ class Prices:
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
             case Start(what=Reduce(int(chunk), axis, bucket, move) as reduce):
-                cut = self._code.layout.zero and axis in ("dp", "edp")
-                kind = Kind.REDUCE_SCATTER if cut else Kind.ALL_REDUCE
-                price = self._sharing(chunk, axis, kind, max(4, DTYPE_BYTES[self._dtype]), bucket, move)
-                return price if move is None else replace(price, busy_ns=self._copies(reduce, move))
+                kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
+                price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
+                copies = 0.0 if move is None else self._copies(reduce, move)
+                return replace(price, busy_ns=copies + self._rounding(chunk, reduce))
+            case Wait(what=Reduce(int(chunk)) as reduce):
+                return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._rounding(chunk, reduce, back=True))
             case Start(what=Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
             case Start(what=Gather(chunk, axis, bucket, move)):
@@ -98,10 +103,23 @@ class Prices:
         """What a rank copies where blocks of ranks have to change places (`kernels.collectives.stages`)."""
         if move.outer == 1 or what.chunk is None:
             return 0.0
-        width = DTYPE_BYTES[self._dtype]
-        width = max(4, width) if isinstance(what, Reduce) else width
+        width = self._sent if isinstance(what, Reduce) else DTYPE_BYTES[self._dtype]
         count = self._code.parameters(what.chunk, what.bucket).dense // move.part
         return self._profile.copy_ns_per_byte * count * width
+
+    def _scatters(self, axis: str) -> bool:
+        """Whether ranks along an axis are left shares of sums."""
+        return self._code.layout.zero > 0 and axis in ("dp", "edp")
+
+    def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
+        """What a rank is busy with rounding gradients before a sum's first stage, or with taking what the
+        last one leaves ``back``: a copy that reads numbers of one width and writes those of another."""
+        move = reduce.move
+        if self._sent == self._summed or (move and (not move.last if back else move.number)):
+            return 0.0
+        count, ranks = self._shared(chunk, reduce.axis, reduce.bucket)
+        copied = count / ranks if back and self._scatters(reduce.axis) else count
+        return self._profile.copy_ns_per_byte * copied * (self._summed + self._sent) / 2
 
     def _operator(self, node: Node, taken: float, busy: float) -> Price:
         op = node.operator
@@ -120,29 +138,33 @@ class Prices:
         self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
     ) -> Price:
         """A transfer over the ranks that share parameters of a chunk or a bucket of it (`gradient_axes`)."""
-        layout = self._code.layout
-        held = self._code.parameters(chunk, bucket)
-        match axis:
-            case "tp":
-                count, ranks = held.whole + held.summed_apart("tp"), layout.tp
-            case "ends":
-                count, ranks = held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
-            case "copies":
-                count, ranks = held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
-            case "edp":
-                count, ranks = held.experts, layout.expert_replicas
-            case axis if is_tensor(axis):
-                count, ranks = held.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
-            case "replica":
-                count, ranks = held.total // layout.share_ranks, layout.replicas
-            case _:
-                count, ranks = held.dense, layout.dp // layout.replicas * layout.cp
+        count, ranks = self._shared(chunk, axis, bucket)
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
         if move is not None:
             axis, kind, count, ranks = str(move.factor), move.kind, count // move.part, move.factor.size
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
         return self._transfer(axis, kind, count * width, round(count * width * share))
+
+    def _shared(self, chunk: int, axis: str, bucket: int | None) -> tuple[int, int]:
+        """Parameters of a chunk or a bucket that ranks along an axis share, and how many ranks these are."""
+        layout = self._code.layout
+        held = self._code.parameters(chunk, bucket)
+        match axis:
+            case "tp":
+                return held.whole + held.summed_apart("tp"), layout.tp
+            case "ends":
+                return held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
+            case "copies":
+                return held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
+            case "edp":
+                return held.experts, layout.expert_replicas
+            case axis if is_tensor(axis):
+                return held.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
+            case "replica":
+                return held.total // layout.share_ranks, layout.replicas
+            case _:
+                return held.dense, layout.dp // layout.replicas * layout.cp
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
         along = "pp" if axis in ("ends", "copies") else axis  # between stages
