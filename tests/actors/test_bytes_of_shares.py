@@ -44,21 +44,25 @@ def weighed(rank: int, address: str) -> Weighed:
 
 
 CASES = [
-    (0, "ddp", False),
-    (1, "megatron", True),
-    (2, "ddp", True),
-    (2, "megatron", False),
-    (3, "ddp", False),
-    (3, "megatron", True),
+    (0, "ddp", False, None),
+    (1, "megatron", True, None),
+    (2, "ddp", True, None),
+    (2, "megatron", False, None),
+    (3, "ddp", False, None),
+    (3, "megatron", True, None),
+    (0, "megatron", True, "bf16"),
+    (1, "ddp", False, "bf16"),
+    (2, "ddp", True, "bf16"),
+    (3, "megatron", False, "bf16"),
 ]
-"""ZeRO stage, schedule, whether embedding and head are one table."""
+"""ZeRO stage, schedule, whether embedding and head are one table, to what gradients are rounded."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "schedule", "tied_head"), CASES)
+@pytest.mark.parametrize(("zero", "schedule", "tied_head", "reduce_dtype"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_hold_what_the_model_of_memory_says(
-    tmp_path: Path, layout: str, zero: int, schedule: str, tied_head: bool
+    tmp_path: Path, layout: str, zero: int, schedule: str, tied_head: bool, reduce_dtype: str | None
 ) -> None:
     parallel = {**LAYOUTS[layout], "zero": zero}
     if not zero:
@@ -66,7 +70,7 @@ def test_ranks_hold_what_the_model_of_memory_says(
     config = small_config(
         tmp_path,
         model={"layers": 4, "kv_heads": 4, "tied_head": tied_head},
-        train={"global_batch": 16, "dtype": "fp32"},
+        train={"global_batch": 16, "dtype": "fp32", "reduce_dtype": reduce_dtype},
         parallel=parallel,
         overlap={"schedule": schedule},
     )
@@ -80,8 +84,12 @@ def test_ranks_hold_what_the_model_of_memory_says(
     finally:
         group.shutdown()
     code = code_of(ranks)
+    memories = [
+        rank_memory(code, ranks.plan.shape, "fp32", stage, reduce_dtype=reduce_dtype)
+        for stage in range(ranks.layout.pp)
+    ]
     for rank, (state, peak) in enumerate(zip(held, peaks, strict=True)):
-        memory = rank_memory(code, ranks.plan.shape, "fp32", ranks.layout.mesh.position(rank)["pp"])
+        memory = memories[ranks.layout.mesh.position(rank)["pp"]]
         assert state == (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes)
         assert peak == memory.activation_bytes
 

@@ -76,6 +76,7 @@ def test_whatever_decides_is_in_the_key(tmp_path: Path, monkeypatch: pytest.Monk
         (config_of(tmp_path, model={"layers": 3}), profile),
         (config_of(tmp_path, parallel={"tp": 4}), profile),
         (config_of(tmp_path, train={"global_batch": 16}), profile),
+        (config_of(tmp_path, train={"reduce_dtype": "bf16"}), profile),
         (config_of(tmp_path, overlap={"schedule": "dhelix"}), profile),
         (config_of(tmp_path, overlap={"memory_slack": 0.1}), profile),
     ):

@@ -558,6 +558,38 @@ def _() -> AbstractContextManager[Any]:
     return _both(patch.object(GradientBuckets, "start", start), patch.object(GradientBuckets, "wait", wait))
 
 
+@mutant("rounded gradients are put back before their sum is there", replace(SUMS, rounded=True))
+def _() -> AbstractContextManager[Any]:
+    launched = GradientBuckets._launch_rounded
+
+    def launch_rounded(self: GradientBuckets, *arguments: Any) -> Any:
+        sent, launch = launched(self, *arguments)
+
+        def issue() -> Any:
+            work = launch.issue()
+            assert launch.finish is not None
+            launch.finish()
+            return work
+
+        return sent, replace(launch, issue=issue, finish=None)
+
+    return patch.object(GradientBuckets, "_launch_rounded", launch_rounded)
+
+
+@mutant("gradients are rounded on a stream that waits for nothing", replace(REPLICAS, rounded=True))
+def _() -> AbstractContextManager[Any]:
+    launched = GradientBuckets._launch_rounded
+
+    def launch_rounded(self: GradientBuckets, *arguments: Any) -> Any:
+        accelerator: Any = self._streams._accelerator  # type: ignore[attr-defined]
+        sent, launch = launched(self, *arguments)
+        with accelerator.on(accelerator.stream()):
+            sent.copy_(arguments[2])
+        return sent, launch
+
+    return patch.object(GradientBuckets, "_launch_rounded", launch_rounded)
+
+
 @mutant("gradients begin with what was in their memory", SUMS)
 def _() -> AbstractContextManager[Any]:
     def allocate(self: _Gradients) -> None:

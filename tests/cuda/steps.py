@@ -87,6 +87,8 @@ class Case:
     """Tensor-parallel, of every layer; by default of all."""
     recompute: str = "none"
     """Of all layers, or of each."""
+    rounded: bool = False
+    """Whether ranks sum gradients in bf16."""
 
     @property
     def name(self) -> str:
@@ -102,7 +104,7 @@ class Case:
         axes += f" buckets of {self.least}" if self.least != Case.least else ""
         said = "".join(
             f" {name}"
-            for name in ("tied", "gpt", "ends", "graph", "experts", "capacity")
+            for name in ("tied", "gpt", "ends", "graph", "experts", "capacity", "rounded")
             if getattr(self, name)
         )
         return f"{self.schedule}{axes}{said}"
@@ -252,7 +254,14 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
     model.initialise(0)
     streams = CudaStreams(log)
     recorder = Recorder(streams, recording=False)
-    gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+    gradients = GradientBuckets(
+        model.parameters,
+        mesh,
+        streams,
+        recorder,
+        1 << 20,
+        reduce_dtype=torch.bfloat16 if case.rounded else None,
+    )
     weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
     optimizer = Optimizer(gradients, SETTINGS, log)
     executor = Executor(

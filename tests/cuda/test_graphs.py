@@ -41,6 +41,7 @@ def cases() -> list[Case]:
     found += [Case(schedule="braid_w", tp=2, pp=2, micro_batches=2), Case(schedule="braid_w", dp=2)]
     for zero in (1, 2, 3):
         found.append(Case(schedule="ddp", dp=2, zero=zero, least=4096, micro_batches=2))
+    found += [Case(schedule="ddp", dp=2, zero=zero, micro_batches=2, rounded=True) for zero in (0, 2)]
     found.append(Case(schedule="braid_w", cp=2, ring=True, micro_batches=2))
     found.append(Case(schedule="expert_overlap", dp=2, ep=2, capacity=True, micro_batches=2))
     return [*found, Case(schedule="braid_w", tp=2, dp=2, zero=3, micro_batches=2)]

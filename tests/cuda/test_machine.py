@@ -1,6 +1,7 @@
 """The runtime's streams, lifetimes and communicators on a model of the machine, and faults put into them."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,18 @@ OF_LAYERS: list[Case] = [
 ]
 """Layers with degrees and policies of their own."""
 LEAST = 4096
+STAGED = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
+ROUNDED: list[Case] = [
+    Case(schedule="megatron", tp=2, dp=2, micro_batches=2, steps=2),
+    Case(schedule="ddp", dp=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2),
+    Case(schedule="braid_w", tp=2, dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="ddp", dp=4, zero=3, shards=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="megatron", pp=2, dp=2, zero=2, tied=True, micro_batches=2, steps=2),
+    Case(schedule="ddp", dp=4, micro_batches=2, partitions=("dp/all_reduce mesh 2x2 order 1,0",)),
+    Case(schedule="ddp", dp=4, zero=2, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
+]
+"""With gradients that are rounded for the way."""
 SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
 ORDERS = 60
 """Of each recorded step; `make races` runs 300."""
@@ -88,10 +101,9 @@ def cases() -> list[Case]:
             found.append(Case(schedule=name, zero=zero, micro_batches=4, steps=2, **layout))
         for name, layout in CUT:
             found.append(Case(schedule=name, zero=zero, least=LEAST, micro_batches=4, steps=2, **layout))
-    return [*found, *EXCHANGED, *OF_LAYERS]
+    return [*found, *EXCHANGED, *OF_LAYERS, *(replace(case, rounded=True) for case in ROUNDED)]
 
 
-STAGED = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
 PARTITIONED = (
     Case(
         schedule="megatron",
@@ -133,6 +145,7 @@ ORDERED = [
     Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2),
     Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=1),
     Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full", micro_batches=2),
+    *(replace(case, rounded=True) for case in ROUNDED),
 ]
 """Steps that run again in other orders."""
 
@@ -172,6 +185,24 @@ def test_what_is_in_shares_changes_rounding_at_most(schedule: str, layout: dict[
             wanted = values
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
     assert losses[2] == losses[3]
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
+def test_rounded_gradients_are_half_the_bytes(case: Case) -> None:
+    """Of what communicators of ranks that share parameters are given to sum; squares of the norm stay."""
+    moved = [Counter[tuple[str, torch.dtype]](), Counter[tuple[str, torch.dtype]]()]
+    for rounded, found in zip((False, True), moved, strict=True):
+        machine, ranks = recorded(replace(case, rounded=rounded))
+        for entry in (one for log in machine.ranks for one in log.entries):
+            if isinstance(entry, Kernel) and entry.call.kind in ("all_reduce", "reduce_scatter"):
+                dtype, count = entry.call.shape
+                found[entry.call.kind, dtype] += count
+        assert all(passing(rank.weights, rank.gradients) == [] for rank in ranks)
+    whole, halved = moved
+    kept = {key: count for key, count in halved.items() if key[1] != torch.bfloat16}
+    taken = {(kind, torch.float32): n for (kind, dtype), n in halved.items() if dtype == torch.bfloat16}
+    assert taken
+    assert Counter(kept) + Counter(taken) == whole
 
 
 @pytest.mark.parametrize("least", [Case.least, LEAST])

@@ -9,7 +9,7 @@ import json
 import random
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -261,8 +261,12 @@ def tokens_of_ranks(shape: ModelShape, parallel: ParallelConfig, micro_batch: in
     return [part for one in own for part in places[:, one].flatten().chunk(parallel.tp)]
 
 
-def run_plain(config: Config, data: Path) -> PlainRun:
-    """Do what ``config`` says in this process, one rank, with the plain loop."""
+def run_plain(
+    config: Config,
+    data: Path,
+    trainer_of: Callable[[PlainModel, PlainSettings], PlainTrainer] = PlainTrainer,
+) -> PlainRun:
+    """Do what ``config`` says in this process, one rank, with the plain loop or another one."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
     sizes = PlainSizes.of(shape)
     if config.data.document_mask:
@@ -274,7 +278,7 @@ def run_plain(config: Config, data: Path) -> PlainRun:
     initial = initial_parameters(shape, train.seed)
     load_named(model, {name: value for name, value in initial.items() if not name.endswith("router.bias")})
     names = PlainSettings.__dataclass_fields__
-    trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
+    trainer = trainer_of(model, PlainSettings(**{name: getattr(train, name) for name in names}))
     samples = windows(data, "train", shape.sequence)
     results, counted = [], []
     for step in range(train.steps):

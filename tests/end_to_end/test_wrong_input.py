@@ -50,6 +50,21 @@ CASES = [
     Case("unknown schedule", ("overlap.schedule", "zigzag", "megatron"), {"overlap": {"schedule": "zigzag"}}),
     Case("unknown policy", ("train.recompute", "some", "selective"), {"train": {"recompute": "some"}}),
     Case(
+        "rounded in an unknown way",
+        ("train.reduce_dtype='fp16'", "'bf16'"),
+        {"train": {"reduce_dtype": "fp16"}},
+    ),
+    Case(
+        "rounded sums of double precision",
+        ("train.reduce_dtype=bf16", "train.dtype=fp64", "train.reduce_dtype to null"),
+        {"train": {"reduce_dtype": "bf16", "dtype": "fp64"}},
+    ),
+    Case(
+        "rounded sums that change no bit",
+        ("train.reduce_dtype=bf16", "train.deterministic_reduction=true", "train.reduce_dtype to null"),
+        {"train": {"reduce_dtype": "bf16", "deterministic_reduction": True}},
+    ),
+    Case(
         "unknown mirror",
         ("checkpoint.mirror", "sftpp://host", "'sftpp'", "did you mean 'sftp'?"),
         {"checkpoint": {"mirror": "sftpp://host/run"}},

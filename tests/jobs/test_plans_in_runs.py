@@ -62,6 +62,7 @@ def test_the_run_executes_the_planned_schedule(plan: Path) -> None:
         ({"train": {"micro_batch": 1}}, "train.micro_batch"),
         ({"train": {"global_batch": 32}}, "train.global_batch"),
         ({"train": {"dtype": "bf16"}}, "train.dtype"),
+        ({"train": {"reduce_dtype": "bf16"}}, "train.reduce_dtype=null, the configuration has bf16"),
         ({"train": {"recompute": "full"}}, "train.recompute"),
         ({"overlap": {"schedule": "megatron"}}, "overlap.schedule"),
     ],
@@ -76,9 +77,22 @@ def test_a_plan_for_another_run_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_a_plan_of_rounded_sums_is_for_runs_with_them(tmp_path: Path) -> None:
+    config, spec = config_of(train={"reduce_dtype": "bf16"}), cluster(gpus=4)
+    made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
+    assert made.setting.reduce_dtype == "bf16"
+    file = tmp_path / "plan.yaml"
+    file.write_text(made.to_yaml(), encoding="utf-8")
+    assert load_plan(str(file)) == made
+    assert scheduled(file, train={"reduce_dtype": "bf16"})
+    with pytest.raises(ConfigError, match=r"train\.reduce_dtype=bf16, the configuration has null: plan anew"):
+        scheduled(file)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("reduce_dtype: null", "reduce_dtype: fp16"),
         ("braid_plan: ", "braid_plan: 9"),
         ("schedule: braid", "schedule: bread"),
         ("tp: 2", "tp: two"),

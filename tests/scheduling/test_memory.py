@@ -34,7 +34,7 @@ from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Code, Operation, Release, Wait
+from braid.scheduling.code import Code, Operation, Release, Start, Wait
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
@@ -179,12 +179,17 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
 
 
 def held_for_real(
-    shape: ModelShape, code: Code, stage: int, dtype: str = "fp32", context: str = "all_gather"
+    shape: ModelShape,
+    code: Code,
+    stage: int,
+    dtype: str = "fp32",
+    context: str = "all_gather",
+    reduce_dtype: str | None = None,
 ) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
     Tokens and what a rank keeps of parameters and gradients do not count; whole buckets of what it has shares
-    of do.
+    of do, and copies of gradients that are rounded for the way.
     """
     layout = code.layout
     rank = layout.rank_at({**dict.fromkeys(layout.mesh.sizes, 0), "pp": stage})
@@ -194,7 +199,8 @@ def held_for_real(
         model.initialise(0)
         streams = HostStreams()
         recorder = Recorder(streams)
-        gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
+        rounds = DTYPES[reduce_dtype] if reduce_dtype else None
+        gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20, reduce_dtype=rounds)
         weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
         executor = Executor(
             code=code,
@@ -207,17 +213,25 @@ def held_for_real(
             ),
         )
         tokens = torch.zeros(TOKENS // layout.cp, dtype=torch.int64)
-        update = Sharing(weights, gradients) if layout.zero else NoUpdate()
+        update = Sharing(weights, gradients) if layout.zero or rounds else NoUpdate()
         executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, update)
         streams.close()
     return held
 
 
-def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32", context: str = "all_gather") -> None:
+def assert_exact(
+    shape: ModelShape,
+    code: Code,
+    dtype: str = "fp32",
+    context: str = "all_gather",
+    reduce_dtype: str | None = None,
+) -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
+    width, rounded = DTYPE_BYTES[dtype], DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
     for stage, stretches in enumerate(code.stages):
-        found = iter(held_for_real(shape, code, stage, dtype, context))
-        sweep, during = Sweep(code, DTYPE_BYTES[dtype]), held_during(code, stage, DTYPE_BYTES[dtype])
+        found = iter(held_for_real(shape, code, stage, dtype, context, reduce_dtype))
+        sweep = Sweep(code, width, rounded_width=rounded)
+        during = held_during(code, stage, width, reduce_dtype=reduce_dtype)
         most = 0
         for stretch, said in zip(stretches, during, strict=True):
             counts = []
@@ -229,14 +243,16 @@ def assert_exact(shape: ModelShape, code: Code, dtype: str = "fp32", context: st
                 if isinstance(operation, Release) or (
                     isinstance(operation, Wait) and isinstance(what, Reduce)
                 ):
-                    gone = sweep.whole_bytes(what) if what.move is None or what.move.last else 0
+                    last = what.move is None or what.move.last
+                    gone = sweep.whole_bytes(what) + sweep.rounded_bytes(what) if last else 0
                 assert held == count - gone, f"stage {stage}, {stretch.instruction}: {operation}"
                 counts.append(count)
             assert said == max(counts, default=said)
             most = max([most, *counts])
         assert next(found, None) is None
         assert most > 0
-        assert rank_memory(code, shape, dtype, stage).activation_bytes == most
+        memory = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype)
+        assert memory.activation_bytes == most
 
 
 @dataclass(frozen=True)
@@ -445,7 +461,49 @@ def test_buckets_that_travel_in_stages_are_counted_to_the_byte(
         schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
         for ahead, keep in ((0, 0), (3, 7)):
             schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
-            assert_exact(shape, linked(schedule, layout, shape.kinds, parts_for(setting)))
+            code = linked(schedule, layout, shape.kinds, parts_for(setting))
+            assert_exact(shape, code)
+            assert_exact(shape, code, reduce_dtype="bf16")
+
+
+ROUNDED: list[tuple[str, ModelShape, dict[str, Any]]] = [
+    ("megatron", LLAMA, {"tp": 2, "dp": 2}),
+    ("ddp", GPT, {"dp": 4, "shards": 2}),
+    ("ddp", MIXTURE, {"dp": 4, "ep": 2}),
+    ("ddp", LLAMA, {"dp": 2, "cp": 2}),
+    ("folded", GPT, {"pp": 2, "dp": 2}),
+    ("megatron", LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "degrees"), ROUNDED)
+@pytest.mark.parametrize("zero", range(4))
+def test_gradients_that_are_rounded_for_the_way_are_counted_to_the_byte(
+    name: str, shape: ModelShape, degrees: dict[str, Any], zero: int
+) -> None:
+    """Copies of what is summed, over whatever axis, from the start until the sum was waited for."""
+    shape, known = replace(shape, layers=4), {**degrees, "zero": zero}
+    if not zero:
+        known.pop("shards", None)
+    layout = ParallelLayout(**known, placement=SCHEDULES[name].placement_on(known.get("pp", 1)))
+    workload = Workload(global_batch=4 * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH)
+    setting = Setting(model=shape, layout=layout, workload=workload, schedule=name)
+    parts = graphs(shape, layout)
+    bench = measured(parts, analytic_profile(cluster(gpus=layout.ranks), layout, parts))(setting)
+    with patch.object(buckets, "LEAST_ELEMENTS", 5000):
+        for choices, _ in decisions(bench):
+            schedule = training_schedule(setting, bench.parts, choices)
+            code = linked(schedule, layout, setting.kinds, bench.parts)
+            assert_exact(shape, code, reduce_dtype="bf16")
+            assert all(Sweep(code, rounded_width=2).rounded_bytes(one) for one in sums_of(code))
+
+
+def sums_of(code: Code) -> list[Reduce]:
+    """All sums of gradients, but of buckets that have none of those that are shared along the axis."""
+    operations = (one for stretches in code.stages for stretch in stretches for one in stretch.operations)
+    found = [one.what for one in operations if isinstance(one, Start) and isinstance(one.what, Reduce)]
+    assert found
+    return [one for one in found if one.chunk is not None and one.bucket is None]
 
 
 MIXED = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Clip, Compute, Message, Node, Start, Update, name_of
+from braid.scheduling.code import Clip, Compute, Message, Node, Start, Update, Wait, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.operators import Kind, Stream
@@ -18,7 +18,7 @@ from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import FIXED, Bench, layer_pair
 from braid.scheduling.schedule import Gather, Norm, PassKind, Reduce, Step
 from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
-from braid.scheduling.simulator.prices import LANES, NORM_BYTES
+from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span, communication, merge
 from braid.scheduling.units import chunk_parameters
@@ -208,6 +208,36 @@ def test_every_sum_and_the_update_have_their_price(
         assert in_turn[-len(end) :] == end
         if zero < 2:
             assert in_turn[-len(gradients) - len(end) :] == [*gradients, *end]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("schedule", ["megatron", "ddp"])
+def test_rounded_gradients_take_half_the_bytes_and_a_copy_each_way(schedule: str, zero: int) -> None:
+    """Of what is added up in four bytes and travels in two a rank reads and writes six for a number."""
+    own = setting(schedule, tp=2, dp=4, model=replace(SMALL, layers=2))
+    own = replace(own, layout=replace(own.layout, zero=zero, shards=2 if zero else 0), distances=(0, 0))
+    spec = cluster(nodes=2, gpus=4)
+    whole = fastest(modelled(spec)(own))
+    bench = modelled(spec)(replace(own, reduce_dtype="bf16"))
+    rounded = fastest(bench)
+    before, after = (shared(one.simulation.ranks[0]) for one in (whole, rounded))
+    assert before.keys() == after.keys()
+    sums = [name for name in after if name.startswith("gradients")]
+    assert {name.split()[1] for name in sums} == {"tp", "dp", "replica"} - (set() if zero else {"replica"})
+    for name, (one, *_) in after.items():
+        other = before[name][0].price
+        assert one.price.bytes == (pytest.approx(other.bytes / 2, abs=1) if name in sums else other.bytes)
+        assert one.price.ns < other.ns if name in sums else one.price.ns == other.ns
+    prices = Prices(rounded.code, bench.profile, "bf16", "bf16")
+    for operation in (o for stretch in rounded.code.stages[0] for o in stretch.operations):
+        what = getattr(operation, "what", None)
+        if not isinstance(what, Reduce) or not isinstance(operation, Start | Wait) or what.chunk is None:
+            continue
+        held = rounded.code.parameters(what.chunk, what.bucket)
+        count = {"tp": held.whole, "dp": held.dense, "replica": held.total / 2}[what.axis]
+        if isinstance(operation, Wait) and what.axis == "dp" and zero:
+            count /= 2
+        assert prices.of(operation).busy_ns == pytest.approx(bench.profile.copy_ns_per_byte * 3 * count)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

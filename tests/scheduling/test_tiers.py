@@ -26,6 +26,7 @@ from braid.scheduling.planner.tiers import (
 from braid.scheduling.profile import Profile, with_piece_costs
 from braid.scheduling.schedule import Block
 from braid.scheduling.spec import ModelShape
+from braid.scheduling.units import chunk_parameters
 from tests.scheduling.cases import GPT, LLAMA
 from tests.scheduling.partition_cases import collectives_of
 from tests.scheduling.plans import SMALL, cluster, setting
@@ -294,6 +295,23 @@ def test_replicas_share_in_stages_where_that_is_shorter(zero: int) -> None:
     order = {"reduce_scatter": (1, 0), "all_gather": (0, 1), "all_reduce": (1, 0)}
     found = sharing_partitions(replicas("braid", zero, intra=2e10, inter=1e9))
     assert found == tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=order[kind]) for kind in kinds)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_what_is_rounded_is_shared_in_stages_only_where_half_of_it_gains(zero: int) -> None:
+    """Where stages take as long as a whole sum of three bytes a number."""
+    bench = replicas("braid", zero, intra=2e10, inter=1e9)
+    kind = Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE
+    held = chunk_parameters(bench.members, bench.setting.layout, bench.setting.kinds, 0).dense
+    whole = replace(bench.profile.transfer("dp", kind), latency_ns=0.0)
+    three = whole.ns(held / len(bench.setting.kinds) * 3)
+    stage = replace(whole, latency_ns=three / (1 if zero else 2), ns_per_byte=0.0)  # twice inside of a node
+    transfers = {key: stage if key.startswith("dp.") else fit for key, fit in bench.profile.transfers.items()}
+    profile = replace(bench.profile, transfers={**transfers, f"dp/{kind.value}": whole})
+    for reduce_dtype, gains in ((None, True), ("bf16", False)):
+        own = replace(bench.setting, reduce_dtype=reduce_dtype)
+        found = sharing_partitions(replace(bench, setting=own, profile=profile))
+        assert (f"dp/{kind.value}" in {one.what for one in found}) == gains
 
 
 def test_replicas_share_as_before_where_nothing_is_gained() -> None:
