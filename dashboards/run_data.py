@@ -292,7 +292,7 @@ def _describe(directory: Path) -> _Described:
         "steps": train.get("steps") if isinstance(train, dict) else None,
         "model": found["model"] if isinstance(found["model"], dict) else None,
         "cluster": cluster,
-        "layout": None if layout is None else {axis: layout.degree(axis) for axis in AXES},
+        "layout": None if layout is None else {axis: layout.degree(axis) for axis in (*AXES, "ep")},
         "predicted": _predicted(found["predicted"], spans),
         "report": {
             key: report[key] for key in ("complete", "tokens_per_s", "overlap", "layout") if key in report

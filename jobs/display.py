@@ -191,8 +191,8 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     steps, layout, communication = report["steps"], report["layout"], report["communication"]
     seconds = sum(step["seconds"] for step in steps)
     wall = sum(step["wall_seconds"] or step["seconds"] for step in steps)
-    axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("pp", "dp", "cp", "tp") if layout[axis] > 1)
-    table.add_row("layout", f"{layout['ranks']} ranks ({axes or 'one rank'}), schedule {layout['schedule']}")
+    ranks = f"{layout['ranks']} ranks ({layout['described']})" if layout["ranks"] > 1 else "one rank"
+    table.add_row("layout", f"{ranks}, schedule {layout['schedule']}")
     if steps:
         table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}")
     bits = report["validation"]["bits_per_byte"]

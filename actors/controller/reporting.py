@@ -39,7 +39,12 @@ def build_report(
         "steps": steps,
         "tokens_per_s": sum(step["tokens"] for step in timed) / seconds if seconds else 0.0,
         "validation": {"bits_per_byte": validation},
-        "layout": {**asdict(layout), "ranks": layout.ranks, "schedule": config.overlap.schedule},
+        "layout": {
+            **asdict(layout),
+            "ranks": layout.ranks,
+            "described": layout.describe(),
+            "schedule": config.overlap.schedule,
+        },
         "memory": {"peak_bytes": peaks},
         "communication": {
             "seconds": overlap.of_all("communication_seconds"),

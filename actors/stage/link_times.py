@@ -19,6 +19,10 @@ from braid.scheduling.mesh import beyond
 _ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
 """Axes over which gradients, or squares of them, are summed."""
 
+_LARGE: Final = 2**18
+"""Elements of a sum that tells the rate of a link: a bucket's, or as many as take a fortieth of a second over
+a slow one."""
+
 
 class LinkTimes:
     """Measures on one rank; all ranks call the same at the same time."""
@@ -92,22 +96,29 @@ class LinkTimes:
         return found
 
     def alone(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
-        """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind."""
+        """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind.
+
+        What is shared travels in buckets, far larger than a message of few tokens: a rate that is found with
+        those alone would be that of buffers.
+        """
         measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
         elements = self._shape[0] * self._shape[1]
         lines, shared = self._mesh.lines, ("dp", "edp", *self._factors)
         for _ in range(rounds):
             for count in (elements, max(1, elements // 8)):
-                x = self._like.new_zeros(count)
+                message = self._like.new_zeros(count)
                 if self._mesh.layout.pp > 1:
-                    measured["pp/send_receive"].append((x.nbytes, self._there_and_back(x)))
+                    measured["pp/send_receive"].append((message.nbytes, self._there_and_back(message)))
+            for count in (max(elements, _LARGE), max(1, elements // 8)):
+                x = self._like.new_zeros(count)
                 for axis in (axis for axis in (*_ALONG, *self._beyond, *self._factors) if axis in lines):
                     ns = self._time(axis, lines[axis].all_reduce(x))
                     measured[f"{axis}/all_reduce"].append((x.nbytes, ns))
                 for axis in (axis for axis in ("tp", *shared) if axis in lines):
                     line = lines[axis]
-                    ns = self._time(axis, line.all_gather(x))
-                    measured[f"{axis}/all_gather"].append((x.nbytes * line.size, ns))
+                    share = x[: -(-count // line.size)]
+                    ns = self._time(axis, line.all_gather(share))
+                    measured[f"{axis}/all_gather"].append((share.nbytes * line.size, ns))
                     if axis in shared:
                         whole = x[: max(1, count // line.size) * line.size]
                         ns = self._time(axis, line.reduce_scatter(whole))

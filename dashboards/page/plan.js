@@ -4,7 +4,7 @@ import { byId, bytes, el, hideTip, nanoseconds, percent, showTip, svg, table } f
 import { theme } from "./theme.js";
 
 const PASSES = { F: "forward pass", B: "backward pass", I: "input gradients", W: "weight gradients", L: "end of a backward pass" };
-const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel" };
+const AXES = { dp: "data parallel", tp: "tensor parallel", pp: "pipeline stages", cp: "context parallel", ep: "expert parallel" };
 
 export function drawPlan(run) {
   const { state } = run;

@@ -132,7 +132,7 @@ def bench_overlap(
             peers=peers,
             rounds=rounds,
             ray=ray,
-            memory=not drawn,  # of many ranks it takes minutes
+            memory=layout not in overlap_case.MIXED,  # of many ranks it takes minutes
             spans_cost=spans_cost,
             modelled=modelled,
             progress=lambda text: console.print(text, highlight=False),

@@ -83,12 +83,17 @@ def compared(case: "OverlapCase") -> tuple[str, ...]:
 
 
 def drawn(schedule: str, case: "OverlapCase", count: int) -> tuple[str, ...]:
-    """So many schedules with degrees that are drawn for every layer, all of them different."""
+    """So many schedules with degrees that are drawn for every layer, all of them different.
+
+    How many layers have which is drawn first, so that few of one and many of another are as likely as equal
+    numbers.
+    """
     found, draw = set[str](), random.Random(case.seed)
     degrees = degrees_within(LAYOUTS[case.layout]["tp"])
     count = min(count, len(degrees) ** case.layers)
     while len(found) < count:
-        found.add(" ".join(str(draw.choice(degrees)) for _ in range(case.layers)))
+        weights = [draw.expovariate(1) for _ in degrees]
+        found.add(" ".join(map(str, draw.choices(degrees, weights, k=case.layers))))
     return tuple(f"{schedule} {degrees}" for degrees in sorted(found))
 
 

@@ -26,6 +26,9 @@ from braid.scheduling.setting import Setting
 ASKED: Final = 5
 """How often the program is asked, each time with another memory limit, until what it answers fits."""
 
+_FULL_SCALE: Final = 2**34
+"""What most memory is scaled to: the program counts in units that are large for small models."""
+
 Schedules = Callable[[Setting], Iterable[Setting]]
 """A setting under every schedule that is compared."""
 
@@ -134,12 +137,12 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
     layers = best.setting.model.layers
     beside = any(len(sides) > 1 for sides in best.code.schedule.programs)
     turns = max(1, best.setting.micro_batches // (2 if beside else 1))
-    most = max(max(held.total_bytes for held in one.simulation.memory) for one in alike.values())
+    scale = _FULL_SCALE / max(map(held_bytes, alike.values()))
     problem = DegreeProblem(
         layers=layers,
-        options=tuple(_costs(choice, outcome, beside) for choice, outcome in alike.items()),
+        options=tuple(_costs(choice, outcome, beside, scale) for choice, outcome in alike.items()),
         gather_ns=None,
-        memory_limit_bytes=int(min(limit, layers * (most // layers + 2**20))),
+        memory_limit_bytes=int(min(limit * scale, 2 * _FULL_SCALE)),
         left_out={},
     )
     options = []
@@ -150,17 +153,21 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
     return replace(problem, options=tuple(options))
 
 
-def _costs(choice: LayerChoice, outcome: Outcome, beside: bool) -> DegreeCosts:
+def held_bytes(outcome: Outcome) -> int:
+    """Of the rank that holds most."""
+    return max(held.total_bytes for held in outcome.simulation.memory)
+
+
+def _costs(choice: LayerChoice, outcome: Outcome, beside: bool, scale: float) -> DegreeCosts:
     """Of the kind that most layers are of."""
     kinds, bench = Counter(outcome.setting.kinds), outcome.bench
     part = bench.members[max((kind for kind in kinds if is_layer(kind)), key=kinds.__getitem__)]
-    held = max(held.total_bytes for held in outcome.simulation.memory)
     return DegreeCosts(
         degree=choice.degree,
         recompute=choice.recompute,
         forward=_blocks(part.forward, bench.profile, beside),
         backward=_blocks(part.backward, bench.profile, beside)[::-1],
-        state_bytes=held // outcome.setting.model.layers,
+        state_bytes=int(held_bytes(outcome) * scale / outcome.setting.model.layers),
         saved_bytes=0,
         runtime_bytes=0,
     )

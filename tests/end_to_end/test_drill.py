@@ -57,18 +57,27 @@ def test_ranks_and_controller(tmp_path: Path) -> None:
     assert report["held"][0]["sockets"] == report["held"][1]["sockets"]
 
 
+UNLIKE: dict[str, dict[str, Any]] = {
+    "experts and parts of sequences": {
+        "model": {"family": "moe", "experts": 4, "top_k": 2},
+        "parallel": {"dp": 2, "cp": 2, "ep": 4, "context": "ring"},
+        "overlap": {"schedule": "expert_overlap"},
+    },
+    "layers of other degrees": {
+        "model": {"layers": 4},
+        "train": {"micro_batch": 2, "recompute": "fine none full fine"},
+        "parallel": {"tp": 2, "dp": 2, "zero": 1, "tensor_degrees": "2 1 1 2"},
+        "overlap": {"schedule": "oases"},
+    },
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(450)
-def test_ranks_that_have_some_of_the_experts_and_of_every_sequence(tmp_path: Path) -> None:
-    """What is lost with a rank is in the memory of one that has other experts, or other tokens."""
-    report = drill(
-        tmp_path,
-        "kill-backward",
-        model={"family": "moe", "experts": 4, "top_k": 2},
-        parallel={"dp": 2, "cp": 2, "ep": 4, "context": "ring"},
-        overlap={"schedule": "expert_overlap"},
-        cluster={"cpus_per_rank": 0.25},
-    )
+@pytest.mark.parametrize("sections", UNLIKE.values(), ids=UNLIKE)
+def test_ranks_that_do_not_hold_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
+    """What is lost with a rank is in the memory of one that has other experts, tokens or shares."""
+    report = drill(tmp_path, "kill-backward", **sections, cluster={"cpus_per_rank": 0.25})
     check(report, set())
     assert {outcome["restored_from"] for outcome in report["outcomes"]} == {"copies in memory"}
 

@@ -11,7 +11,16 @@ from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
 from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import LAYOUTS, PEERS, SCHEDULES, OverlapCase, known_schedules
+from braid.jobs.benchmarks.overlap_case import (
+    LAYOUTS,
+    MIXED,
+    PEERS,
+    SCHEDULES,
+    OverlapCase,
+    compared,
+    drawn,
+    known_schedules,
+)
 from braid.jobs.benchmarks.peer_kinds import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import load_tokenizer
@@ -118,3 +127,30 @@ def test_neighbours_share_a_host_where_there_are_two_on_each(layout: str) -> Non
     assert len(set(hosts)) == 2
     assert (hosts[0] == hosts[1]) == filled
     assert not filled or hosts == sorted(hosts)
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_degrees_stand_behind_the_schedule(layout: str) -> None:
+    case = OverlapCase(layout=layout, hidden=256, layers=4, tokens=256, micro_batches=3, recompute="full")
+    tp = LAYOUTS[layout]["tp"]
+    names = compared(case)
+    assert names[0] == "megatron"
+    assert names[-1] == "oases planned"
+    for name in names[1:-1]:
+        config = case.config(name)
+        assert config.recompute == "fine"
+        assert len(set(config.parallel.tensor_degrees or ())) == 1
+    assert case.config("megatron").layout().tensor_degrees == ()
+    assert case.config(names[-1]).chooses_layers
+    assert case.samples == tp == case.config("megatron").train.micro_batch
+    assert case.step_tokens == 3 * 256
+
+
+def test_drawn_degrees_differ_and_reach_from_one_to_the_other() -> None:
+    case = OverlapCase(layout="mixed2", layers=8, hidden=256)
+    found = drawn("oases", case, 16)
+    assert len(set(found)) == 16
+    ones = {name.count("1") for name in found}
+    assert min(ones) <= 2
+    assert max(ones) >= 6
+    assert len(drawn("oases", OverlapCase(layout="mixed2", layers=2, hidden=256), 16)) == 4

@@ -188,7 +188,7 @@ CASES = st.one_of(valid_schedules(max_stages=3), valid_schedules(max_stages=3, n
 
 
 @given(CASES, st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_accepted_is_what_runs(case: tuple[Schedule, ParallelLayout], data: st.DataObject) -> None:
     schedule, layout = case
     for _ in range(data.draw(st.integers(0, 3))):
