@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-from braid.actors.config import Config, ConfigError
+from braid.actors.config import Config
 from braid.actors.config.overlap import AUTO
 from braid.actors.controller.group import Launcher
 from braid.actors.controller.planning import in_memory, model_graphs, setting_of
@@ -31,22 +31,10 @@ from braid.scheduling.spec import ModelShape
 
 
 def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearch:
-    """What may be chosen for every layer, within ``cluster.memory_gb`` or another limit.
-
-    `ConfigError` where degrees or policies are given layer by layer, and the others are to be chosen.
-    """
-    degrees, recompute = config.parallel.tensor_degrees, config.train.recompute
-    given = isinstance(degrees, tuple)
-    if given or recompute not in (AUTO, *RECOMPUTE_POLICIES):
-        one, other = "parallel.tensor_degrees", "train.recompute"
-        what, open_ = (one, other) if given else (other, one)
-        raise ConfigError(
-            f"{what}={degrees if given else recompute!r} is given layer by layer, and {open_} is auto; set "
-            f"both to auto, or give both"
-        )
-    tp = config.parallel.tp
+    """What may be chosen for every layer, within ``cluster.memory_gb`` or another limit."""
+    recompute, tp = config.train.recompute, config.parallel.tp
     return LayerSearch(
-        degrees=degrees_within(tp) if degrees == AUTO else (tp,),
+        degrees=degrees_within(tp) if config.parallel.tensor_degrees == AUTO else (tp,),
         policies=RECOMPUTE_POLICIES if recompute == AUTO else (recompute,),
         limit_bytes=limit_bytes or (config.cluster.memory_gb or float("inf")) * 1e9,
     )

@@ -23,7 +23,7 @@ from braid.actors.config.survival import CheckpointConfig, ElasticConfig, Failur
 from braid.actors.config.train import TrainConfig
 from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.recompute import policies_of
+from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import (
@@ -156,6 +156,22 @@ class Config(Section):
             raise ValueError(
                 f"train.reduce_dtype={train.reduce_dtype} rounds what train.deterministic_reduction=true "
                 f"sums exactly; set train.reduce_dtype to null, or train.deterministic_reduction to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _of_layers(self) -> "Config":
+        """What is chosen for layers is chosen together."""
+        degrees, recompute = self.parallel.tensor_degrees, self.train.recompute
+        if recompute == AUTO and degrees not in (None, AUTO):
+            raise ValueError(
+                f"parallel.tensor_degrees={degrees} is given layer by layer, and train.recompute=auto; set "
+                f"both to auto, or give both"
+            )
+        if degrees == AUTO and recompute not in (AUTO, *RECOMPUTE_POLICIES):
+            raise ValueError(
+                f"train.recompute={recompute!r} is given layer by layer, and parallel.tensor_degrees=auto; set "
+                f"both to auto, or give both"
             )
         return self
 

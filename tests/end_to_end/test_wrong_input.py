@@ -50,6 +50,21 @@ CASES = [
     Case("unknown schedule", ("overlap.schedule", "zigzag", "megatron"), {"overlap": {"schedule": "zigzag"}}),
     Case("unknown policy", ("train.recompute", "some", "selective"), {"train": {"recompute": "some"}}),
     Case(
+        "policies of too few layers",
+        ("train.recompute='2*full none' has 3 policies", "model.layers=4"),
+        {"train": {"recompute": "2*full none"}},
+    ),
+    Case(
+        "degrees that are given and policies that are not",
+        ("parallel.tensor_degrees=(2, 1, 1, 2)", "train.recompute=auto", "both to auto"),
+        {"parallel": {"tp": 2, "tensor_degrees": "2 2*1 2"}, "train": {"recompute": "auto"}},
+    ),
+    Case(
+        "policies that are given and degrees that are not",
+        ("train.recompute='2*full 2*none'", "parallel.tensor_degrees=auto", "both to auto"),
+        {"parallel": {"tp": 2, "tensor_degrees": "auto"}, "train": {"recompute": "2*full 2*none"}},
+    ),
+    Case(
         "rounded in an unknown way",
         ("train.reduce_dtype='fp16'", "'bf16'"),
         {"train": {"reduce_dtype": "fp16"}},
