@@ -170,8 +170,8 @@ class Config(Section):
             )
         if degrees == AUTO and recompute not in (AUTO, *RECOMPUTE_POLICIES):
             raise ValueError(
-                f"train.recompute={recompute!r} is given layer by layer, and parallel.tensor_degrees=auto; set "
-                f"both to auto, or give both"
+                f"train.recompute={recompute!r} is given layer by layer, and parallel.tensor_degrees=auto; "
+                f"set both to auto, or give both"
             )
         return self
 

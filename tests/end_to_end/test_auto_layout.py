@@ -87,3 +87,26 @@ def test_a_run_takes_the_fastest_and_its_plan_repeats_it(
     assert (other / "schedule.txt").read_text() == (run / "schedule.txt").read_text()
     losses, theirs = ([line["loss"] for line in read_lines(one / "metrics.jsonl")] for one in (run, other))
     assert losses == theirs
+
+
+@pytest.mark.slow
+def test_degrees_and_policies_of_layers_are_chosen_and_then_as_if_given(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    auto = {"parallel": {"tp": 2, "tensor_degrees": "auto"}, "overlap": {"schedule": "oases"}}
+    write_config(tmp_path, model={"layers": 4}, train={"recompute": "auto"}, **auto)
+    common = ("train", "run.yaml", "--launcher", "processes")
+    first = braid(tmp_path, *common, "--set", "name=chosen", timeout=240)
+    assert first.code == 0, first.errors
+    for seen in ("measuring layers of degree 1 and 2", "recompute full", "tp 2 (4*1)"):
+        assert seen in first.output
+    setting = read_plan(tmp_path / "runs" / "chosen" / "plan.yaml").setting
+    degrees = " ".join(map(str, setting.layout.tensor_degrees or (2,) * 4))
+    given = {"parallel.tensor_degrees": degrees, "train.recompute": setting.recompute}
+    options = [option for key, value in given.items() for option in ("--set", f"{key}={value}")]
+    second = braid(tmp_path, *common, "--set", "name=given", *options, timeout=240)
+    assert second.code == 0, second.errors
+    assert losses(tmp_path, "chosen") == losses(tmp_path, "given")
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "runs" / name / "metrics.jsonl")]
