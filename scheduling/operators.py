@@ -11,6 +11,7 @@ partial sums are ``d.x~1``, ``d.x~2``, ...
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from braid.scheduling.partition import Region
 from braid.scheduling.pattern import measured_kind
@@ -173,7 +174,7 @@ class Operator:
         if not self.measured_as:
             object.__setattr__(self, "measured_as", self.own_name)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Its name in a profile."""
         return f"{measured_kind(self.part)}/{self.measured_as}"

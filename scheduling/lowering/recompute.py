@@ -39,6 +39,8 @@ def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
 
 def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
     """The kind of every layer: where policies differ, a variant for each but ``none``."""
+    if recompute in RECOMPUTE_POLICIES:
+        return tuple(kinds)
     policies = policies_of(recompute, len(kinds))
     if len(set(policies)) == 1:
         return tuple(kinds)
