@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.controller.records import read_lines
 from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
@@ -99,9 +99,9 @@ def test_degrees_and_policies_of_layers_are_chosen_and_then_as_if_given(tmp_path
     assert first.code == 0, first.errors
     for seen in ("measuring layers of degree 1 and 2", "recompute full", "tp 2 (4*1)"):
         assert seen in first.output
-    setting = read_plan(tmp_path / "runs" / "chosen" / "plan.yaml").setting
-    degrees = " ".join(map(str, setting.layout.tensor_degrees or (2,) * 4))
-    given = {"parallel.tensor_degrees": degrees, "train.recompute": setting.recompute}
+    config = load_config(tmp_path / "runs" / "chosen" / "config.yaml")
+    degrees = " ".join(map(str, config.layout().tensor_degrees or (2,) * 4))
+    given = {"parallel.tensor_degrees": degrees, "train.recompute": config.train.recompute}
     options = [option for key, value in given.items() for option in ("--set", f"{key}={value}")]
     second = braid(tmp_path, *common, "--set", "name=given", *options, timeout=240)
     assert second.code == 0, second.errors
