@@ -20,7 +20,7 @@ from braid.scheduling.planner.decide import COARSE, Outcome, Over, decide, rank,
 from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, LayerChoice, PassCosts
 from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost
-from braid.scheduling.profile import Profile
+from braid.scheduling.profile import Profile, UnknownCostError
 from braid.scheduling.setting import Setting
 
 ASKED: Final = 5
@@ -65,7 +65,7 @@ def choose_layers(
 ) -> list[Outcome]:
     """All that was simulated, what to take first, the others by their steps.
 
-    ``bench_of`` needs the costs of every degree. `ValueError` where nothing can be run.
+    `ValueError` where nothing can be run, and for a cost of any degree that ``bench_of`` does not have.
     """
     alike: dict[LayerChoice, Outcome] = {}
     refused: ValueError | None = None
@@ -73,6 +73,8 @@ def choose_layers(
         try:
             one = with_choices(setting, (choice,) * setting.model.layers)
             alike[choice] = decide(schedules(one), bench_of, over, COARSE)[0]
+        except UnknownCostError:
+            raise
         except ValueError as error:
             refused = error
     if not alike:

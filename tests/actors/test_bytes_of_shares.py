@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from braid.actors.config import Config
+from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.memory_meter import held_bytes
 from braid.actors.stage.rank import Rank
 from braid.scheduling.code import Code
-from braid.scheduling.layers import built_in_parts
 from braid.scheduling.memory import rank_memory
 from braid.scheduling.schedule_text import parse
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
 from tests.actors.ranks import Probed, Ranks
 from tests.end_to_end.runs import prepare_text, small_config
@@ -74,28 +75,35 @@ def test_ranks_hold_what_the_model_of_memory_says(
         parallel=parallel,
         overlap={"schedule": schedule},
     )
+    assert_bytes(config, tmp_path)
+
+
+def assert_bytes(config: Config, folder: Path) -> list[int]:
+    """What every rank holds in a step, in all; equal to the model of memory in each of its parts."""
     group = ProcessLauncher(config, serve=weighed).start(config.layout().ranks)
     try:
-        ranks = Ranks(config, prepare_text(tmp_path, 3), group)
+        ranks = Ranks(config, prepare_text(folder, 3), group)
         ranks.meet(0)
         ranks.train([0])
         held = ranks.all(Weighed.state_bytes)
         peaks = ranks.all(Rank.activation_bytes, 1)
     finally:
         group.shutdown()
-    code = code_of(ranks)
+    code, sent = code_of(ranks), config.train.reduce_dtype
     memories = [
-        rank_memory(code, ranks.plan.shape, "fp32", stage, reduce_dtype=reduce_dtype)
+        rank_memory(code, ranks.plan.shape, "fp32", stage, reduce_dtype=sent)
         for stage in range(ranks.layout.pp)
     ]
     for rank, (state, peak) in enumerate(zip(held, peaks, strict=True)):
         memory = memories[ranks.layout.mesh.position(rank)["pp"]]
         assert state == (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes)
         assert peak == memory.activation_bytes
+    return [sum(state) + peak for state, peak in zip(held, peaks, strict=True)]
 
 
 def code_of(ranks: Ranks) -> Code:
     """What the ranks run, linked here."""
-    shape, layout = ranks.plan.shape, ranks.layout
-    sizes = part_sizes(shape, layout, ranks.plan.config.train.micro_batch)
-    return linked(parse(ranks.plan.schedule), layout, shape.kinds, built_in_parts(sizes))
+    setting, schedule = setting_of(ranks.plan.config, ranks.plan.shape), parse(ranks.plan.schedule)
+    graphs = model_graphs(ranks.plan.config, ranks.plan.shape)
+    units = unit_parts(graphs, setting.layout, setting.kinds, schedule.unit_layers)
+    return linked(schedule, setting.layout, setting.kinds, units)

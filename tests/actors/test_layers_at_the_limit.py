@@ -6,20 +6,13 @@ from typing import Any
 import pytest
 
 from braid.actors.controller.planning import model_graphs, setting_of
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.rank import Rank
 from braid.jobs.layers import as_chosen, layer_search, layers_chosen
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.memory import rank_memory
 from braid.scheduling.planner.decide import anything, decide, measured
 from braid.scheduling.planner.degree_problem import LayerChoice
 from braid.scheduling.planner.layer_choices import choices_of, with_choices
-from braid.scheduling.schedule_text import parse
-from braid.scheduling.units import unit_parts
-from braid.scheduling.validate import linked
-from tests.actors.ranks import Ranks
-from tests.actors.test_bytes_of_shares import Weighed, weighed
-from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+from tests.actors.test_bytes_of_shares import assert_bytes
+from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 from tests.scheduling.plans import cluster
 
 LAYERS = 6
@@ -67,21 +60,4 @@ def test_what_is_chosen_fits_and_holds_what_it_should(
     assert len({*choices_of(setting_of(config, shape))}) > 1
     assert not table[0].trouble
     assert any("too much" in one.trouble for one in table)
-
-    group = ProcessLauncher(config, serve=weighed).start(2)
-    try:
-        ranks = Ranks(config, prepare_text(tmp_path, 3), group)
-        ranks.meet(0)
-        ranks.train([0])
-        held = ranks.all(Weighed.state_bytes)
-        peaks = ranks.all(Rank.activation_bytes, 1)
-    finally:
-        group.shutdown()
-    setting, text = setting_of(config, shape), parse(ranks.plan.schedule)
-    units = unit_parts(model_graphs(config, shape), setting.layout, setting.kinds, text.unit_layers)
-    code = linked(text, setting.layout, setting.kinds, units)
-    memory = rank_memory(code, shape, "fp32", 0)
-    for state, peak in zip(held, peaks, strict=True):
-        assert state == (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes)
-        assert peak == memory.activation_bytes
-        assert sum(state) + peak <= limit
+    assert max(assert_bytes(config, tmp_path)) <= limit
