@@ -57,11 +57,11 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def degrees_json(found: "DegreePlan") -> dict[str, Any]:
-    """Tensor-parallel degrees and their costs."""
-    from braid.scheduling.planner.tensor_degrees import describe_degrees
-
-    content: dict[str, Any] = to_mapping(found)
-    return {**content, "description": describe_degrees(found.degrees)}
+    """Every layer's tensor-parallel degree and recompute policy, and their costs."""
+    costs: dict[str, Any] = to_mapping(found)
+    del costs["choices"]
+    policies = [choice.recompute for choice in found.choices]
+    return {"degrees": list(found.degrees), "recompute": policies, **costs, "description": found.describe()}
 
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:

@@ -24,7 +24,6 @@ from braid.scheduling.planner.decide import (
     with_schedule,
     within,
 )
-from braid.scheduling.planner.layer_choices import choose_layers
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
@@ -146,6 +145,7 @@ def _decided_alone(job: Request, setting: Setting) -> tuple[Outcome, tuple[Runne
 def _layers_chosen(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
     """With a degree and a policy for every layer, and what all of one kind would take."""
     from braid.jobs.layers import layer_search, schedules_of
+    from braid.scheduling.planner.layer_choices import choose_layers
 
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
     search = layer_search(job.config, usable)

@@ -322,7 +322,7 @@ def test_a_single_sample_overlaps_nothing() -> None:
     two = problem.option(LayerChoice(2))
     assert [block.compute_ns for block in two.forward] == [(500, 0), (1000, 0)]
     work = 3 * sum(b.compute_ns[0] + b.collective_ns[0] for b in (*two.forward, *two.backward))
-    assert strategy_cost(problem, (2, 2, 2)) == work
+    assert strategy_cost(problem, fully_recomputed((2, 2, 2))) == work
 
 
 def test_what_cannot_be_chosen_is_left_out_with_a_reason_or_refused_when_named() -> None:
