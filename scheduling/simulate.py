@@ -62,14 +62,20 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step."""
+    """A simulated step of linked code that was validated; run when its times are asked for, memory is not."""
 
     code: Code
     shape: ModelShape
-    dtype: str
-    ranks: tuple[RankRun, ...]
+    profile: Profile
+    dtype: str = "bf16"
     reduce_dtype: str | None = None
     """To which gradients are rounded where ranks sum them."""
+
+    @cached_property
+    def ranks(self) -> tuple[RankRun, ...]:
+        """One rank of every stage. `ValueError` for a cost that the profile does not have."""
+        prices = Prices(self.code, self.profile, self.dtype, self.reduce_dtype)
+        return tuple(run_ranks(self.code.stages, prices))
 
     @cached_property
     def step_ns(self) -> float:
@@ -163,8 +169,9 @@ def simulate(
     reduce_dtype: str | None = None,
 ) -> Simulation:
     """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
-    prices = Prices(code, profile, dtype, reduce_dtype)
-    return Simulation(code, shape, dtype, tuple(run_ranks(code.stages, prices)), reduce_dtype)
+    simulation = Simulation(code, shape, profile, dtype, reduce_dtype)
+    assert simulation.ranks
+    return simulation
 
 
 @dataclass(frozen=True)

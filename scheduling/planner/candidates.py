@@ -13,7 +13,7 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, sent_width, state_bytes
-from braid.scheduling.operators import Graph, Kind, Part
+from braid.scheduling.operators import Graph, Kind, Parameters, Part
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
@@ -226,10 +226,11 @@ def _estimate(
     # The ends of the model make their stages longer: all others wait for them.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
     kinds, chunks = search.model.kinds, layout.chunks_of(0)
-    parameters = sum(chunk_parameters(layer.parts, layout, kinds, chunk).total for chunk in chunks)
+    held = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
+    parameters = held.total
     width = DTYPE_BYTES[search.dtype]
     sent = sent_width(search.dtype, search.reduce_dtype)
-    step += _sharing_ns(cluster, layout, parameters, width, sent, m, step)
+    step += _sharing_ns(cluster, layout, held, width, sent, m, step)
     states = sum(state_bytes(parameters, width, layout.share_ranks, layout.zero))
     if layout.zero > 1:  # buckets that are whole for a while, of two layers
         rounded = sent if search.reduce_dtype else 0
@@ -243,7 +244,7 @@ def _estimate(
 def _sharing_ns(
     cluster: ClusterSpec,
     layout: ParallelLayout,
-    parameters: int,
+    held: Parameters,
     width: int,
     sent: int,
     micro_batches: int,
@@ -253,17 +254,18 @@ def _sharing_ns(
 
     ``width``: bytes of a parameter; ``sent``: of a gradient that is summed.
 
-    Where they repeat (ZeRO 2 and 3) four micro-batches share them on one stage, which go together; a quarter
-    of what compute can hide stays exposed.
+    ZeRO 2 and 3 repeat them for every micro-batch; a quarter of what compute can hide stays exposed.
     """
     groups = axis_groups(layout, cluster.gpus_per_node)
-    group = groups["dp"]
+
+    def along(kind: Kind, element_bytes: int) -> float:
+        dense = collective_ns(cluster, kind, held.dense * element_bytes, groups["dp"])
+        return dense + collective_ns(cluster, kind, held.experts * element_bytes, groups["edp"])
+
     if layout.zero < 2:
-        return 0.75 * collective_ns(cluster, Kind.ALL_REDUCE, parameters * sent, group)
-    times = micro_batches if layout.pp > 1 else -(-micro_batches // 4)
-    gathers = 2 * times if layout.zero > 2 else 1
-    travel = times * collective_ns(cluster, Kind.REDUCE_SCATTER, parameters * sent, group)
-    travel += gathers * collective_ns(cluster, Kind.ALL_GATHER, parameters * width, group)
-    share = parameters * sent // layout.share_ranks
+        return 0.75 * along(Kind.ALL_REDUCE, sent)
+    gathers = 2 * micro_batches if layout.zero > 2 else 1
+    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent) + gathers * along(Kind.ALL_GATHER, width)
+    share = held.total * sent // layout.share_ranks
     travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
     return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -29,7 +29,7 @@ from braid.scheduling.planner.tiers import cuts
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Numbers, Simulation, simulate
+from braid.scheduling.simulate import Numbers, Simulation
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import check, linked
@@ -266,7 +266,10 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: 
             refused = error
     if not found:
         raise refused or ValueError("there is nothing to choose from")
-    best = min(found, key=rank)
+    # Memory costs a tenth of what times do: what would exceed it by more than another is not simulated.
+    least = min(one.missing_bytes for one in found)
+    leanest = [one for one in found if one.missing_bytes == least]
+    best = leanest[0] if len(leanest) == 1 else min(leanest, key=rank)
     return with_cuts(best, bench_of, over) if cut else best
 
 
@@ -347,11 +350,11 @@ def rank(outcome: Outcome) -> tuple[float, float]:
 
 
 def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
-    """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
+    """Lower and link decisions. What is taken is checked later (`validate.check`)."""
     own = bench.setting
     schedule = training_schedule(own, bench.parts, choices)
     code = link(schedule, own.layout, own.kinds, bench.parts)
-    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
+    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
@@ -359,7 +362,7 @@ def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
     own = bench.setting
     code = linked(schedule, own.layout, own.kinds, bench.parts)
-    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
+    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 
 

@@ -9,17 +9,23 @@ import pytest
 from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.planner.candidates import Search, candidates
-from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout, plan_of
+from braid.scheduling.planner.cluster import LEAST, DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.planner.decide import (
     COARSE,
     PART_BY_PART,
+    best_of,
     evaluate,
+    modelled,
     replay,
     variants,
     with_schedule,
+    within,
 )
 from braid.scheduling.planner.explain import explain
 from braid.scheduling.planner.tiers import TIERS
+from braid.scheduling.presets.library import load_cluster, model_preset
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.simulator.engine import RankRun
 from braid.scheduling.spec import ModelShape
 from tests.scheduling.plans import SMALL, cluster, setting
 
@@ -178,6 +184,38 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
         if outcome.numbers.peak_bytes <= spec.usable_bytes:
             steps.append(outcome.numbers.step_seconds)
     assert plan.score.step_seconds <= min(steps) * 1.05
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "nodes", "batch"),
+    [("llama-3.1-8b", "h100", 1, 64), ("mixtral-8x7b", "a800", 8, 256), ("phi-3.5-moe", "a40", 8, 256)],
+)
+def test_no_step_is_quicker_than_its_estimate_allows(model: str, name: str, nodes: int, batch: int) -> None:
+    """What the estimate says cannot win is not simulated."""
+    spec, shape = load_cluster(name, nodes), model_preset(model)
+    found = sorted(candidates(Search(model=shape, global_batch=batch), spec), key=lambda one: one.step_ns)
+    fitting = [one for one in found if one.bytes <= spec.usable_bytes]
+    for candidate in fitting[:12:3]:
+        outcome = evaluate(candidate.setting, spec, space=COARSE)
+        assert LEAST < outcome.step_ns / candidate.step_ns < 1.4
+
+
+def test_what_does_not_fit_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = cluster(nodes=2, gpus=4)
+    settings = [setting("braid", tp=4, pp=2, micro_batches=8), setting("zbv", tp=4, pp=2, micro_batches=8)]
+    memory = {each.schedule: best_of([each], modelled(spec), within(0)).missing_bytes for each in settings}
+    assert len(set(memory.values())) == 2
+    leanest = min(memory, key=memory.__getitem__)
+    simulated = []
+
+    def ranks(simulation: Simulation) -> tuple[RankRun, ...]:
+        simulated.append(simulation.code.schedule.name)
+        return run(simulation)
+
+    run = Simulation.ranks.func
+    monkeypatch.setattr(Simulation, "ranks", property(ranks))
+    assert best_of(settings, modelled(spec), within(memory[leanest])).setting.schedule == leanest
+    assert set(simulated) <= {leanest}
 
 
 def test_what_is_fixed_stays() -> None:
