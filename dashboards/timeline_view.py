@@ -18,7 +18,7 @@ from braid.dashboards.trace_folder import RankTrace
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import RECORD, Records
 from braid.scheduling.trace import KINDS, STRANDS, Label, OverlapNumbers, Span
-from braid.scheduling.trace_arrays import IntArray, overlap_numbers, union
+from braid.scheduling.trace_arrays import IntArray, joined, overlap_numbers, union
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 Durations = Mapping[tuple[str, int], float]
@@ -134,17 +134,19 @@ def _numbers(
     """A rank's numbers of a step, and when it waited for communication: disjoint intervals (n, 2)."""
     found, places = np.unique(operators["label"], return_inverse=True)
     own = [_label(labels, int(number)) for number in found]
-    computes = np.array([label.stream is Stream.COMPUTE for label in own], bool)[places]
+    ran_on = np.array([label.stream for label in own], object)[places]
+    computes = ran_on == Stream.COMPUTE
     solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in own], np.int64)[places]
-    busy, in_flight = _intervals(operators[computes]), _intervals(operators[~computes])
+    busy = _intervals(operators[computes])
+    links = [_intervals(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)]
     numbers = overlap_numbers(
         busy,
         solo[computes],
-        in_flight,
+        links,
         _intervals(blocks),
         blocks["kind"] == KINDS.index("paired block"),
     )
-    return numbers, without(in_flight, busy)
+    return numbers, without(joined(links), busy)
 
 
 def without(some: IntArray, others: IntArray) -> IntArray:

@@ -220,8 +220,8 @@ class _Intervals:
 
     def numbers(self) -> OverlapNumbers:
         """The numbers of overlap."""
-        transfers = np.concatenate([*self.transfers.values()])
-        return overlap_numbers(self.compute, self.solo_ns, transfers, self.blocks, self.paired)
+        links = [*self.transfers.values()]
+        return overlap_numbers(self.compute, self.solo_ns, links, self.blocks, self.paired)
 
     def in_flight_ns(self, stream: Stream) -> float:
         """Time in which some transfer of a link is in flight."""

@@ -117,6 +117,8 @@ class OverlapNumbers:
     bubble_ns: int
     """Between blocks."""
     compute_ns: int
+    links_together_ns: int
+    """Of the communication, when links inside nodes and between them moved data at the same time."""
 
     @property
     def exposed_ns(self) -> int:

@@ -1,6 +1,6 @@
 """The numbers of `braid.scheduling.trace` from arrays: for ranks, which make them after every step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,16 @@ BoolArray = NDArray[np.bool_]
 
 
 def overlap_numbers(
-    compute: IntArray, solo_ns: IntArray, transfers: IntArray, blocks: IntArray, paired: BoolArray
+    compute: IntArray, solo_ns: IntArray, links: Sequence[IntArray], blocks: IntArray, paired: BoolArray
 ) -> OverlapNumbers:
     """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
 
-    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. blocks:
-    of all blocks; ``paired`` (n,): which are paired ones.
+    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
+    of the transfers inside nodes, and of those between them. blocks: of all blocks; ``paired`` (n,): which are
+    paired ones.
     """
-    busy, in_flight, inside = union(compute), union(transfers), union(blocks)
+    each = [union(link) for link in links]
+    busy, in_flight, inside = union(compute), union(joined(each)), union(blocks)
     running = union(np.concatenate([busy, in_flight]))
     bubble = int(inside[-1, 1] - inside[0, 0] - length(inside)) if len(inside) else 0
     return OverlapNumbers(
@@ -30,6 +32,7 @@ def overlap_numbers(
         launch_gap_ns=length(union(np.concatenate([inside, running]))) - length(running),
         bubble_ns=bubble,
         compute_ns=length(busy),
+        links_together_ns=sum(map(length, each)) - length(in_flight),
     )
 
 
@@ -48,6 +51,12 @@ def union(intervals: IntArray) -> IntArray:
 def intervals(pairs: Iterable[Interval]) -> IntArray:
     """Pairs of begin and end as an array (n, 2)."""
     return np.array(list(pairs), np.int64).reshape(-1, 2)
+
+
+def joined(arrays: Sequence[IntArray]) -> IntArray:
+    """Intervals of several arrays (n, 2), one array after the other."""
+    found: IntArray = np.concatenate(arrays)  # type: ignore[assignment]
+    return found
 
 
 def length(disjoint: IntArray) -> int:

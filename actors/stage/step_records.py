@@ -42,7 +42,7 @@ class StepRecorder(Recorder):
         self._timeless: Records = np.zeros(0, RECORD)
         """Labels, blocks and kinds of the newest step's spans, and its records but for their times."""
         self._solo = np.zeros(0, np.int64)
-        self._computes = np.zeros(0, bool)
+        self._streams_of = np.zeros(0, object)
 
     def records(self, step: int) -> Records:
         """The step's records: compute operators, transfers, blocks; times are of the wall clock."""
@@ -68,13 +68,13 @@ class StepRecorder(Recorder):
         if len(self._solo) < len(self.labels):
             known = (-1 if label.solo_ns is None else label.solo_ns for label in self.labels)
             self._solo = np.fromiter(known, np.int64, len(self.labels))
-            self._computes = np.array([label.stream is Stream.COMPUTE for label in self.labels])
-        computes = self._computes[operators["label"]] if len(operators) else np.zeros(0, bool)
-        compute = operators[computes]
+            self._streams_of = np.array([label.stream for label in self.labels], object)
+        ran_on = self._streams_of[operators["label"]] if len(operators) else np.zeros(0, object)
+        compute = operators[ran_on == Stream.COMPUTE]
         return overlap_numbers(
             _intervals(compute),
             self._solo[compute["label"]],
-            _intervals(operators[~computes]),
+            [_intervals(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)],
             _intervals(blocks),
             blocks["kind"] == KINDS.index("paired block"),
         )

@@ -32,6 +32,8 @@ class OverlapRow:
     recovered: float | None = None
     hidden_fraction: float | None = None
     slowdown_fraction: float | None = None
+    links_together_fraction: float | None = None
+    """Of a step, when links inside hosts and between them moved data at the same time."""
     launch_gap_fraction: float | None = None
     bubble_fraction: float | None = None
     peak_bytes: int = 0
@@ -142,6 +144,7 @@ def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
         recovered=None if side is serial else step.recovered(seconds.median),
         hidden_fraction=median(h / c if c else 1.0 for h, c in zip(hidden, communication, strict=True)),
         slowdown_fraction=share("slowdown_ns"),
+        links_together_fraction=share("links_together_ns"),
         launch_gap_fraction=share("launch_gap_ns"),
         bubble_fraction=share("bubble_ns"),
         activation_bytes=side.activation_bytes,
@@ -163,9 +166,10 @@ def show(console: Console, result: OverlapResult) -> None:
     )
     table = Table()
     table.add_column("schedule")
+    two_links = any(row.links_together_fraction for row in result.rows)
     for name in (
-        "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", "slowdown", "gap", "bubble",
-        "peak MiB", "slots MiB", "simulated s", "again s",
+        "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", *(["both links"] if two_links else []),
+        "slowdown", "gap", "bubble", "peak MiB", "slots MiB", "simulated s", "again s",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in result.rows:
@@ -180,6 +184,7 @@ def show(console: Console, result: OverlapResult) -> None:
                 for value in (
                     row.recovered,
                     row.hidden_fraction,
+                    *([row.links_together_fraction] if two_links else []),
                     row.slowdown_fraction,
                     row.launch_gap_fraction,
                     row.bubble_fraction,

@@ -285,13 +285,13 @@ class MadeUpRun:
 def rank_numbers(records: Records, labels: list[Label]) -> OverlapNumbers:
     """What overlap came to in one rank's records of a step."""
     operators, blocks = records[records["kind"] == 0], records[records["kind"] > 0]
-    computes = np.array([label.stream is Stream.COMPUTE for label in labels])[operators["label"]]
+    ran_on = np.array([label.stream for label in labels], object)[operators["label"]]
     solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in labels], np.int64)
-    compute = operators[computes]
+    compute = operators[ran_on == Stream.COMPUTE]
     return overlap_numbers(
         _ends(compute),
         solo[compute["label"]],
-        _ends(operators[~computes]),
+        [_ends(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)],
         _ends(blocks),
         blocks["kind"] == KINDS.index("paired block"),
     )

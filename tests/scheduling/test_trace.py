@@ -1,5 +1,6 @@
 """Interval arithmetic and the communication numbers, against counting nanosecond by nanosecond."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -107,12 +108,16 @@ def numbers_of(
     compute: list[tuple[int, int, int | None]],
     transfers: list[Interval],
     blocks: list[tuple[Interval, bool]],
+    beside: Sequence[Interval] = (),
 ) -> OverlapNumbers:
-    """From tuples: of compute operators begin, end and solo time; of blocks whether they are paired."""
+    """From tuples: of compute operators begin, end and solo time; of blocks whether they are paired.
+
+    ``beside``: transfers of another link.
+    """
     return overlap_numbers(
         intervals((begin, end) for begin, end, _ in compute),
         np.array([-1 if solo is None else solo for _, _, solo in compute], np.int64),
-        intervals(transfers),
+        [intervals(transfers), intervals(beside)],
         intervals(interval for interval, _ in blocks),
         np.array([paired for _, paired in blocks], bool),
     )
@@ -127,8 +132,10 @@ def test_overlap_numbers_add_up(
     for gap, length in lengths:
         blocks.append(((now + gap, now + gap + length), bool(length % 2)))
         now += gap + length
-    numbers = numbers_of([(*i, None) for i in compute], transfers, blocks)
+    beside = transfers[::2]
+    numbers = numbers_of([(*i, None) for i in compute], transfers, blocks, beside)
     plain = communication(compute, transfers)
+    assert numbers.links_together_ns == sum(end - begin for begin, end in merge(beside))
     assert numbers.communication_ns == plain.communication_ns
     assert numbers.exposed_ns == plain.exposed_ns
     assert numbers.hidden_fraction == pytest.approx(plain.hidden_fraction)
