@@ -18,7 +18,7 @@ def overlap_numbers(
     """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
 
     compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
-    of the transfers inside nodes, and of those between them. blocks: of all blocks; ``paired`` (n,): which are
+    of transfers inside nodes, and of those between them. blocks: of all blocks; ``paired`` (n,): which are
     paired ones.
     """
     each = [union(link) for link in links]

@@ -145,7 +145,7 @@ class Rig:
             shape=self.whole,
             layout=self.layout,
             place=self.mesh.place,
-            sizes=part_sizes(self.shape, self.layout, micro_batch=1),
+            sizes=part_sizes(self.whole, self.layout, micro_batch=1),
             device=self.device,
             dtype=self.dtype,
         )

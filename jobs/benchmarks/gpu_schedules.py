@@ -23,11 +23,12 @@ from braid.actors.stage.streams import Streams
 from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.gpu_operators import OperatorTable
 from braid.jobs.benchmarks.gpu_rig import CapturedStreams, Rig, first_line
+from braid.scheduling.lowering.fixed_orders import fixed_order
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Block
-from braid.scheduling.schedule_text import write_sides
+from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.trace import Span, length_ns, merge, overlap_ns
 
 SERIAL: Final = "serial"
@@ -108,10 +109,10 @@ class Decision:
 
 def decisions(rig: Rig, operators: OperatorTable) -> tuple[list[Decision], dict[str, str]]:
     """Pairings from measured costs, and the schedules that cannot be made here, with the reason."""
-    made = [
-        Decision(SERIAL),
-        Decision("wavelet", {"F:layer|B:layer": ()}, PairMethod.TURNS),
-    ]
+    sides = "F:layer|B:layer"
+    turns = fixed_order(PairMethod.TURNS, parse_sides(sides), {"layer": rig.layer})
+    assert turns is not None
+    made = [Decision(SERIAL), Decision("wavelet", {sides: turns}, PairMethod.TURNS)]
     try:
         from braid.scheduling.planner.orders import decide_pairing
         from braid.scheduling.planner.strands import pair_problem
@@ -121,8 +122,8 @@ def decisions(rig: Rig, operators: OperatorTable) -> tuple[list[Decision], dict[
     layer, profile = rig.layer, operators.profile(rig)
     problem = pair_problem(layer.forward, layer.backward, profile)
     for name, method in SEARCHED.items():
-        sides, order, note = decide_pairing(problem, method)
-        made.append(Decision(name, {write_sides(sides): order}, note.method, note.ns * rig.layers))
+        paired, order, note = decide_pairing(problem, method)
+        made.append(Decision(name, {write_sides(paired): order}, note.method, note.ns * rig.layers))
     return made, {}
 
 
