@@ -39,7 +39,7 @@ def pytest_report_header() -> str:
 
 _OF_BENCHMARKS = (
     "tests/papers/",
-    *(f"tests/jobs/test_{name}" for name in ("bench", "gpu_report", "peers", "expert_peers")),
+    *(f"tests/jobs/test_{name}" for name in ("bench_overlap", "bench_training", "peers", "expert_peers")),
 )
 
 
