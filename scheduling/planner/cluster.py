@@ -113,8 +113,7 @@ def _simulate(
         if not outcome.missing_bytes:
             outcomes.append(outcome)
         elif len(refused) < REFUSED:
-            over = outcome.missing_bytes / 2**30
-            refused.append(_described(outcome, f"needs {over:.1f} GiB more than a GPU has"))
+            refused.append(_refused(candidate, outcome))
     return outcomes, refused
 
 
@@ -170,20 +169,29 @@ def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
         reasons.append(f"{theirs.bubble_seconds - ours.bubble_seconds:.2f} s more bubble")
     if outcome.bench.setting.recompute != best.bench.setting.recompute:
         reasons.append(f"recomputes {outcome.bench.setting.recompute}")
-    why = f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else "")
-    return _described(outcome, why)
-
-
-def _described(outcome: Outcome, reason: str) -> RunnerUp:
-    setting = outcome.bench.setting
+    setting = outcome.setting
     return RunnerUp(
         layout=setting.layout.describe(),
         schedule=setting.schedule,
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
         step_seconds=outcome.step_ns / 1e9,
-        peak_bytes=outcome.numbers.peak_bytes,
-        reason=reason,
+        peak_bytes=theirs.peak_bytes,
+        reason=f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else ""),
+    )
+
+
+def _refused(candidate: Candidate, outcome: Outcome) -> RunnerUp:
+    """What a plan says of a setting that does not fit; its step is the estimate."""
+    setting = outcome.setting
+    return RunnerUp(
+        layout=setting.layout.describe(),
+        schedule=setting.schedule,
+        micro_batch=setting.workload.micro_batch,
+        recompute=setting.recompute,
+        step_seconds=candidate.step_ns / 1e9,
+        peak_bytes=max(held.total_bytes for held in outcome.simulation.memory),
+        reason=f"needs {outcome.missing_bytes / 2**30:.1f} GiB more than a GPU has",
     )
 
 

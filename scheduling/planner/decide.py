@@ -257,9 +257,16 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: 
     """
     found: list[Outcome] = []
     refused: ValueError | None = None
+    full: set[Setting] = set()
     for setting in settings:
+        pipeline = replace(setting, hop=0)
+        if pipeline in full:
+            continue  # a message that takes longer leaves more to be held, and less did not fit
         try:
-            found += outcomes(bench_of(setting), over)
+            tried = outcomes(bench_of(setting), over)
+            if all(one.missing_bytes for one in tried):
+                full.add(pipeline)
+            found += tried
         except UnknownCostError:
             raise
         except ValueError as error:

@@ -218,6 +218,18 @@ def test_what_does_not_fit_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(simulated) <= {leanest}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+def test_what_is_left_out_for_its_memory_would_not_have_been_taken(share: float) -> None:
+    spec = cluster(nodes=2, gpus=4, inter=2e9)
+    tried = list(variants(setting("braid_eager", tp=2, pp=4, micro_batches=16), PART_BY_PART))
+    assert len({one.hop for one in tried}) > 2
+    alone = [best_of([one], modelled(spec), within(0)) for one in tried]
+    needs = [one.missing_bytes for one in alone]
+    limit = min(needs) + share * (max(needs) - min(needs))
+    fitting = [one.step_ns for one in alone if one.missing_bytes <= limit]
+    assert best_of(tried, modelled(spec), within(limit)).step_ns == min(fitting)
+
+
 def test_what_is_fixed_stays() -> None:
     spec = cluster(nodes=2, gpus=4)
     plan = plan_layout(
