@@ -20,12 +20,12 @@ from braid.scheduling.planner.decide import (
     best_of,
     modelled,
     rank,
-    uncollected,
     variants,
     with_cuts,
     with_schedule,
     within,
 )
+from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import check, check_memory

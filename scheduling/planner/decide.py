@@ -4,9 +4,7 @@ Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, wi
 and schedules, with modelled or measured costs.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -26,10 +24,11 @@ from braid.scheduling.pattern import is_layer
 from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.orders import Bench, BenchOf, decisions
 from braid.scheduling.planner.tiers import cuts
+from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Numbers, Simulation
+from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import Placement
 from braid.scheduling.validate import check, linked
@@ -205,18 +204,6 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
                 )
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Planning makes millions of small objects, hardly any in cycles: to look for some doubles its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 @uncollected()
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = Space()
@@ -347,8 +334,8 @@ def _full_of_compute(outcome: Outcome) -> bool:
 
 
 def outcomes(bench: Bench, over: Over) -> list[Outcome]:
-    """Of all decisions about orders."""
-    return [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
+    """Of all decisions about orders; each is simulated when its step is asked for."""
+    return [_linked(bench, choices, note, over) for choices, note in decisions(bench)]
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:
@@ -357,7 +344,13 @@ def rank(outcome: Outcome) -> tuple[float, float]:
 
 
 def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
-    """Lower and link decisions. What is taken is checked later (`validate.check`)."""
+    """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
+    outcome = _linked(bench, choices, note, over)
+    assert outcome.simulation.ranks
+    return outcome
+
+
+def _linked(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
     own = bench.setting
     schedule = training_schedule(own, bench.parts, choices)
     code = link(schedule, own.layout, own.kinds, bench.parts)
@@ -369,7 +362,7 @@ def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome
     """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
     own = bench.setting
     code = linked(schedule, own.layout, own.kinds, bench.parts)
-    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
+    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
     return Outcome(bench, Choices(), None, code, simulation, over(simulation))
 
 
