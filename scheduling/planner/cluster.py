@@ -169,29 +169,26 @@ def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
         reasons.append(f"{theirs.bubble_seconds - ours.bubble_seconds:.2f} s more bubble")
     if outcome.bench.setting.recompute != best.bench.setting.recompute:
         reasons.append(f"recomputes {outcome.bench.setting.recompute}")
-    setting = outcome.setting
-    return RunnerUp(
-        layout=setting.layout.describe(),
-        schedule=setting.schedule,
-        micro_batch=setting.workload.micro_batch,
-        recompute=setting.recompute,
-        step_seconds=outcome.step_ns / 1e9,
-        peak_bytes=theirs.peak_bytes,
-        reason=f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else ""),
-    )
+    why = f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else "")
+    return _described(outcome, outcome.step_ns, why)
 
 
 def _refused(candidate: Candidate, outcome: Outcome) -> RunnerUp:
-    """What a plan says of a setting that does not fit; its step is the estimate."""
+    """What a plan says of a setting that does not fit, which is not simulated."""
+    over = outcome.missing_bytes / 2**30
+    return _described(outcome, candidate.step_ns, f"needs {over:.1f} GiB more than a GPU has; step estimated")
+
+
+def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
     setting = outcome.setting
     return RunnerUp(
         layout=setting.layout.describe(),
         schedule=setting.schedule,
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
-        step_seconds=candidate.step_ns / 1e9,
+        step_seconds=step_ns / 1e9,
         peak_bytes=max(held.total_bytes for held in outcome.simulation.memory),
-        reason=f"needs {outcome.missing_bytes / 2**30:.1f} GiB more than a GPU has",
+        reason=reason,
     )
 
 
