@@ -1,12 +1,13 @@
 """What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from braid.scheduling.buckets import flat_elements, share_elements, share_ways
+from braid.scheduling.buckets import Buckets, flat_elements, share_elements, share_ways
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.schedule import Block
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -53,24 +54,57 @@ def rank_memory(
     gradient_width: bytes of a gradient; by default they are added up in at least single precision.
     reduce_dtype: to which they are rounded where ranks sum them.
     """
-    layout, width = code.layout, DTYPE_BYTES[dtype]
-    main = sum_width(dtype)
+    width, main = DTYPE_BYTES[dtype], gradient_width or sum_width(dtype)
+    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype, main)
+    return RankMemory(
+        stage=stage,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=max(held_during(code, stage, width, gradient_width, reduce_dtype), default=0),
+    )
+
+
+def _states(
+    buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str, gradient_width: int
+) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states of a rank."""
     whole = share = 0
     for chunk in layout.chunks_of(stage):
-        for bucket in code.buckets.of(chunk):
+        for bucket in buckets.of(chunk):
             for axes, count in flat_elements(layout, bucket.parameters).items():
                 ways = share_ways(layout, axes)
                 share += share_elements(count, ways)
                 whole += share_elements(count, ways) * ways
-    zero = layout.zero
+    zero, width, main = layout.zero, DTYPE_BYTES[dtype], sum_width(dtype)
     masters = main if width < main else 0
-    return RankMemory(
-        stage=stage,
-        parameter_bytes=(share if zero > 2 else whole) * width,
-        gradient_bytes=(share if zero > 1 else whole) * (gradient_width or main),
-        optimizer_bytes=share * (masters + 2 * main),
-        activation_bytes=max(held_during(code, stage, width, gradient_width, reduce_dtype), default=0),
+    return (
+        (share if zero > 2 else whole) * width,
+        (share if zero > 1 else whole) * gradient_width,
+        share * (masters + 2 * main),
     )
+
+
+def least_bytes(
+    order: Sequence[Sequence[Block]], members: Mapping[int, Sequence[Part]], layout: ParallelLayout, dtype: str
+) -> int:
+    """Bytes that the fullest rank holds at least: its states, and what passes keep for later ones.
+
+    ``members``: the parts of every chunk. It takes no lowering, so it sorts out pipelines before they are
+    linked; `rank_memory` counts what comes on top.
+    """
+    width, buckets = DTYPE_BYTES[dtype], Buckets(members, layout)
+    kept = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}
+    most = 0
+    for stage, blocks in enumerate(order):
+        held, peak = 0, 0
+        for block in blocks:
+            for one in block.passes:
+                if one.kind.travels:
+                    held += kept[one.chunk] if one.forward else -kept[one.chunk]
+            peak = max(peak, held)
+        most = max(most, peak + sum(_states(buckets, layout, stage, dtype, sum_width(dtype))))
+    return most
 
 
 def held_during(

@@ -178,7 +178,7 @@ class History:
     states: Mapping[FrameKey, FrameState]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
 def histories(code: Code, width: int, gradient_width: int = 4, rounded_width: int = 0) -> tuple[History, ...]:
     """Sweep over every stage, with bytes of numbers as `Sweep` has them."""
     sweep, found = Sweep(code, width, gradient_width, rounded_width), []

@@ -3,8 +3,10 @@
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from braid.scheduling.lowering.fixed_orders import fixed_order
+from braid.scheduling.lowering.named import Pipeline
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
 from braid.scheduling.lowering.programs import Order, own_program, program_of
@@ -103,6 +105,13 @@ def _way(receive: Receive) -> tuple[PassKind, int]:
     return receive.moved.kind, receive.stage
 
 
+@lru_cache(maxsize=4)
+def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, hop: int) -> Stages:
+    """Blocks with their messages: the same whatever passes compute."""
+    order = pipeline.order(layout, micro_batches, hop)
+    return with_early_receives(with_transfers(order, layout), max(1, (hop or pipeline.hops[0]) - 1))
+
+
 # -- programs ------------------------------------------------------------------------------------------------
 
 
@@ -135,9 +144,7 @@ def training_schedule(
     ``parts``: those of `scheduled_parts`.
     """
     kind, layout, model = setting.kind, setting.layout, setting.model
-    order = setting.order.order(layout, setting.micro_batches, setting.hop)
-    hop = setting.hop or setting.order.hops[0]
-    stages = with_early_receives(with_transfers(order, layout), max(1, hop - 1))
+    stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
     schedule = Schedule(
         name=setting.schedule,
         chunks=layout.chunks,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from braid.scheduling.lowering.pipelines import (
@@ -42,6 +42,14 @@ class PairMethod(StrEnum):
     """One searched order of issue, events and waits only."""
 
 
+@lru_cache(maxsize=8)
+def _generated(
+    generator: Callable[..., BlockOrder], layout: ParallelLayout, micro_batches: int, hop: int
+) -> BlockOrder:
+    """Settings that differ in what their passes compute share it."""
+    return generator(layout, micro_batches, *((hop,) if hop else ()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """An order of blocks, and where its chunks are."""
@@ -56,9 +64,7 @@ class Pipeline:
 
     def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
         """The blocks of every stage; ``hop``: one of `hops`."""
-        if not hop:
-            return self.generator(layout, micro_batches)
-        return self.generator(layout, micro_batches, hop)
+        return _generated(self.generator, layout, micro_batches, hop)
 
     def placement_on(self, stages: int) -> Placement:
         """The placement on a number of stages."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.memory import least_bytes
 from braid.scheduling.plan import Plan, RunnerUp, score_of
 from braid.scheduling.planner.candidates import Candidate, Search, candidates
 from braid.scheduling.planner.decide import (
@@ -28,6 +29,7 @@ from braid.scheduling.planner.decide import (
 from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.units import members_of
 from braid.scheduling.validate import check, check_memory
 
 SIMULATED = 8
@@ -120,13 +122,25 @@ def _simulate(
 def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
     """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
     others = [one for one in variants(_open(best.setting), PART_BY_PART) if one != best.setting]
-    if others:
+    if others := list(_fitting(others, cluster)):
         best = min(best, _best(others, cluster), key=rank)
     return with_cuts(best, modelled(cluster), within(cluster.usable_bytes))
 
 
 def _best(settings: Iterable[Setting], cluster: ClusterSpec) -> Outcome:
     return best_of(settings, modelled(cluster), within(cluster.usable_bytes))
+
+
+def _fitting(settings: Iterable[Setting], cluster: ClusterSpec) -> Iterator[Setting]:
+    """Those that may fit, by what they hold at least."""
+    for setting in settings:
+        layout, parts = setting.layout, modelled(cluster)(setting).members
+        members = {
+            chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)
+        }
+        order = setting.order.order(layout, setting.micro_batches, setting.hop)
+        if least_bytes(order, members, layout, setting.dtype) <= cluster.usable_bytes:
+            yield setting
 
 
 def _open(setting: Setting) -> Setting:
@@ -149,9 +163,10 @@ def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
     outcomes = []
     for name in OTHER_SCHEDULES:
         try:
-            outcome = _best(variants(with_schedule(best.setting, name), PART_BY_PART), cluster)
+            settings = list(variants(with_schedule(best.setting, name), PART_BY_PART))
+            outcome = _best(_fitting(settings, cluster), cluster)
         except ValueError:
-            continue  # a schedule that wants another number of micro-batches or layers
+            continue  # a schedule that wants another number of micro-batches or layers, or more memory
         if not outcome.missing_bytes:
             outcomes.append(outcome)
     return outcomes

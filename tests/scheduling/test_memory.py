@@ -43,7 +43,7 @@ from braid.scheduling.lowering.lower import training_schedule, validation_schedu
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, held_during, model_flops, rank_memory
+from braid.scheduling.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import Partition, parse_partition
 from braid.scheduling.planner.decide import measured
@@ -53,6 +53,7 @@ from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Placement, Workload
 from braid.scheduling.sweep import Sweep
+from braid.scheduling.units import members_of
 from braid.scheduling.validate import ScheduleError, check_memory, linked
 from tests.end_to_end.command import ROOT
 from tests.no_update import NoUpdate
@@ -426,6 +427,25 @@ def test_activations_of_any_cut_are_counted_to_the_byte(
     setting = setting_for(name, layout, 2, model=shape, recompute=recompute, partitions=tuple(partitions))
     schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
     assert_exact(setting.model, linked(schedule, layout, setting.model.kinds, parts_for(setting)))
+
+
+@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_a_rank_holds_at_least_is_no_more_than_it_holds(name: str, recompute: str, zero: int) -> None:
+    layout = layout_for(name, 4, tp=2, dp=2, zero=zero)
+    setting = setting_for(name, layout, 8, recompute=recompute, dtype="bf16")
+    code = link(training_schedule(setting, parts_for(setting), choices_for(setting)), *described(setting))
+    held = max(rank_memory(code, setting.model, "bf16", stage).total_bytes for stage in range(4))
+    parts = model_parts(recompute=recompute, tp=2)
+    members = {c: members_of(parts, layout, setting.kinds, c) for c in range(layout.chunks)}
+    least = least_bytes(setting.order.order(layout, 8, setting.hop), members, layout, "bf16")
+    assert held / 4 < least <= held
+
+
+def described(setting: Setting) -> tuple[ParallelLayout, tuple[str, ...], dict[str, Part]]:
+    """What a schedule is linked with."""
+    return setting.layout, setting.kinds, parts_for(setting)
 
 
 @pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid_w", 2, 2)])
