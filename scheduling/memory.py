@@ -86,7 +86,10 @@ def _states(
 
 
 def least_bytes(
-    order: Sequence[Sequence[Block]], members: Mapping[int, Sequence[Part]], layout: ParallelLayout, dtype: str
+    order: Sequence[Sequence[Block]],
+    members: Mapping[int, Sequence[Part]],
+    layout: ParallelLayout,
+    dtype: str,
 ) -> int:
     """Bytes that the fullest rank holds at least: its states, and what passes keep for later ones.
 

@@ -16,20 +16,17 @@ from braid.scheduling.operators import Part, Stream
 from braid.scheduling.partition import Partition
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
-    AUTO,
     Outcome,
     Over,
-    Space,
     activation_bytes,
     anything,
     decide,
     measured,
     outcome_of,
     outcome_of_schedule,
-    searched_schedules,
-    with_schedule,
     within,
 )
+from braid.scheduling.planner.space import AUTO, Space, searched_schedules, with_schedule
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse

@@ -11,19 +11,8 @@ from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import plan_layout, plan_of, runner_up
-from braid.scheduling.planner.decide import (
-    AUTO,
-    PART_BY_PART,
-    Outcome,
-    Space,
-    decide,
-    evaluate,
-    modelled,
-    replay,
-    searched_schedules,
-    with_schedule,
-    within,
-)
+from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
+from braid.scheduling.planner.space import AUTO, PART_BY_PART, Space, searched_schedules, with_schedule
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting

@@ -14,18 +14,8 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.memory import least_bytes
 from braid.scheduling.plan import Plan, RunnerUp, score_of
 from braid.scheduling.planner.candidates import Candidate, Search, candidates
-from braid.scheduling.planner.decide import (
-    COARSE,
-    PART_BY_PART,
-    Outcome,
-    best_of,
-    modelled,
-    rank,
-    variants,
-    with_cuts,
-    with_schedule,
-    within,
-)
+from braid.scheduling.planner.decide import Outcome, best_of, modelled, rank, with_cuts, within
+from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
 from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
@@ -135,9 +125,7 @@ def _fitting(settings: Iterable[Setting], cluster: ClusterSpec) -> Iterator[Sett
     """Those that may fit, by what they hold at least."""
     for setting in settings:
         layout, parts = setting.layout, modelled(cluster)(setting).members
-        members = {
-            chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)
-        }
+        members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
         order = setting.order.order(layout, setting.micro_batches, setting.hop)
         if least_bytes(order, members, layout, setting.dtype) <= cluster.usable_bytes:
             yield setting

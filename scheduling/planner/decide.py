@@ -4,10 +4,9 @@ Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, wi
 and schedules, with modelled or measured costs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 
 from braid.scheduling.analytic import analytic_profile, axis_streams
 from braid.scheduling.cluster import ClusterSpec
@@ -15,14 +14,14 @@ from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES, PairMethod
-from braid.scheduling.lowering.partitions import WAYS, mega_scale, with_partitions
+from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import whole_axis
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.orders import Bench, BenchOf, decisions
+from braid.scheduling.planner.space import EVERYTHING, PART_BY_PART, Space, variants
 from braid.scheduling.planner.tiers import cuts
 from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
@@ -30,30 +29,13 @@ from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import Placement
 from braid.scheduling.validate import check, linked
 
 ALIKE = 0.02
 """Steps that differ by less the simulator cannot tell apart (docs/log.md)."""
 
-AUTO = "auto"
-"""The schedule that stands for all of `searched_schedules`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What is tried of what a schedule leaves open."""
-
-    unit_layers: tuple[int, ...] = (0, 4)
-    """Most layers of a unit: none, and as many as a search of a second can order well."""
-    every_pipeline: bool = True
-    """Else the first of a schedule's pipelines, with the usual time for messages, and collectives whole."""
-
-
-PART_BY_PART = Space(unit_layers=(0,))
-"""What a modelled cluster is planned with: searching the orders of units takes seconds each."""
-COARSE = Space(unit_layers=(0,), every_pipeline=False)
-"""To rank many layouts."""
+EQUAL = 0.005
+"""Pipelines of one schedule whose steps differ by less are taken by memory: what is held costs time too."""
 
 Over = Callable[[Simulation], float]
 """Bytes by which a simulated step exceeds what is allowed; 0 within."""
@@ -135,78 +117,9 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
     return bench_of
 
 
-# -- what is compared ----------------------------------------------------------------------------------------
-
-
-def searched_schedules(setting: Setting) -> Iterator[Setting]:
-    """The setting under every schedule that ``auto`` compares: those that its layout and batch allow."""
-    for name in SCHEDULES:
-        kind, layout = SCHEDULES[name], setting.layout
-        if name in POINTS or name == "bidirectional":
-            continue  # braid has searched them; another placement of the parameters
-        if layout.pp == 1 and (kind.placement_on(1) is not Placement.LINEAR or name == "eager"):
-            continue  # pipelines of one stage are all the same
-        if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
-            continue  # wavelet
-        if layout.tp == 1 and kind.cuts_collectives:
-            continue  # nothing to cut
-        if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
-            continue  # nothing to exchange
-        if layout.dp * layout.cp == 1 and name == "ddp":
-            continue  # nothing to sum over replicas
-        if name == "ooo_backprop" and layout.pp * layout.dp * layout.cp == 1:
-            continue  # nothing to send or to sum while weight gradients are computed
-        try:
-            yield with_schedule(setting, name)
-        except ValueError:
-            continue  # this layout or number of micro-batches has no such schedule
-
-
-def with_schedule(setting: Setting, schedule: str) -> Setting:
-    """The same layout under another schedule, with the placement that it needs, nothing else decided."""
-    placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
-    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
-    layout = replace(setting.layout, placement=placement, late_layers=late)
-    return replace(
-        setting,
-        schedule=schedule,
-        layout=layout,
-        pipeline="",
-        partitions=(),
-        unit_layers=0,
-        hop=0,
-        distances=(0, 0),
-    )
-
-
-def variants(setting: Setting, space: Space) -> Iterator[Setting]:
-    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
-    far ahead buckets travel."""
-    kind, layout = setting.kind, setting.layout
-    cuts = [setting.partitions]
-    if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
-        cuts = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
-    lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
-    pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
-    if not space.every_pipeline:
-        pipelines = pipelines[:1]
-    for cut, length, pipeline in product(cuts, lengths, pipelines):
-        searched = layout.pp > 1 and not setting.hop and space.every_pipeline
-        for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
-            for distances in kind.distances(layout.zero) if space.every_pipeline else (setting.distances,):
-                yield replace(
-                    setting,
-                    partitions=cut,
-                    unit_layers=length,
-                    pipeline=pipeline,
-                    hop=hop,
-                    distances=distances,
-                )
-
-
 @uncollected()
 def decide(
-    settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = Space()
+    settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = EVERYTHING
 ) -> list[Outcome]:
     """The best outcome of each setting, the one to take first: of those that fit, the fastest.
 
@@ -224,16 +137,23 @@ def decide(
             refused = error
     if not found:
         raise refused or ValueError("no schedule suits this layout and number of micro-batches")
-    ranked = sorted(found, key=rank)
-    first = ranked[0]
-    alike = [
-        one
-        for one in ranked
-        if one.missing_bytes == first.missing_bytes and one.step_ns < first.step_ns * (1 + ALIKE)
-    ]
-    taken = min(alike, key=lambda one: max(held.total_bytes for held in one.simulation.memory))
+    taken = _leanest(found, ALIKE)
     check(taken.code)
-    return [taken, *(one for one in ranked if one is not taken)]
+    return [taken, *(one for one in sorted(found, key=rank) if one is not taken)]
+
+
+def _leanest(found: Sequence[Outcome], alike: float) -> Outcome:
+    """What needs least memory of the quickest that fits and of those that are slower by no more than a part.
+
+    Where nothing fits, what misses least.
+    """
+    least = min(one.missing_bytes for one in found)
+    fitting = [one for one in found if one.missing_bytes == least]
+    if len(fitting) == 1:
+        return fitting[0]  # not simulated: memory costs a tenth of what times do
+    quickest = min(one.step_ns for one in fitting)
+    near = [one for one in fitting if one.step_ns <= quickest * (1 + alike)]
+    return min(near, key=lambda one: max(held.total_bytes for held in one.simulation.memory))
 
 
 def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: bool = False) -> Outcome:
@@ -260,10 +180,7 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: 
             refused = error
     if not found:
         raise refused or ValueError("there is nothing to choose from")
-    # Memory costs a tenth of what times do: what would exceed it by more than another is not simulated.
-    least = min(one.missing_bytes for one in found)
-    leanest = [one for one in found if one.missing_bytes == least]
-    best = leanest[0] if len(leanest) == 1 else min(leanest, key=rank)
+    best = _leanest(found, EQUAL)
     return with_cuts(best, bench_of, over) if cut else best
 
 

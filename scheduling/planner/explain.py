@@ -6,7 +6,8 @@ from braid.scheduling.cluster import ClusterSpec, Level, Link
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout
-from braid.scheduling.planner.decide import Outcome, evaluate, replay, with_schedule
+from braid.scheduling.planner.decide import Outcome, evaluate, replay
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.planner.tiers import TIERS
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Workload

@@ -16,9 +16,10 @@ from typing import Final
 from braid.scheduling.lowering.recompute import policies_of
 from braid.scheduling.operators import Graph
 from braid.scheduling.pattern import counted, is_layer
-from braid.scheduling.planner.decide import COARSE, Outcome, Over, decide, rank, with_schedule
+from braid.scheduling.planner.decide import Outcome, Over, decide, rank
 from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, LayerChoice, PassCosts
 from braid.scheduling.planner.orders import BenchOf
+from braid.scheduling.planner.space import COARSE, with_schedule
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost
 from braid.scheduling.profile import Profile, UnknownCostError
 from braid.scheduling.setting import Setting

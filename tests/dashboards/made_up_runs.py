@@ -18,7 +18,8 @@ from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells
 from braid.actors.stage.messages import RoutingSums
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.operators import Stream
-from braid.scheduling.planner.decide import Outcome, evaluate, with_schedule
+from braid.scheduling.planner.decide import Outcome, evaluate
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.schedule_text import write
 from braid.scheduling.setting import Setting

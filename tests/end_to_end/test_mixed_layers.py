@@ -18,7 +18,8 @@ from braid.actors.controller.profiling import measure
 from braid.actors.stage.worker import RunPlan
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.partitions import mega_scale
-from braid.scheduling.planner.decide import COARSE, anything, decide, measured
+from braid.scheduling.planner.decide import anything, decide, measured
+from braid.scheduling.planner.space import COARSE
 from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse, write
 from tests.end_to_end.command import ROOT

@@ -17,9 +17,10 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.operators import Graph, Kind, Pass
-from braid.scheduling.planner.decide import evaluate, modelled, replay, with_schedule
+from braid.scheduling.planner.decide import evaluate, modelled, replay
 from braid.scheduling.planner.orders import Bench, layer_pair, segment_steps
 from braid.scheduling.planner.pairing import pair
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting

@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Final
 
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.planner.decide import Outcome, evaluate, with_schedule
+from braid.scheduling.planner.decide import Outcome, evaluate
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Operator, Pass
-from braid.scheduling.planner.decide import modelled, with_schedule
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import layer_pair
 from braid.scheduling.planner.pairing import pair
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.spec import ParallelLayout

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of, with_policies
 from braid.scheduling.pattern import base_kind, measured_kind, own_degree, own_recompute
-from braid.scheduling.planner.decide import COARSE, Outcome, decide, modelled, within
+from braid.scheduling.planner.decide import Outcome, decide, modelled, within
 from braid.scheduling.planner.degree_problem import LayerChoice
 from braid.scheduling.planner.layer_choices import (
     LayerSearch,
@@ -19,6 +19,7 @@ from braid.scheduling.planner.layer_choices import (
     degrees_within,
     with_choices,
 )
+from braid.scheduling.planner.space import COARSE
 from braid.scheduling.presets.library import load_cluster
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload

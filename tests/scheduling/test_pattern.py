@@ -12,7 +12,8 @@ from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.memory import model_flops
 from braid.scheduling.pattern import is_layer, kinds_of, pattern_of
 from braid.scheduling.planner.candidates import Search, candidates
-from braid.scheduling.planner.decide import PART_BY_PART, Outcome, decide, measured, modelled, within
+from braid.scheduling.planner.decide import Outcome, decide, measured, modelled, within
+from braid.scheduling.planner.space import PART_BY_PART
 from braid.scheduling.planner.tiers import operation_tier
 from braid.scheduling.profile import Profile
 from braid.scheduling.rounds import rounds

@@ -12,8 +12,9 @@ import pytest
 
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.memory import rank_memory
-from braid.scheduling.planner.decide import modelled, with_schedule
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import decisions
+from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload

@@ -32,7 +32,8 @@ from braid.jobs.benchmarks.report.findings import Finding, Number, Sheet, Task, 
 from braid.jobs.benchmarks.report.layer import NEAR, no_slower
 from braid.jobs.benchmarks.report.runtime import PATIENCE, SERIAL, Job, RuntimeRank, lone_mesh
 from braid.jobs.benchmarks.report.training import SMALL, TINY
-from braid.scheduling.planner.decide import PART_BY_PART, anything, decide, measured
+from braid.scheduling.planner.decide import anything, decide, measured
+from braid.scheduling.planner.space import PART_BY_PART
 from braid.scheduling.schedule_text import parse, write
 
 RANKS: Final = 2

@@ -1,0 +1,96 @@
+"""What planning compares: schedules, and what each of them leaves open."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES, PairMethod
+from braid.scheduling.lowering.partitions import WAYS, mega_scale
+from braid.scheduling.setting import Setting
+from braid.scheduling.spec import Placement
+
+AUTO = "auto"
+"""The schedule that stands for all of `searched_schedules`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried of what a schedule leaves open."""
+
+    unit_layers: tuple[int, ...] = (0, 4)
+    """Most layers of a unit: none, and as many as a search of a second can order well."""
+    every_pipeline: bool = True
+    """Else the first of a schedule's pipelines, with the usual time for messages, and collectives whole."""
+
+
+EVERYTHING = Space()
+PART_BY_PART = Space(unit_layers=(0,))
+"""What a modelled cluster is planned with: searching the orders of units takes seconds each."""
+COARSE = Space(unit_layers=(0,), every_pipeline=False)
+"""To rank many layouts."""
+
+
+def searched_schedules(setting: Setting) -> Iterator[Setting]:
+    """The setting under every schedule that ``auto`` compares: those that its layout and batch allow."""
+    for name in SCHEDULES:
+        kind, layout = SCHEDULES[name], setting.layout
+        if name in POINTS or name == "bidirectional":
+            continue  # braid has searched them; another placement of the parameters
+        if layout.pp == 1 and (kind.placement_on(1) is not Placement.LINEAR or name == "eager"):
+            continue  # pipelines of one stage are all the same
+        if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
+            continue  # wavelet
+        if layout.tp == 1 and kind.cuts_collectives:
+            continue  # nothing to cut
+        if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
+            continue  # nothing to exchange
+        if layout.dp * layout.cp == 1 and name == "ddp":
+            continue  # nothing to sum over replicas
+        if name == "ooo_backprop" and layout.pp * layout.dp * layout.cp == 1:
+            continue  # nothing to send or to sum while weight gradients are computed
+        try:
+            yield with_schedule(setting, name)
+        except ValueError:
+            continue  # this layout or number of micro-batches has no such schedule
+
+
+def with_schedule(setting: Setting, schedule: str) -> Setting:
+    """The same layout under another schedule, with the placement that it needs, nothing else decided."""
+    placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
+    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
+    layout = replace(setting.layout, placement=placement, late_layers=late)
+    return replace(
+        setting,
+        schedule=schedule,
+        layout=layout,
+        pipeline="",
+        partitions=(),
+        unit_layers=0,
+        hop=0,
+        distances=(0, 0),
+    )
+
+
+def variants(setting: Setting, space: Space) -> Iterator[Setting]:
+    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
+    far ahead buckets travel."""
+    kind, layout = setting.kind, setting.layout
+    cuts = [setting.partitions]
+    if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
+        cuts = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
+    lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
+    pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
+    if not space.every_pipeline:
+        pipelines = pipelines[:1]
+    for cut, length, pipeline in product(cuts, lengths, pipelines):
+        searched = layout.pp > 1 and not setting.hop and space.every_pipeline
+        for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
+            for distances in kind.distances(layout.zero) if space.every_pipeline else (setting.distances,):
+                yield replace(
+                    setting,
+                    partitions=cut,
+                    unit_layers=length,
+                    pipeline=pipeline,
+                    hop=hop,
+                    distances=distances,
+                )
