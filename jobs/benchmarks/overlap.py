@@ -242,6 +242,8 @@ class _Bench:
             self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
         decided = plan_run(config, self.shape, believed or profile).taken
         schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
+        own = decided.setting
+        self._progress(f"{shown}: pipeline {', '.join([own.pipeline, *map(str, own.partitions)])}")
         plan = RunPlan(
             config=config,
             shape=self.shape,
