@@ -77,7 +77,8 @@ def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transf
 
 def embedding(sizes: PartSizes) -> Part:
     """Vocabulary-parallel embedding, and learned positions for GPT."""
-    g = LayerBuilder("embedding", sizes)
+    name = sizes.ends[0]
+    g = LayerBuilder(name, sizes.of_kind(name))
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
     return g.build(g.positions("positions", x) if sizes.shape.family == "gpt" else x)
@@ -89,11 +90,12 @@ def head(sizes: PartSizes) -> Part:
     Its backward pass needs nothing from elsewhere and runs at once, so that the logits, the largest value of
     all, are never kept between two blocks.
     """
-    g = LayerBuilder("head", sizes)
+    name = sizes.ends[1]
+    g = LayerBuilder(name, sizes.of_kind(name))
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
-    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp)
+    logits = g.columns("head", h, g.sizes.vocabulary_rows * g.sizes.tensor)
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part

@@ -11,7 +11,7 @@ from typing import Final
 
 from braid.scheduling.layer_counts import layer_counts
 from braid.scheduling.mesh import MeshShape, Position, training_mesh
-from braid.scheduling.pattern import counted, variant
+from braid.scheduling.pattern import ENDS, counted, variant
 
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -64,7 +64,9 @@ class ParallelLayout:
     tensor_degrees: tuple[int, ...] = ()
     """Of every layer, its own tensor-parallel degree, which divides ``tp``: a layer of degree t is cut over t
     neighbouring ranks, and as many such groups as there are have some samples of a micro-batch each. Empty:
-    all have ``tp``, as embedding and head always have."""
+    all have ``tp``."""
+    end_degrees: tuple[int, ...] = ()
+    """The same of embedding and head, whose groups have some tokens of a micro-batch each. Empty: ``tp``."""
     late_layers: int = 0
     """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
 
@@ -95,20 +97,36 @@ class ParallelLayout:
             )
 
     def _check_degrees(self) -> None:
-        degrees = sorted({*self.tensor_degrees} - {self.tp})
-        if not degrees:
-            object.__setattr__(self, "tensor_degrees", ())
-        for degree, more in pairwise((*degrees, self.tp)):
+        if len(self.end_degrees) not in (0, 2):
+            raise ValueError(
+                f"parallel.end_degrees has {len(self.end_degrees)} degrees; give two, of embedding and head"
+            )
+        for name in ("tensor_degrees", "end_degrees"):
+            if {*getattr(self, name)} == {self.tp}:
+                object.__setattr__(self, name, ())
+        for degree, more in pairwise((*self.own_degrees, self.tp)):
             if degree < 1 or more % degree:
+                key = "tensor_degrees" if degree in self.tensor_degrees else "end_degrees"
                 raise ValueError(
-                    f"parallel.tensor_degrees: {degree} does not divide {more} (parallel.tp={self.tp}); use "
+                    f"parallel.{key}: {degree} does not divide {more} (parallel.tp={self.tp}); use "
                     f"degrees each of which divides the next larger one, and parallel.tp"
                 )
 
     @property
     def own_degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
-        return tuple(sorted({*self.tensor_degrees} - {self.tp}))
+        """Tensor-parallel degrees below ``tp`` that some layers or ends of the model have, ascending."""
+        return tuple(sorted({*self.tensor_degrees, *self.end_degrees} - {self.tp}))
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The parts before and behind the layers: variants where they have degrees of their own."""
+        if not self.end_degrees:
+            return ENDS
+        first, last = (
+            name if degree == self.tp else variant(name, degree)
+            for name, degree in zip(ENDS, self.end_degrees, strict=True)
+        )
+        return first, last
 
     @cached_property
     def _kinds(self) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -255,4 +273,6 @@ class ParallelLayout:
         placed = "" if self.placement is Placement.LINEAR else f" ({self.placement}{late})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
         own = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""
+        if self.end_degrees:
+            own += f" (ends {' '.join(map(str, self.end_degrees))})"
         return " x ".join(busy) + own + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")

@@ -14,13 +14,14 @@ UNIFORM: Final = "layer"
 DENSE: Final = "dense"
 """In a mixture of experts, a layer without experts: with one MLP of the same width."""
 
-_ENDS: Final = ("embedding", "head")
+ENDS: Final = ("embedding", "head")
+"""The parts before and behind the layers."""
 _WORD: Final = re.compile(r"(?:([1-9][0-9]*)\*)?([A-Za-z][A-Za-z0-9_]*)")
 
 
 def is_layer(part: str) -> bool:
     """Whether a part is a layer, of whatever kind: neither the embedding nor the head."""
-    return part not in _ENDS
+    return base_kind(part) not in ENDS
 
 
 def built_in_kinds(family: str) -> tuple[str, ...]:

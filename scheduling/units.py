@@ -51,8 +51,8 @@ def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> t
     ``kinds``: of every layer of the model (`ModelShape.kinds`), here and below.
     """
     layers = len(kinds)
-    first = [("embedding", -1)] if layout.is_first(chunk) else []
-    last = [("head", layers)] if layout.is_last(chunk) else []
+    first = [(layout.ends[0], -1)] if layout.is_first(chunk) else []
+    last = [(layout.ends[1], layers)] if layout.is_last(chunk) else []
     return (*first, *((kinds[number], number) for number in layout.layers_of(chunk, layers)), *last)
 
 
@@ -69,8 +69,8 @@ def chunk_units(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int, unit
     count = -(-len(held) // unit_layers)
     bounds = [len(held) * n // count for n in range(count + 1)]
     groups = [held[begin:end] for begin, end in pairwise(bounds)]
-    groups[0] = [one for one in parts if one[0] == "embedding"] + groups[0]
-    groups[-1] = groups[-1] + [one for one in parts if one[0] == "head"]
+    groups[0] = [one for one in parts if one[1] < 0] + groups[0]
+    groups[-1] = groups[-1] + [one for one in parts if one[1] == len(kinds)]
     return [Unit(tuple(n for n, _ in group), tuple(i for _, i in group)) for group in groups]
 
 

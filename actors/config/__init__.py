@@ -84,6 +84,7 @@ class ParallelConfig(Section):
     # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp. auto: the
     # fastest that fits
     tensor_degrees: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
+    end_degrees: tuple[int, int] | None = None  # the same of embedding and head; null: tp
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
@@ -203,6 +204,7 @@ class Config(Section):
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
         own = self.parallel.tensor_degrees
         degrees["tensor_degrees"] = () if own is None or own == AUTO else own
+        degrees["end_degrees"] = self.parallel.end_degrees or ()
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:

@@ -313,5 +313,5 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
                 rows=rows, first_row=offset, vocabulary=shape.vocabulary
             )
         ),
-        "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tp)),
+        "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tensor)),
     }

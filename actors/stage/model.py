@@ -75,14 +75,24 @@ class StageModel:
             yield self._instance(name, index, self._modules(name, index), chunk, part)
 
     def _modules(self, name: str, index: int) -> dict[str, OperatorModule]:
-        match name:
+        context = replace(self.context, sizes=self.context.sizes.of_kind(name))
+        match base_kind(name):
             case "embedding":
-                return embedding_modules(self.context)
+                return embedding_modules(context)
             case "head":
-                return head_modules(self.context)
-            case _:
-                context = replace(self.context, sizes=self.context.sizes.of_kind(name))
-                return self.layers[base_kind(name)].modules(context, index)
+                return head_modules(context)
+            case kind:
+                return self.layers[kind].modules(context, index)
+
+    @property
+    def head(self) -> PartSizes:
+        """Sizes of the model's head."""
+        return self.context.sizes.of_kind(self.context.sizes.ends[1])
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether no other rank has the same losses, of those that say them."""
+        return self.context.place.on(self.head.tensor_axis) == 0
 
     def _instance(
         self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int

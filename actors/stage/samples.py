@@ -23,6 +23,8 @@ from braid.kernels.operators.context_blocks import (
     document_order,
     documents_of,
 )
+from braid.scheduling.mesh import beyond
+from braid.scheduling.pattern import own_degree
 from braid.scheduling.spec import ParallelLayout
 
 Batches = list[MicroBatch | None]
@@ -62,6 +64,7 @@ class ReplicaSamples:
         `ValueError` as `TokenShards.open`.
         """
         self._config, self._layout, self._device = config, layout, device
+        self._place = place
         self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
         index = read_index(directory)
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
@@ -151,6 +154,17 @@ class ReplicaSamples:
         if own is None:
             return [None] * count
         tokens_2Ns = own.tokens.to(self._device, non_blocking=True)
-        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in tokens_2Ns)
+        inputs_MT, targets_MT = (
+            seen_by(end, tokens_Ns.reshape(count, -1), self._layout, self._place)
+            for tokens_Ns, end in zip(tokens_2Ns, self._layout.ends, strict=True)
+        )
         documents = [None if one is None else one.on(self._device) for one in own.documents]
         return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m]) for m in range(count)]
+
+
+def seen_by(end: str, tokens: torch.Tensor, layout: ParallelLayout, place: Place) -> torch.Tensor:
+    """What an end of the model sees of tokens along the last dim: its group's, with a degree of its own."""
+    degree = own_degree(end)
+    if not degree:
+        return tokens
+    return tokens.chunk(layout.tp // degree, dim=-1)[place.on(beyond(degree))]

@@ -228,7 +228,7 @@ class Worker(Logged, Rank):
         if self._stream is not None and self._recorder.recording:
             self._stream.put(self._recorder.labels, records, step)
         return StepResult(
-            loss_sum=loss_sum if self._mesh.place.on("tp") == 0 else 0.0,
+            loss_sum=loss_sum if self._model.tells_loss else 0.0,
             gradient_norm=update.gradient_norm,
             lr=update.lr,
             seconds=seconds,
@@ -248,9 +248,9 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_validation()
         loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._weights))
-        if self._mesh.place.on("tp"):
-            return 0.0, 0  # the first rank of the line says the same
-        return loss_sum, self._evaluator.losses * self._model.context.sizes.tokens
+        if not self._model.tells_loss:
+            return 0.0, 0  # another rank says the same
+        return loss_sum, self._evaluator.losses * self._model.head.tokens
 
     def data_facts(self) -> dict[str, float | int | str]:
         """Size and identity of the data, for reports and checkpoints."""

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 from braid.scheduling.mesh import beyond, is_tensor
 from braid.scheduling.schedule import (
@@ -46,11 +47,14 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 
 
 def axes_beyond(layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
-    """Axes inside ``tp`` over which gradients of a chunk's layers are summed, whose degrees are their own."""
-    if not layout.tensor_degrees:
-        return ()
-    layers = layout.layers_of(chunk, len(layout.tensor_degrees))
-    degrees = {layout.tensor_degrees[layer] for layer in layers}
+    """Axes inside ``tp`` over which gradients of a chunk's parts are summed, whose degrees are their own."""
+    degrees: set[int] = set()
+    if layout.tensor_degrees:
+        layers = layout.layers_of(chunk, len(layout.tensor_degrees))
+        degrees |= {layout.tensor_degrees[layer] for layer in layers}
+    if layout.end_degrees:
+        here = (layout.is_first(chunk), layout.is_last(chunk))
+        degrees |= {*compress(layout.end_degrees, here)}
     return tuple(beyond(degree) for degree in sorted(degrees) if 1 < degree < layout.tp)
 
 

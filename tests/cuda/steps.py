@@ -18,7 +18,9 @@ from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.mesh import build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.routing import routing_of
+from braid.actors.stage.samples import seen_by
 from braid.actors.stage.step_graph import StepGraph
 from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
@@ -85,6 +87,8 @@ class Case:
     """As text; with some, ranks are on hosts of two."""
     degrees: tuple[int, ...] = ()
     """Tensor-parallel, of every layer; by default of all."""
+    end_degrees: tuple[int, ...] = ()
+    """The same of embedding and head."""
     recompute: str = "none"
     """Of all layers, or of each."""
     rounded: bool = False
@@ -96,6 +100,7 @@ class Case:
         degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
         axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
         axes += f" degrees {' '.join(map(str, self.degrees))}" if self.degrees else ""
+        axes += f" ends {' '.join(map(str, self.end_degrees))}" if self.end_degrees else ""
         axes += f" recompute {self.recompute}" if self.recompute != "none" else ""
         axes += " ring" if self.ring else ""
         axes += f" zero{self.zero}" if self.zero else ""
@@ -113,7 +118,8 @@ class Case:
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
         layout = layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
-        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep, tensor_degrees=self.degrees)
+        own = {"tensor_degrees": self.degrees, "end_degrees": self.end_degrees}
+        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep, **own)
 
     @property
     def shape(self) -> ModelShape:
@@ -197,10 +203,12 @@ class Ranked:
         generator = torch.Generator().manual_seed(1000 * step + place)
         vocabulary, count = self.case.shape.vocabulary, self.case.sizes.tokens
 
-        def tokens() -> Tensor:
-            return torch.randint(vocabulary, (count,), generator=generator)
+        layout, own = self.case.layout, Place.of(mesh, self.log.rank)
 
-        return [MicroBatch(tokens(), tokens()) for _ in range(self.case.micro_batches)]
+        def tokens(end: str) -> Tensor:
+            return seen_by(end, torch.randint(vocabulary, (count,), generator=generator), layout, own)
+
+        return [MicroBatch(*map(tokens, layout.ends)) for _ in range(self.case.micro_batches)]
 
     def update(self, step: int) -> Update:
         """What ends a step."""

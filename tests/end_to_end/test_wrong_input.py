@@ -157,6 +157,16 @@ CASES = [
         {"parallel": {"tp": 4, "tensor_degrees": "2*4 2*3"}},
     ),
     Case(
+        "degrees of ends and tp",
+        ("parallel.end_degrees", "3 does not divide 4", "parallel.tp=4"),
+        {"parallel": {"tp": 4, "end_degrees": [4, 3]}},
+    ),
+    Case(
+        "degrees of ends and a common table",
+        ("parallel.end_degrees=[1, 2]", "model.tied_head=true", "two equal degrees"),
+        {"model": {"tied_head": True}, "parallel": {"tp": 2, "end_degrees": [1, 2]}},
+    ),
+    Case(
         "degrees that are no degrees",
         ("parallel.tensor_degrees", "'two' must be a degree", "12*4 12*2"),
         {"parallel": {"tp": 2, "tensor_degrees": "two 3*1"}},

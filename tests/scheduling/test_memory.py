@@ -29,6 +29,7 @@ from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import OperatorModule, Place
+from braid.actors.stage.samples import seen_by
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
@@ -215,7 +216,8 @@ def held_for_real(
         )
         tokens = torch.zeros(TOKENS // layout.cp, dtype=torch.int64)
         update = Sharing(weights, gradients) if layout.zero or rounds else NoUpdate()
-        executor.run([MicroBatch(tokens, tokens)] * code.schedule.micro_batches, 1.0, update)
+        batch = MicroBatch(*(seen_by(end, tokens, layout, mesh.place) for end in layout.ends))
+        executor.run([batch] * code.schedule.micro_batches, 1.0, update)
         streams.close()
     return held
 
@@ -370,6 +372,8 @@ SPREAD: list[tuple[ModelShape, dict[str, Any], str]] = [
     (MIXTURE, {"dp": 2, "ep": 2}, "all_gather"),
     (MIXTURE, {"dp": 2, "ep": 4, "cp": 2, "tp": 2}, "ring"),
     (LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}, "all_gather"),
+    (LLAMA, {"tp": 4, "end_degrees": (1, 2)}, "all_gather"),
+    (GPT, {"tp": 2, "end_degrees": (2, 1)}, "all_gather"),
     (MIXTURE, {"dp": 2, "ep": 2, "tp": 2, "tensor_degrees": (2, 1, 1, 2)}, "all_gather"),
 ]
 
@@ -493,6 +497,7 @@ ROUNDED: list[tuple[str, ModelShape, dict[str, Any]]] = [
     ("ddp", LLAMA, {"dp": 2, "cp": 2}),
     ("folded", GPT, {"pp": 2, "dp": 2}),
     ("megatron", LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}),
+    ("megatron", LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4), "end_degrees": (1, 2)}),
 ]
 
 
