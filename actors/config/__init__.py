@@ -348,7 +348,8 @@ def _override(content: dict[str, Any], override: str) -> None:
     for section in sections:
         inner = place.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {section} is not a section")
+            whole = f"--set '{section}={{{last}: {text}}}'"
+            raise ConfigError(f"--set {override!r}: {section} is {inner!r}, without keys; give {whole}")
         place[section] = place = dict(inner)
     try:
         place[last] = parse_yaml(text, f"--set {override!r}: the value")

@@ -84,6 +84,12 @@ CASES = [
         ("checkpoint.mirror", "sftpp://host", "'sftpp'", "did you mean 'sftp'?"),
         {"checkpoint": {"mirror": "sftpp://host/run"}},
     ),
+    Case(
+        "override below a value",
+        ("parallel is 'auto'", "--set 'parallel={tp: 2}'"),
+        {"parallel": "auto"},
+        options=("--set", "parallel.tp=2"),
+    ),
     Case("override without value", ("--set", "train.lr", "key=value"), options=("--set", "train.lr")),
     Case("missing data file", ("data.files", "missing.txt"), {"data": {"files": ["missing.txt"]}}),
     Case(
