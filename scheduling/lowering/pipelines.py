@@ -209,16 +209,26 @@ def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """1F1B of micro-batches two by two, side by side in every pass.
 
     The two are the sub-batches of one micro-batch of twice the size (Merak; Oases, section IV). The last one
-    of an odd number goes by itself. Not on the folded pipeline: the messages of two micro-batches each way
-    would wait for each other in NCCL's queues.
+    of an odd number goes by itself.
     """
+    return _halved(one_forward_one_backward(layout, -(-micro_batches // 2)), micro_batches)
+
+
+def folded_sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
+    """The same on the folded pipeline (`folded_w`)."""
+    if not layout.folded:
+        return sub_batches(layout, micro_batches)
+    return _halved(folded_w(layout, -(-micro_batches // 2)), micro_batches)
+
+
+def _halved(pairs: BlockOrder, micro_batches: int) -> BlockOrder:
+    """With two micro-batches side by side in the place of every one."""
 
     def both(block: Block) -> Block:
         (one,) = block.passes
         first = 2 * one.micro_batch
         return Block(tuple(one._replace(micro_batch=m) for m in (first, first + 1) if m < micro_batches))
 
-    pairs = one_forward_one_backward(layout, -(-micro_batches // 2))
     orders = [[both(block) for block in stage] for stage in pairs]
     return on_strands(orders, lambda micro_batch: micro_batch % 2)
 

@@ -97,7 +97,7 @@ def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
         for name, part in bench.parts.items():
             if has_layers(name):
                 orders[write_sides([Side(_B, name)])] = _alone(bench, part)
-    if bench.setting.pipeline in ("twins", "sub_batches") and kind.searched:
+    if bench.setting.pipeline in ("twins", "sub_batches", "folded_sub_batches") and kind.searched:
         orders |= _twin_orders(bench)
     if kind.pairs in FIXED:
         return Choices(orders=orders), note

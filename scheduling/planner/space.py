@@ -40,6 +40,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # pipelines of one stage are all the same
         if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
             continue  # wavelet
+        if layout.pp == 1 and kind.pipelines == ("folded_sub_batches",):
+            continue  # oases
         if layout.tp == 1 and kind.cuts_collectives:
             continue  # nothing to cut
         if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:

@@ -121,6 +121,8 @@ SLOTS = {
     "merak": 2,
     "oases": 2,
     "braid_sub_batches": 2,
+    "oases_folded": 3,
+    "braid_sub_batches_folded": 3,
     "zbv": 3,
 }
 """Kernels of communicators that have to find room on a device at a time; for all others 4."""

@@ -30,7 +30,8 @@ def test_losses_are_those_of_one_after_the_other(
     batch = 2 * MICRO_BATCHES * parallel.get("dp", 1)
     train = {"steps": STEPS, "seed": SEED, "global_batch": batch, "recompute": policy}
     runs = []
-    for schedule in ("megatron", "merak", "oases", "braid_sub_batches"):
+    folded = ("oases_folded", "braid_sub_batches_folded") if parallel.get("pp", 1) > 1 else ()
+    for schedule in ("megatron", "merak", "oases", "braid_sub_batches", *folded):
         sections = {"parallel": parallel, "train": train, "overlap": {"schedule": schedule}}
         sections["overlap"] = planned(tmp_path / "plans", sections)
         runs.append(run_layout(tmp_path / "runs", data, **sections))

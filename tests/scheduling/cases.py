@@ -61,7 +61,7 @@ UNPAIRED = tuple(name for name in LOWERED if SCHEDULES[name].pairs is None)
 PAIRED = tuple(
     name for name in LOWERED if SCHEDULES[name].pairs is not None and not SCHEDULES[name].long_units
 )
-SUB_BATCHES = ("merak", "oases", "braid_sub_batches")
+SUB_BATCHES = ("merak", "oases", "oases_folded", "braid_sub_batches", "braid_sub_batches_folded")
 PAIRED_W = ("wavelet", "dhelix", "braid", "braid_w")
 SPLIT = ("braid_v", "dualpipev", "zbv", "ooo_backprop")
 """Schedules that put weight gradients off."""
