@@ -216,7 +216,7 @@ def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 def folded_sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """The same on the folded pipeline (`folded_w`)."""
-    if not layout.folded:
+    if layout.pp == 1 and not layout.folded:
         return sub_batches(layout, micro_batches)
     return _halved(folded_w(layout, -(-micro_batches // 2)), micro_batches)
 

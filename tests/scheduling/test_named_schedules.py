@@ -11,6 +11,7 @@ from braid.scheduling.lowering.pipelines import (
     bidirectional,
     eager_one_forward_one_backward,
     eager_paired_w,
+    folded_sub_batches,
     folded_w,
     interleaved,
     layer_by_layer,
@@ -96,6 +97,7 @@ def test_generators_want_their_layout() -> None:
         dual_pipe_v: Placement.FOLDED,
         zero_bubble_v: Placement.FOLDED,
         sub_batches: Placement.LINEAR,
+        folded_sub_batches: Placement.FOLDED,
         interleaved: Placement.INTERLEAVED,
         bidirectional: Placement.BIDIRECTIONAL,
     }
