@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from braid.scheduling.buckets import Buckets, flat_elements, share_elements, share_ways
 from braid.scheduling.code import Code
 from braid.scheduling.operators import Part
-from braid.scheduling.schedule import Block
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.schedule import Block, PassKind
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.sweep import histories
 
@@ -98,16 +99,32 @@ def least_bytes(
     """
     width, buckets = DTYPE_BYTES[dtype], Buckets(members, layout)
     kept = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}
+    late = {chunk: sum(_late_bytes(part, width) for part in parts) for chunk, parts in members.items()}
     most = 0
     for stage, blocks in enumerate(order):
         held, peak = 0, 0
         for block in blocks:
             for one in block.passes:
-                if one.kind.travels:
-                    held += kept[one.chunk] if one.forward else -kept[one.chunk]
+                match one.kind:
+                    case PassKind.FORWARD:
+                        held += kept[one.chunk]
+                    case PassKind.BACKWARD:
+                        held -= kept[one.chunk]
+                    case PassKind.INPUT:
+                        held += late[one.chunk] - kept[one.chunk]
+                    case PassKind.WEIGHT:
+                        held -= late[one.chunk]
             peak = max(peak, held)
         most = max(most, peak + sum(_states(buckets, layout, stage, dtype, sum_width(dtype))))
     return most
+
+
+def _late_bytes(part: Part, width: int) -> int:
+    """What weight gradients read that are computed in a pass of their own."""
+    late = [op for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
+    names = {name for op in late for name in op.reads} - {name for op in late for name in op.writes}
+    owners = {part.values[name].alias_of or name for name in names} - set(part.constants)
+    return sum(part.values[name].bytes(width) for name in owners)
 
 
 def held_during(

@@ -31,6 +31,9 @@ REFUSED = 3
 LEAST = 0.85
 """Of its estimate a step takes no less: 0.86 to 1.16 over a hundred layouts of nine jobs (docs/log.md)."""
 
+COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
+"""Policies under which a layer computes less and moves no more: where one fits, no other need be tried."""
+
 OTHER_SCHEDULES = ("interleaved", "zbv", "megatron")
 """What the best layout is also simulated with; ours has to be better, or it is not taken."""
 
@@ -97,13 +100,19 @@ def _simulate(
     """Outcomes of those that also fit when memory is counted instruction by instruction."""
     outcomes: list[Outcome] = []
     refused: list[RunnerUp] = []
+    fitting: set[Setting] = set()
     for candidate in islice(_varied(ranked), 3 * simulated):
         best = min(map(_step, outcomes), default=math.inf)
         if len(outcomes) == simulated or candidate.step_ns * LEAST > best:
             break  # nor are those quicker that follow
-        outcome = _best(variants(candidate.setting, COARSE), cluster)
+        setting = candidate.setting
+        less = COMPUTE_LESS.get(setting.recompute, ())
+        if not fitting.isdisjoint(replace(setting, recompute=one) for one in less):
+            continue
+        outcome = _best(variants(setting, COARSE), cluster)
         if not outcome.missing_bytes:
             outcomes.append(outcome)
+            fitting.add(setting)
         elif len(refused) < REFUSED:
             refused.append(_refused(candidate, outcome))
     return outcomes, refused
