@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
-from braid.actors.config.model import ConfigError, ModelConfig, Positive, Section
-from braid.actors.config.overlap import AUTO, OverlapConfig, one_of
+from braid.actors.config.model import ConfigError, ModelConfig, Section
+from braid.actors.config.overlap import AUTO, OverlapConfig
+from braid.actors.config.parallel import ParallelConfig
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.train import TrainConfig
@@ -28,7 +29,6 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import (
     AXES,
-    CONTEXT_MODES,
     ModelShape,
     ParallelLayout,
     Workload,
@@ -52,64 +52,6 @@ class DataConfig(Section):
     directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
     document_mask: bool = False  # tokens attend to those of their own document only
     restart_positions: bool = False  # count positions from the begin of each document, with document_mask
-
-
-def _degrees(value: Any) -> Any:
-    """``2*4 2`` as ``[4, 4, 2]``; or auto."""
-    if not isinstance(value, str) or value == AUTO:
-        return value
-    found = []
-    for word in value.split():
-        times, star, degree = word.rpartition("*")
-        if not degree.isdigit() or (star and not times.isdigit()):
-            raise ValueError(f"{word!r} must be a degree, or NUMBER*DEGREE, as in '12*4 12*2'")
-        found += [int(degree)] * int(times or 1)
-    return tuple(found)
-
-
-class ParallelConfig(Section):
-    """Degrees of the mesh axes; ``pp`` x ``dp`` x ``cp`` x ``tp`` is the number of ranks.
-
-    ``parallel: auto``: `braid plan` searches them, and a run measures what the machine makes of each;
-    ``{auto: true, tp: 8}`` fixes those that are given.
-    ``zero`` that is not given is searched by `braid plan`: each layout has the first from 1 on that fits.
-    ``ep`` borrows ranks of dp x cp: the innermost ones, as many experts on each.
-    """
-
-    dp: Positive = 1  # data: replicas, each with its share of the batch
-    tp: Positive = 1  # tensor: matrices are cut, and tokens between them
-    pp: Positive = 1  # pipeline: stages of consecutive layers
-    cp: Positive = 1  # context: the sequence is cut
-    ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
-    # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp. auto: the
-    # fastest that fits
-    tensor_degrees: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
-    end_degrees: tuple[int, int] | None = None  # the same of embedding and head; null: tp
-    auto: bool = False  # search the degrees that are not given
-    zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
-    shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
-    context: Annotated[str, one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
-    late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, content: Any) -> Any:
-        """``auto`` as a word."""
-        if isinstance(content, str):
-            if content != "auto":
-                raise ValueError("must hold degrees, such as {tp: 2}, or be the word auto")
-            return {"auto": True}
-        return content
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that share parameters, each with its share of the tokens."""
-        return self.dp * self.cp
-
-    @property
-    def fixed(self) -> dict[str, int]:
-        """The degrees that the configuration gives."""
-        return {axis: getattr(self, axis) for axis in (*AXES, "ep") if axis in self.model_fields_set}
 
 
 class Config(Section):

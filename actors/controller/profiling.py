@@ -119,7 +119,7 @@ def profile_key(
         "braid": braid.__version__,
         "shape": asdict(shape),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
-        "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds)}),
+        "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds), *layout.ends}),
         "micro_batch": config.train.micro_batch,
         "dtype": config.train.dtype,
         "kernels": config.train.kernels,

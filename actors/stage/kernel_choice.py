@@ -165,8 +165,10 @@ def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
         (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases_of_qkv, shape.layers),
         (shape.query_width // tp, shape.hidden, False, shape.layers),
         *mlps,
-        (shape.hidden, sizes.vocabulary_rows, False, 1),
     )
     for inputs, outputs, bias, times in maps:
         settings = {"inputs": inputs, "outputs": outputs, "bias": bias}
         yield Use(operator="linear", tokens=sizes.tokens, times=times, settings=settings)
+    head = sizes.of_kind(sizes.ends[1])
+    settings = {"inputs": shape.hidden, "outputs": head.vocabulary_rows, "bias": False}
+    yield Use(operator="linear", tokens=head.tokens, times=1, settings=settings)

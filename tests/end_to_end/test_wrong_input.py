@@ -173,6 +173,11 @@ CASES = [
         {"model": {"tied_head": True}, "parallel": {"tp": 2, "end_degrees": [1, 2]}},
     ),
     Case(
+        "degrees of ends and a search",
+        ("end_degrees=[1, 2]", "auto searches layouts", "parallel.auto to false"),
+        {"parallel": {"auto": True, "end_degrees": [1, 2]}},
+    ),
+    Case(
         "degrees that are no degrees",
         ("parallel.tensor_degrees", "'two' must be a degree", "12*4 12*2"),
         {"parallel": {"tp": 2, "tensor_degrees": "two 3*1"}},

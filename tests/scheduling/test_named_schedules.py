@@ -113,7 +113,7 @@ def test_generators_want_their_layout() -> None:
 
 
 def test_braid_searches_the_pipelines_of_all_its_points() -> None:
-    # Sub-batches are on 1F1B, where there are stages (another placement), or need two micro-batches more.
+    # braid has all of the tiers. Sub-batches: on 1F1B placed otherwise, folded not searched yet.
     others = (*TIERS.values(), "braid_sub_batches", "braid_sub_batches_folded")
     points = [SCHEDULES[name] for name in POINTS if name not in others]
     assert {pipeline for kind in points for pipeline in kind.pipelines} == set(SCHEDULES["braid"].pipelines)
