@@ -87,6 +87,7 @@ class Display:
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
                 self._say(f"profile {event.path} ({how}; {event.profile.told})")
+                self._say("plan    searching what runs beside what (up to a minute)")
             case LayoutsMeasured():
                 self._console.print(layouts_table(event.layouts))
             case Chosen():
