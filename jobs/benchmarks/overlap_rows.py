@@ -1,6 +1,6 @@
 """What `braid bench overlap` measured, as rows and as a table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, median
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import spearmanr
+from scipy.stats import pearsonr, rankdata
 
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.stage.messages import SerialStep, StepResult
@@ -49,6 +49,47 @@ class OverlapRow:
     """Of the last step: the same for all."""
 
 
+FEWEST = 3
+"""Steps that a rank correlation needs at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Of one schedule, seconds."""
+
+    simulated: float
+    measured: float
+    spread: float
+    """Distance of the quartiles."""
+
+    @property
+    def error(self) -> float:
+        """Share of the measured step."""
+        return abs(self.simulated - self.measured) / self.measured
+
+    def ties(self, other: "Step") -> bool:
+        """Whether the measured steps differ by less than their spread."""
+        return abs(self.measured - other.measured) <= (self.spread + other.spread) / 2
+
+
+def rank_correlation(steps: Sequence[Step]) -> float | None:
+    """Spearman's, of simulated and measured steps. None where all tie, so that nothing was told apart.
+
+    Neither order of steps that tie is wrong: they have the mean of their ranks on both sides.
+    """
+    simulated = rankdata([step.simulated for step in steps])
+    measured = rankdata([step.measured for step in steps])
+    places = sorted(range(len(steps)), key=lambda place: steps[place].measured)
+    while places:
+        alike = [place for place in places if steps[place].ties(steps[places[0]])]
+        if len(alike) == len(steps):
+            return None
+        for ranks in (simulated, measured):
+            ranks[alike] = ranks[alike].mean()
+        places = places[len(alike) :]
+    return 0.0 if np.ptp(simulated) == 0 else float(pearsonr(simulated, measured).statistic)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverlapResult:
     """A case, measured."""
@@ -73,16 +114,19 @@ class OverlapResult:
         return next(row for row in self.rows if row.schedule == schedule)
 
     @property
-    def simulated(self) -> tuple[float, float] | None:
-        """Of the simulator: median error, and rank correlation (Spearman) with what was measured.
+    def simulated(self) -> tuple[float, float | None] | None:
+        """Of the simulator: median error, and `rank_correlation` with what was measured.
 
         With the profile that was taken between the rounds. None for fewer than three schedules.
         """
-        pairs = [(row.beside_seconds, row.seconds_per_step) for row in self.rows if row.beside_seconds]
-        if len(pairs) < 3:
+        steps = [
+            Step(simulated=row.beside_seconds, measured=row.seconds_per_step, spread=row.spread_seconds)
+            for row in self.rows
+            if row.beside_seconds
+        ]
+        if len(steps) < FEWEST:
             return None
-        told, took = np.array(pairs).T
-        return float(np.median(abs(told / took - 1))), float(spearmanr(told, took).statistic)
+        return median(step.error for step in steps), rank_correlation(steps)
 
     def as_json(self) -> dict[str, Any]:
         """Plain containers, for ``--json``."""
@@ -202,9 +246,12 @@ def show(console: Console, result: OverlapResult) -> None:
     )
     if result.simulated is not None:
         error, correlation = result.simulated
-        console.print(
-            f"simulator: median error {error:.1%}, rank correlation {correlation:.3f}", highlight=False
+        ranks = (
+            "all steps measured alike, within their spread"
+            if correlation is None
+            else f"rank correlation {correlation:.3f}, of steps alike within their spread as equals"
         )
+        console.print(f"simulator: median error {error:.1%}, {ranks}", highlight=False, soft_wrap=True)
     if result.exact_seconds is not None:
         console.print(
             f"simulated, layers paired in the best order (exact search): {result.exact_seconds:.3f} s",

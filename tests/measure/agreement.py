@@ -23,10 +23,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import pearsonr, rankdata
 
-FEWEST = 3
-"""Steps of a case that a rank correlation needs at least."""
+from braid.jobs.benchmarks.overlap_rows import FEWEST, Step, rank_correlation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,8 @@ class Case:
     steps: int
     """Measured and simulated ones: schedules, and further orders of them."""
     spearman: float | None
-    """Rank correlation of simulated and measured steps, ties as equals; None for fewer than three."""
+    """Rank correlation of simulated and measured steps, ties as equals; None for fewer than three steps, and
+    where all of them tie."""
     pairs: int
     """Of its steps."""
     in_order: int
@@ -63,7 +62,7 @@ class Agreement:
 
     cases: tuple[Case, ...]
     steps: int
-    pooled_spearman: float
+    pooled_spearman: float | None
     """Over the steps of all cases at once."""
     median_error: float
     worst_error: float
@@ -73,7 +72,7 @@ class Agreement:
 def agreement(files: Sequence[Path]) -> Agreement:
     """Compare; `ValueError` for a file that is not such a result."""
     cases: list[Case] = []
-    steps: list[Step] = []
+    steps: list[Judged] = []
     for path in files:
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -87,42 +86,30 @@ def agreement(files: Sequence[Path]) -> Agreement:
     return Agreement(
         cases=tuple(cases),
         steps=len(steps),
-        pooled_spearman=_spearman(steps),
+        pooled_spearman=rank_correlation(steps),
         median_error=median(step.error for step in steps),
         worst_error=max(step.error for step in steps),
         error_before=median(step.error_before for step in steps),
     )
 
 
-@dataclass(frozen=True)
-class Step:
-    """Of one schedule, seconds."""
+@dataclass(frozen=True, kw_only=True)
+class Judged(Step):
+    """A step that was simulated before its rounds too."""
 
     before: float
     """Simulated by the profile before the rounds."""
-    simulated: float
-    measured: float
-    spread: float
-
-    @property
-    def error(self) -> float:
-        """Share of the measured step."""
-        return abs(self.simulated - self.measured) / self.measured
 
     @property
     def error_before(self) -> float:
         """That of the profile before the rounds."""
         return abs(self.before - self.measured) / self.measured
 
-    def ties(self, other: "Step") -> bool:
-        """Whether the measured steps differ by less than their spread."""
-        return abs(self.measured - other.measured) <= (self.spread + other.spread) / 2
 
-
-def _step(row: Mapping[str, Any]) -> Step:
+def _step(row: Mapping[str, Any]) -> Judged:
     before = float(row["predicted_seconds"])
     beside = row.get("beside_seconds")
-    return Step(
+    return Judged(
         before=before,
         simulated=before if beside is None else float(beside),
         measured=float(row["seconds_per_step"]),
@@ -142,7 +129,7 @@ def _case(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Case:
         link_mbit=result["link_mbit"],
         alpha=rows[0]["alpha"],
         steps=len(steps),
-        spearman=_spearman(list(steps.values())) if len(steps) >= FEWEST else None,
+        spearman=rank_correlation(list(steps.values())) if len(steps) >= FEWEST else None,
         pairs=len(pairs),
         in_order=sum(a.ties(b) or (a.simulated < b.simulated) is (a.measured < b.measured) for a, b in pairs),
         median_error=median(errors),
@@ -152,19 +139,6 @@ def _case(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Case:
         fastest=fastest,
         loss=steps[picked].measured / steps[fastest].measured - 1,
     )
-
-
-def _spearman(steps: Sequence[Step]) -> float:
-    """Rank correlation; of steps that tie, all have the mean of their ranks on both sides."""
-    simulated = rankdata([step.simulated for step in steps])
-    measured = rankdata([step.measured for step in steps])
-    places = sorted(range(len(steps)), key=lambda place: steps[place].measured)
-    while places:
-        alike = [place for place in places if steps[place].ties(steps[places[0]])]
-        for ranks in (simulated, measured):
-            ranks[alike] = ranks[alike].mean()
-        places = places[len(alike) :]
-    return float(pearsonr(simulated, measured).statistic)
 
 
 def show(console: Console, result: Agreement) -> None:
@@ -203,7 +177,7 @@ def show(console: Console, result: Agreement) -> None:
         f"error {result.median_error:.1%} at the median, {result.worst_error:.1%} at most; by profiles from "
         f"before the rounds {result.error_before:.1%} at the median"
     )
-    if len(result.cases) > 1:
+    if len(result.cases) > 1 and result.pooled_spearman is not None:
         lines.append(
             f"over all cases at once, which differ by more than schedules do: Spearman "
             f"{result.pooled_spearman:.3f}"

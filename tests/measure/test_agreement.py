@@ -66,6 +66,27 @@ def test_steps_within_their_spread_have_no_wrong_order(tmp_path: Path) -> None:
     assert (case.spearman, case.in_order) == (pytest.approx(1), 6)
 
 
+def test_steps_that_all_tie_have_no_order(tmp_path: Path) -> None:
+    """Nothing was told apart, so that nothing can be in the wrong order: no correlation, and none of 1."""
+    path = write(
+        tmp_path / "one.json", "a model", {"megatron": (2.0, 2.0), "ddp": (2.01, 1.99), "braid": (2.0, 2.02)}
+    )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["rows"]:
+        row["spread_seconds"] = 0.1
+    path.write_text(json.dumps(content), encoding="utf-8")
+    found = agreement([path])
+    assert (found.cases[0].spearman, found.cases[0].in_order) == (None, 3)
+    show(Console(), found)
+
+
+def test_steps_told_alike_that_are_not_have_no_rank(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "one.json", "a model", {"megatron": (2.0, 2.5), "ddp": (2.0, 2.0), "braid": (2.0, 1.5)}
+    )
+    assert agreement([path]).cases[0].spearman == 0
+
+
 def test_a_profile_from_between_the_rounds_tells_error_from_drift(tmp_path: Path) -> None:
     """The machine became a fifth slower after the first profile."""
     path = write(tmp_path / "one.json", "a model", {name: (n, n * 1.2) for n, name in enumerate("abc", 1)})
