@@ -75,6 +75,9 @@ def bench_overlap(
     ] = 0,
     peers: Annotated[bool, typer.Option(help="Also measure what public torch offers.")] = True,
     rounds: Annotated[int, typer.Option(help="Alternating rounds.", min=1)] = 7,
+    starts: Annotated[
+        int, typer.Option(help="Start all ranks so often: equal ones may differ as long as they live.", min=1)
+    ] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
     spans_cost: Annotated[
         bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
@@ -131,6 +134,7 @@ def bench_overlap(
             schedules=names,
             peers=peers,
             rounds=rounds,
+            starts=starts,
             ray=ray,
             memory=layout not in overlap_case.MIXED,  # of many ranks it takes minutes
             spans_cost=spans_cost,

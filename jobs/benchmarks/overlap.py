@@ -6,6 +6,7 @@ median of the rounds; a step is a whole training step with all micro-batches and
 """
 
 import contextlib
+import math
 import os
 import random
 import tempfile
@@ -30,7 +31,7 @@ from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, compared
-from braid.jobs.benchmarks.overlap_rows import OverlapResult, Side, row_of
+from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
@@ -58,6 +59,7 @@ def run(
     schedules: Sequence[str] | None = None,
     peers: bool = True,
     rounds: int = 7,
+    starts: int = 1,
     ray: bool = False,
     memory: bool = True,
     spans_cost: bool = False,
@@ -66,6 +68,7 @@ def run(
 ) -> OverlapResult:
     """Measure a case, on paced connections where this machine cannot make hosts.
 
+    ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
     ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     """
@@ -91,7 +94,7 @@ def run(
         if spans_cost:  # the same ranks: others would differ by some percent for reasons of their own
             recorded = sides[-1]
             recorded.records = True
-            bare = Side(f"{names[-1]}, no spans", recorded.group, records=False)
+            bare = Side(f"{names[-1]}, no spans", recorded.ranks, records=False)
             sides.append(bare)
         if modelled:
             config = case.config(names[-1])
@@ -99,16 +102,26 @@ def run(
             sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
         if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
-        _alternate(sides, rounds, case, progress, lambda: _predict_again(sides, bench.profile()))
+        each = math.ceil(rounds / starts)
+        draw = random.Random(case.seed)
+        for start in range(starts):
+            if start:
+                progress(f"starting all ranks again ({start + 1} of {starts})")
+                for ranks in dict.fromkeys(side.ranks for side in sides):
+                    ranks.restart()
+            _alternate(sides, each, case, draw, progress, lambda: _predict_again(sides, bench.profile()))
         if memory:
             for side in sides:
                 if side.name in names:
-                    side.activation_bytes = max(side.group.call_all(Rank.activation_bytes, 2 * rounds + 2))
+                    side.activation_bytes = max(
+                        side.ranks.group.call_all(Rank.activation_bytes, 2 * each + 2)
+                    )
     serial = next(side for side in sides if side.name == "megatron")
     return OverlapResult(
         model=case.name,
         link_mbit=mbit,
-        rounds=rounds,
+        rounds=each * starts,
+        starts=starts,
         ray=ray,
         paced=bool(why_paced),
         rows=tuple(row_of(side, serial, case.step_tokens) for side in sides),
@@ -254,27 +267,32 @@ class _Bench:
         launcher = launchers(config)
         files = Path(self._data).parent / "spans" / shown
         collector = stack.enter_context(launcher.collector(files, _SPAN_BYTES))
-        group = launcher.start(config.layout().ranks)
-        stack.callback(group.shutdown)
-        _meet(group, plan)
-        group.call_all(Rank.stream_spans, collector.target, 1)  # as in a run
+
+        def begin() -> WorkerGroup:
+            group = launcher.start(config.layout().ranks)
+            _meet(group, plan)
+            group.call_all(Rank.stream_spans, collector.target, 1)  # as in a run
+            return group
 
         def predict(profile: Profile) -> float:
             bench = self._costed(config, profile)(decided.setting)
             return outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
 
-        return Side(shown, group, predict=predict, predicted=predict(profile))
+        return Side(shown, _started(begin, stack), predict=predict, predicted=predict(profile))
 
     def start_peer(self, kind: str, messages: bool, stack: contextlib.ExitStack) -> Side:
         """The ranks of a peer, ready to train."""
         name = f"{kind}, Braid's exchange" if messages else kind
         self._progress(f"starting {name}")
         config = self._config("megatron")
-        group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
-        stack.callback(group.shutdown)
         plan = PeerPlan(kind=kind, messages=messages, config=config, shape=self.shape, data=self._data)
-        _meet(group, plan)
-        return Side(name, group)
+
+        def begin() -> WorkerGroup:
+            group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
+            _meet(group, plan)
+            return group
+
+        return Side(name, _started(begin, stack))
 
 
 def _import_paths() -> list[str]:
@@ -282,6 +300,12 @@ def _import_paths() -> list[str]:
 
     root = str(Path(next(iter(braid.__path__))).resolve().parent)
     return [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def _started(begin: Callable[[], WorkerGroup], stack: contextlib.ExitStack) -> Ranks:
+    ranks = Ranks(begin)
+    stack.callback(ranks.shutdown)
+    return ranks
 
 
 def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
@@ -295,11 +319,16 @@ def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
 def _predict_again(sides: Sequence[Side], profile: Profile) -> None:
     for side in sides:
         if side.predict is not None:
-            side.beside = side.predict(profile)
+            side.beside.append(side.predict(profile))
 
 
 def _alternate(
-    sides: Sequence[Side], rounds: int, case: OverlapCase, progress: Progress, midway: Callable[[], None]
+    sides: Sequence[Side],
+    rounds: int,
+    case: OverlapCase,
+    draw: random.Random,
+    progress: Progress,
+    midway: Callable[[], None],
 ) -> None:
     """A step of every side in each round, in an order that is drawn anew; the first round is not counted.
 
@@ -307,16 +336,15 @@ def _alternate(
     for the next one (gathers, ZeRO 1), which must not end while other sides run. ``midway`` is called between
     two rounds in the middle.
     """
-    order = random.Random(case.seed)
     for turn in range(rounds + 1):
         if turn == 1 + rounds // 2:
             midway()
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
-        for side in order.sample(list(sides), len(sides)):
+        for side in draw.sample(list(sides), len(sides)):
             if side.records is not None:
-                side.group.call_all(Rank.record_spans, side.records)
-            side.group.call_all(Rank.train_step, 2 * turn)
-            results: list[Any] = side.group.call_all(Rank.train_step, 2 * turn + 1)  # of peers: tuples
+                side.ranks.group.call_all(Rank.record_spans, side.records)
+            side.ranks.group.call_all(Rank.train_step, 2 * turn)
+            results: list[Any] = side.ranks.group.call_all(Rank.train_step, 2 * turn + 1)  # of peers: tuples
             if isinstance(results[0], StepResult):
                 seconds = max(result.seconds for result in results)
                 side.loss = sum(result.loss_sum for result in results) / case.step_tokens

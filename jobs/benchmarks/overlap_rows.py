@@ -43,8 +43,8 @@ class OverlapRow:
     predicted_seconds: float | None = None
     """Simulated with the profile that was measured before anything ran."""
     beside_seconds: float | None = None
-    """Simulated with a profile that was measured between the rounds: what then is left of the difference is
-    the simulator's error and not the machine's, whose speed drifts."""
+    """Simulated with profiles that were measured between the rounds, the median of all starts: what then is
+    left of the difference is the simulator's error and not the machine's, whose speed drifts."""
     loss: float = 0.0
     """Of the last step: the same for all."""
 
@@ -97,6 +97,9 @@ class OverlapResult:
     model: str
     link_mbit: float
     rounds: int
+    """Of all starts."""
+    starts: int
+    """How often all ranks were started."""
     ray: bool
     rows: tuple[OverlapRow, ...]
     seed: int
@@ -133,12 +136,29 @@ class OverlapResult:
         return {**asdict(self), "simulated": self.simulated}
 
 
+class Ranks:
+    """Ranks that can be started anew: equal ones may differ by some percent as long as they live."""
+
+    def __init__(self, start: Callable[[], WorkerGroup]) -> None:
+        self._start = start
+        self.group = start()
+
+    def restart(self) -> None:
+        """End them and start others in their place."""
+        self.group.shutdown()
+        self.group = self._start()
+
+    def shutdown(self) -> None:
+        """End them."""
+        self.group.shutdown()
+
+
 @dataclass
 class Side:
     """A schedule's or a peer's ranks and what was measured of them."""
 
     name: str
-    group: WorkerGroup
+    ranks: Ranks
     seconds: list[float] = field(default_factory=list)
     results: list[list[StepResult]] = field(default_factory=list)
     peak_bytes: int = 0
@@ -146,7 +166,8 @@ class Side:
     predict: Callable[[Profile], float] | None = None
     """Seconds of its step by a profile."""
     predicted: float | None = None
-    beside: float | None = None
+    beside: list[float] = field(default_factory=list)
+    """Predicted by the profiles that were measured between the rounds, one in each start."""
     activation_bytes: int | None = None
     records: bool | None = None
     """Whether its steps record spans, where another side of the same ranks does otherwise."""
@@ -193,17 +214,19 @@ def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
         bubble_fraction=share("bubble_ns"),
         activation_bytes=side.activation_bytes,
         predicted_seconds=side.predicted,
-        beside_seconds=side.beside,
+        beside_seconds=median(side.beside) if side.beside else None,
     )
 
 
 def show(console: Console, result: OverlapResult) -> None:
     """Print the table."""
     how = "Ray actors" if result.ray else "processes"
+    starts = f" of ranks started {result.starts} times" if result.starts > 1 else ""
     hosts = "one host, paced connections," if result.paced else "two emulated hosts (network namespaces),"
     console.print(
         f"{result.model}; {hosts} link {result.link_mbit:g} Mbit/s, "
-        f"{how}; medians of {result.rounds} alternating rounds, ± half the distance of the quartiles; "
+        f"{how}; medians of {result.rounds} alternating rounds{starts}, "
+        f"± half the distance of the quartiles; "
         f"load {result.load_before[0]:.1f}",
         soft_wrap=True,
         highlight=False,

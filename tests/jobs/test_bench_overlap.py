@@ -78,12 +78,25 @@ def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) 
 
 
 def test_replicas_train_as_the_peers_do(tmp_path: Path) -> None:
+    """Also when all ranks are started twice."""
     require_hosts()
-    words = (*SMALL, "--layout", "dp2", "--link-mbit", "500", "--schedules", "megatron", "--json")
+    words = (
+        *SMALL,
+        "--layout",
+        "dp2",
+        "--link-mbit",
+        "500",
+        "--schedules",
+        "megatron",
+        "--starts",
+        "2",
+        "--json",
+    )
     outcome = braid(tmp_path, "bench", "overlap", *words, timeout=240)
     assert outcome.code == 0, outcome.errors
     result: dict[str, Any] = json.loads(outcome.output)
     assert "4 micro-batches a replica, dp2" in result["model"]
+    assert (result["starts"], result["rounds"]) == (2, 2)
     rows = {row["schedule"]: row for row in result["rows"]}
     assert set(rows) == {"megatron", "torch_ddp", "torch_fsdp2", "torch_fsdp2_kept"}
     serial = rows["megatron"]
