@@ -57,12 +57,14 @@ class ParallelConfig(Section):
         return content
 
     @model_validator(mode="after")
-    def _of_ends(self) -> "ParallelConfig":
-        if self.auto and self.end_degrees is not None:
-            raise ValueError(
-                f"end_degrees={list(self.end_degrees)} belong to one layout, and auto searches layouts; "
-                f"set parallel.auto to false and give the degrees, or leave parallel.end_degrees out"
-            )
+    def _own_degrees(self) -> "ParallelConfig":
+        for key in ("tensor_degrees", "end_degrees"):
+            own = getattr(self, key)
+            if self.auto and isinstance(own, tuple):
+                raise ValueError(
+                    f"{key}={list(own)} belong to one layout, and auto searches layouts; "
+                    f"set parallel.auto to false and give the degrees, or leave parallel.{key} out"
+                )
         return self
 
     @property

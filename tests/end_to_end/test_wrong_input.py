@@ -178,6 +178,11 @@ CASES = [
         {"parallel": {"auto": True, "end_degrees": [1, 2]}},
     ),
     Case(
+        "degrees of layers and a search",
+        ("tensor_degrees=[2, 1, 1, 2]", "auto searches layouts", "parallel.auto to false"),
+        {"parallel": {"auto": True, "tp": 2, "tensor_degrees": "2 2*1 2"}},
+    ),
+    Case(
         "degrees that are no degrees",
         ("parallel.tensor_degrees", "'two' must be a degree", "12*4 12*2"),
         {"parallel": {"tp": 2, "tensor_degrees": "two 3*1"}},
