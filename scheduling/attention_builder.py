@@ -5,6 +5,7 @@ from dataclasses import replace
 from braid.scheduling.collective_builder import CollectiveBuilder
 from braid.scheduling.graph_builder import Dims, gradient_of
 from braid.scheduling.operators import Kind, Precision
+from braid.scheduling.pattern import documents_seen
 
 
 class AttentionBuilder(CollectiveBuilder):
@@ -20,17 +21,18 @@ class AttentionBuilder(CollectiveBuilder):
         """
         if self.sizes.cp == 1 and not self.shape.documents:
             return self._attend(name, qkv)
-        documents = (self._documents(),) if self.shape.documents else ()
+        documents = (self._documents(self.sizes.own),) if self.shape.documents else ()
         q, kv = self._split_heads(f"{name}_split", qkv, documents)
         if self.sizes.context == "all_gather" and self.sizes.cp > 1:
             return self._attend_gathered(name, q, self.gather("kv_gather", kv, "cp"), documents)
         return self._attend_ring(name, q, kv, documents)
 
-    def _documents(self) -> str:
-        """Which tokens are of one document."""
-        if "documents" not in self._values:
-            self._input("documents", Dims(self.sizes.tokens, 1), Precision.INDEX)
-        return "documents"
+    def _documents(self, degree: int = 0) -> str:
+        """Which tokens of a micro-batch are of one document; of the samples of a group of so many ranks."""
+        name = documents_seen(degree)
+        if name not in self._values:
+            self._input(name, Dims(self.sizes.tokens, 1), Precision.INDEX)
+        return name
 
     def _attention_flops(self, dims: Dims, steps: int = 1) -> int:
         """Scores and values, 2 x 2 x T x s x Q, halved because attention is causal; 1/``steps`` of them."""

@@ -93,10 +93,6 @@ def _check_degrees_fit(shape: ModelShape, layout: ParallelLayout, workload: Work
             f"parallel.tensor_degrees with experts over all ranks of parallel.dp x parallel.cp (parallel.ep="
             f"{layout.ep}) needs parallel.zero of 1 at most; set parallel.zero to 1, or lower parallel.ep"
         )
-    if shape.documents:
-        raise ValueError(
-            "parallel.tensor_degrees does not go with data.document_mask yet; leave one of both out"
-        )
 
 
 def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:

@@ -45,6 +45,11 @@ def own_degree(kind: str) -> int:
     return next((int(mark) for mark in kind.split(".")[1:] if mark.isdigit()), 0)
 
 
+def documents_seen(degree: int = 0) -> str:
+    """What parts read of a micro-batch's documents; with a degree of their own, of their group's samples."""
+    return variant("documents", degree) if degree else "documents"
+
+
 def own_recompute(kind: str) -> str:
     """The recompute policy of a `variant`; empty: that of the run."""
     return next((mark for mark in kind.split(".")[1:] if not mark.isdigit()), "")

@@ -5,7 +5,7 @@ binds every distinct operation once and calls them in order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -53,8 +53,9 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    documents: Documents | None = None
-    """Which of them attend to each other, where that is not all of a sample."""
+    documents: Mapping[str, Documents] = field(default_factory=dict)
+    """Which of them attend to each other, where that is not all of a sample; by what parts of the model read
+    (`documents_seen`)."""
 
 
 class Updating(Protocol):
@@ -214,8 +215,9 @@ class Executor:
         """Give frames what their operators read of the batch, or take it away again."""
         for micro_batch, frame, constants in self._constants:
             batch = batches[micro_batch]
-            values = {"loss_scale": loss_scale}
-            values |= {} if batch is None else vars(batch)
+            values: dict[str, object] = {"loss_scale": loss_scale}
+            if batch is not None:
+                values |= {**vars(batch), **batch.documents}
             for name, registers in constants.items():
                 for register in registers:
                     frame[register] = values.get(name)

@@ -68,8 +68,8 @@ class Profiler:
     mesh: Mesh
     streams: Streams
     seed: int = 0
-    documents: Sequence[Documents | None] = ()
-    """Of micro-batches, by turns, where tokens attend to those of their own only."""
+    documents: Sequence[Mapping[str, Documents]] = ()
+    """`MicroBatch.documents` of some, by turns."""
     expert_imbalance: float | None = None
     """`UnevenRouting.imbalance`."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -143,10 +143,11 @@ class Profiler:
         """Random inputs of a part."""
         context = self.model.context
         values: Values = {}
+        documents = next(self._documents, {})
         for name in part.inputs:
             value = part.values[name]
-            if name == "documents":
-                values[name] = next(self._documents)
+            if name in documents:
+                values[name] = documents[name]
             elif value.precision is Precision.INDEX:
                 high = self.model.shape.vocabulary
                 values[name] = torch.randint(

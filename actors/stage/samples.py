@@ -4,7 +4,7 @@ Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank 
 M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from braid.actors.config import Config
 from braid.actors.stage.data import TRAIN, VALIDATION, TokenShards, read_index, sample_ids, samples_digest
 from braid.actors.stage.executor import MicroBatch
+from braid.actors.stage.layers import ModuleContext
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.kernels.operators.context_blocks import (
@@ -24,7 +25,7 @@ from braid.kernels.operators.context_blocks import (
     documents_of,
 )
 from braid.scheduling.mesh import beyond
-from braid.scheduling.pattern import own_degree
+from braid.scheduling.pattern import documents_seen, own_degree
 from braid.scheduling.spec import ParallelLayout
 
 Batches = list[MicroBatch | None]
@@ -39,10 +40,10 @@ def validation_micro_batches(config: Config) -> int:
 @dataclass(frozen=True)
 class _Own:
     """What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
-    micro-batch."""
+    micro-batch, where tokens attend to those of their own only."""
 
     tokens: torch.Tensor
-    documents: list[Documents | None]
+    documents: list[Documents]
 
 
 class ReplicaSamples:
@@ -91,9 +92,9 @@ class ReplicaSamples:
         ids = self._mine(np.arange(count) % self._validation.samples)
         return self._batches(ids, self._tokens(self._validation, ids))
 
-    def documents(self) -> list[Documents | None]:
-        """Of the first step's micro-batches, for measurements."""
-        return [None if batch is None else batch.documents for batch in self._batches(*self._read(0))]
+    def documents(self) -> list[Mapping[str, Documents]]:
+        """Of the first step's micro-batches."""
+        return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
     def facts(self) -> dict[str, float | int | str]:
         """Size and identity of the data, for reports and checkpoints."""
@@ -131,7 +132,7 @@ class ReplicaSamples:
         if self._device.type == "cuda":
             tokens_2Ns = tokens_2Ns.pin_memory()
         if not self._config.data.document_mask:
-            return _Own(tokens_2Ns, [None] * (len(ids) // self._config.train.micro_batch))
+            return _Own(tokens_2Ns, [])
         restart = self._config.data.restart_positions
         each = self._config.train.micro_batch
         batches = (orders[begin : begin + each] for begin in range(0, len(orders), each))
@@ -158,8 +159,34 @@ class ReplicaSamples:
             seen_by(end, tokens_Ns.reshape(count, -1), self._layout, self._place)
             for tokens_Ns, end in zip(tokens_2Ns, self._layout.ends, strict=True)
         )
-        documents = [None if one is None else one.on(self._device) for one in own.documents]
+        documents = [
+            _by_degree(one.on(self._device), self._layout, self._place) for one in own.documents
+        ] or [{}] * count
         return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m]) for m in range(count)]
+
+
+def documents_to_measure(
+    samples: ReplicaSamples | None, config: Config, context: ModuleContext
+) -> list[Mapping[str, Documents]]:
+    """`MicroBatch.documents` of the first step; without data of one whose samples are one document each.
+
+    None where tokens attend to all of their sample anyway.
+    """
+    shape, place, layout = context.shape, context.place, config.layout()
+    if samples is not None or not shape.documents:
+        return [] if samples is None else samples.documents()
+    numbers = range(config.train.micro_batch)
+    orders = [document_order(layout.cp, place.on("cp"), shape.sequence, [0], number) for number in numbers]
+    return [_by_degree(documents_of(orders, restart=False).on(context.device), layout, place)]
+
+
+def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> dict[str, Documents]:
+    """Of a micro-batch, and of the samples of this rank's group in layers with degrees of their own."""
+    found = {documents_seen(): documents}
+    for degree in layout.own_degrees:
+        groups = layout.tp // degree
+        found[documents_seen(degree)] = documents.part(place.on(beyond(degree)), groups)
+    return found
 
 
 def seen_by(end: str, tokens: torch.Tensor, layout: ParallelLayout, place: Place) -> torch.Tensor:

@@ -133,7 +133,9 @@ def step_graph(streams: Streams, recorder: Recorder, wanted: bool | Literal["aut
 
 def _tensors(batch: "MicroBatch | None") -> Mapping[str, Tensor]:
     """What a graph reads: documents of a micro-batch, which change what runs, are in no graph."""
-    return {} if batch is None else {k: value for k, value in vars(batch).items() if value is not None}
+    return (
+        {} if batch is None else {k: value for k, value in vars(batch).items() if isinstance(value, Tensor)}
+    )
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

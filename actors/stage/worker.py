@@ -38,7 +38,7 @@ from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.routing import routing_of
-from braid.actors.stage.samples import ReplicaSamples, validation_micro_batches
+from braid.actors.stage.samples import ReplicaSamples, documents_to_measure, validation_micro_batches
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_graph import step_graph
@@ -260,7 +260,7 @@ class Worker(Logged, Rank):
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
         assert self._streams is not None
-        documents = self._samples.documents() if self._samples else ()
+        documents = documents_to_measure(self._samples, self._config, self._model.context)
         uneven = self._config.overlap.expert_imbalance
         profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed, documents, uneven)
         samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0))

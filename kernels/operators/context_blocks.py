@@ -164,6 +164,16 @@ class Documents:
         """The same for a device."""
         return replace(self, positions=self.positions.to(device, non_blocking=True))
 
+    def part(self, number: int, parts: int) -> "Documents":
+        """Of one of several equal parts of the samples."""
+        samples = len(self.orders) // parts
+        first = number * samples
+        orders = (
+            replace(order, sample=None if order.sample is None else order.sample - first)
+            for order in self.orders[first : first + samples]
+        )
+        return Documents(tuple(orders), self.positions.chunk(parts)[number])
+
     def ring(self, step: int) -> tuple[Block, ...]:
         """As `Order.ring`, of all samples."""
         return tuple(block for order in self.orders for block in order.ring(step))

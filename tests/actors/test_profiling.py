@@ -1,6 +1,7 @@
 """From measurements to a profile: medians, overlap by equation 1, fits, and when a profile is used again."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,18 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     assert serial.seconds == pytest.approx(next(o.seconds for o in ranked if o.schedule == "megatron"))
     assert serial.recovered(serial.seconds) == 0
     assert serial.recovered(serial.seconds / serial.limit_speedup) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "tensor_degrees": (2, 1)}, {"cp": 2}], ids=["degrees", "cp"])
+def test_attention_within_documents_is_measured_without_data(
+    tmp_path: Path, parallel: Mapping[str, Any]
+) -> None:
+    config = config_of(tmp_path, parallel=parallel, data={"document_mask": True})
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    profile = find_or_measure(config, shape, launcher).profile
+    for part in model_graphs(config, shape).values():
+        for op in (*part.forward.operators, *part.backward.operators):
+            assert profile.solo(op.key) >= 0
 
 
 class OtherHardware:

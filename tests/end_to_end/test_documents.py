@@ -29,6 +29,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("wavelet", {"tp": 2, "cp": 2, "context": "ring"}),
     ("folded", {"pp": 2, "cp": 2}),
     ("ddp", {"dp": 2, "cp": 2, "zero": 3}),
+    ("megatron", {"tp": 2, "tensor_degrees": "2 1 1 2"}),
+    ("ddp", {"dp": 2, "tp": 2, "zero": 1, "tensor_degrees": "1 2 1 2"}),
+    ("folded", {"pp": 2, "tp": 2, "end_degrees": [1, 2]}),
+    ("wavelet", {"tp": 2, "cp": 2, "context": "ring", "tensor_degrees": "1 2 1 2", "end_degrees": [1, 2]}),
 ]
 
 
