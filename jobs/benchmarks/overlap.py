@@ -104,18 +104,21 @@ def run(
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
         each = math.ceil(rounds / starts)
         draw = random.Random(case.seed)
+        started = list(dict.fromkeys(side.ranks for side in sides))
         for start in range(starts):
             if start:
                 progress(f"starting all ranks again ({start + 1} of {starts})")
-                for ranks in dict.fromkeys(side.ranks for side in sides):
-                    ranks.restart()
-            _alternate(sides, each, case, draw, progress, lambda: _predict_again(sides, bench.profile()))
-        if memory:
-            for side in sides:
-                if side.name in names:
-                    side.activation_bytes = max(
-                        side.ranks.group.call_all(Rank.activation_bytes, 2 * each + 2)
-                    )
+                for ranks in started:
+                    ranks.start()
+            _alternate(sides, each, case, draw, progress)
+            if memory and start == 0:
+                for side in sides:
+                    if side.name in names:
+                        held = side.ranks.group.call_all(Rank.activation_bytes, 2 * each + 2)
+                        side.activation_bytes = max(held)
+            for ranks in started:  # beside them, idle as they are, operators were measured a fifth too slow
+                ranks.shutdown()
+            _predict_again(sides, bench.profile())
     serial = next(side for side in sides if side.name == "megatron")
     return OverlapResult(
         model=case.name,
@@ -323,22 +326,14 @@ def _predict_again(sides: Sequence[Side], profile: Profile) -> None:
 
 
 def _alternate(
-    sides: Sequence[Side],
-    rounds: int,
-    case: OverlapCase,
-    draw: random.Random,
-    progress: Progress,
-    midway: Callable[[], None],
+    sides: Sequence[Side], rounds: int, case: OverlapCase, draw: random.Random, progress: Progress
 ) -> None:
     """A step of every side in each round, in an order that is drawn anew; the first round is not counted.
 
     Right before it each side runs another one, which is not counted either: a step may leave work under way
-    for the next one (gathers, ZeRO 1), which must not end while other sides run. ``midway`` is called between
-    two rounds in the middle.
+    for the next one (gathers, ZeRO 1), which must not end while other sides run.
     """
     for turn in range(rounds + 1):
-        if turn == 1 + rounds // 2:
-            midway()
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
         for side in draw.sample(list(sides), len(sides)):
             if side.records is not None:

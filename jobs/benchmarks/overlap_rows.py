@@ -43,8 +43,8 @@ class OverlapRow:
     predicted_seconds: float | None = None
     """Simulated with the profile that was measured before anything ran."""
     beside_seconds: float | None = None
-    """Simulated with profiles that were measured between the rounds, the median of all starts: what then is
-    left of the difference is the simulator's error and not the machine's, whose speed drifts."""
+    """Simulated with profiles that were measured after the rounds, the median of all starts: what then is left
+    of the difference is the simulator's error and not the machine's, whose speed drifts."""
     loss: float = 0.0
     """Of the last step: the same for all."""
 
@@ -120,7 +120,7 @@ class OverlapResult:
     def simulated(self) -> tuple[float, float | None] | None:
         """Of the simulator: median error, and `rank_correlation` with what was measured.
 
-        With the profile that was taken between the rounds. None for fewer than three schedules.
+        With the profile that was taken after the rounds. None for fewer than three schedules.
         """
         steps = [
             Step(simulated=row.beside_seconds, measured=row.seconds_per_step, spread=row.spread_seconds)
@@ -139,14 +139,13 @@ class OverlapResult:
 class Ranks:
     """Ranks that can be started anew: equal ones may differ by some percent as long as they live."""
 
-    def __init__(self, start: Callable[[], WorkerGroup]) -> None:
-        self._start = start
-        self.group = start()
+    def __init__(self, begin: Callable[[], WorkerGroup]) -> None:
+        self._begin = begin
+        self.start()
 
-    def restart(self) -> None:
-        """End them and start others in their place."""
-        self.group.shutdown()
-        self.group = self._start()
+    def start(self) -> None:
+        """Start others in the place of those that were shut down."""
+        self.group = self._begin()
 
     def shutdown(self) -> None:
         """End them."""
@@ -167,7 +166,7 @@ class Side:
     """Seconds of its step by a profile."""
     predicted: float | None = None
     beside: list[float] = field(default_factory=list)
-    """Predicted by the profiles that were measured between the rounds, one in each start."""
+    """Predicted by the profiles that were measured after the rounds, one of each start."""
     activation_bytes: int | None = None
     records: bool | None = None
     """Whether its steps record spans, where another side of the same ranks does otherwise."""
