@@ -43,8 +43,8 @@ class OverlapRow:
     predicted_seconds: float | None = None
     """Simulated with the profile that was measured before anything ran."""
     beside_seconds: float | None = None
-    """Simulated with profiles that were measured after the rounds, the median of all starts: what then is left
-    of the difference is the simulator's error and not the machine's, whose speed drifts."""
+    """Simulated with profiles that were measured after the rounds, the median of all starts: what is left of
+    the difference is more the simulator's error and less the machine's, whose speed drifts."""
     loss: float = 0.0
     """Of the last step: the same for all."""
 
