@@ -5,7 +5,7 @@ A result is a case: one model over one link, with a step for each schedule and e
 rank correlation is near 1 whatever the simulator knows of schedules, as models differ tenfold.
 
 Steps are simulated twice: with the profile that was there before anything ran, which is what a planner has,
-and with one that was measured after the rounds (before 2026-11-26, evening: between them). What the former is worse by is drift of the machine.
+and with one that was measured after the rounds. What the former is worse by is drift of the machine.
 Schedules whose measured steps differ by less than their spread (the mean of their quartiles' distances) count
 as equal: neither order of them is wrong.
 
