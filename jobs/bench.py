@@ -61,6 +61,7 @@ def _kernels(chosen: argparse.Namespace) -> Result:
 
 
 def _report(chosen: argparse.Namespace) -> Result:
+    from braid.jobs.benchmarks.report.claims import named
     from braid.jobs.benchmarks.report.command import make_report
 
     result = make_report(
@@ -69,6 +70,7 @@ def _report(chosen: argparse.Namespace) -> Result:
         minutes=chosen.minutes,
         output=chosen.output,
         seed=chosen.seed,
+        parts=named(chosen.parts),
         progress=_say,
     )
     return result, f"{result.summary()}\n{chosen.output}/report.md, report.json", result.failed
@@ -110,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=25.0,
         help="at most; parts that do not fit are left out (default: 25)",
+    )
+    report.add_argument(
+        "--parts", default="", help="some of its parts, by name, comma-separated (default: all)"
     )
     for one in (gpu, kernels, report):
         one.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (default: %(default)s)")

@@ -102,6 +102,41 @@ class TorchAccelerator:
         return cast(Event, torch.Event(device=self._device, enable_timing=True))
 
     def graph_event(self) -> Event:
+        """Other accelerators than CUDA's have none in torch."""
+        raise RuntimeError(f"{self._device.type} has no events that are part of a graph")
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Neither have they graphs."""
+        raise RuntimeError(f"{self._device.type} has no graphs")
+
+    def spin(self, ns: float) -> None:
+        """Nor such a kernel: nothing."""
+
+    def synchronise(self) -> None:
+        """All streams."""
+        torch.accelerator.synchronize(self._device)
+
+
+class CudaAccelerator(TorchAccelerator):
+    """A GPU. All streams and events are of `torch.cuda`: those of graphs are, and tell times to no others."""
+
+    def current(self) -> Stream:
+        """That of this thread."""
+        return cast(Stream, torch.cuda.current_stream(self._device))
+
+    def stream(self) -> Stream:
+        """Of high priority."""
+        return cast(Stream, torch.cuda.Stream(self._device, priority=-1))
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """For this thread."""
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+
+    def event(self) -> Event:
+        """With a time."""
+        return cast(Event, torch.cuda.Event(enable_timing=True))
+
+    def graph_event(self) -> Event:
         """CUDA's external events."""
         return cast(Event, torch.cuda.Event(enable_timing=True, external=True))
 
@@ -113,17 +148,12 @@ class TorchAccelerator:
             yield graph
 
     def spin(self, ns: float) -> None:
-        """At least; a clock of 2 GHz is assumed, as CUDA 13 no longer tells its rate. Other accelerators than
-        CUDA's have no such kernel in torch.
-        """
-        if self._device.type == "cuda":
-            torch.cuda._sleep(int(2 * ns))
-
-    def synchronise(self) -> None:
-        """All streams."""
-        torch.accelerator.synchronize(self._device)
+        """At least; a clock of 2 GHz is assumed, as CUDA 13 no longer tells its rate."""
+        torch.cuda._sleep(int(2 * ns))
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """That of a rank; a CPU is none."""
-    return None if device.type == "cpu" else TorchAccelerator(device)
+    if device.type == "cpu":
+        return None
+    return CudaAccelerator(device) if device.type == "cuda" else TorchAccelerator(device)

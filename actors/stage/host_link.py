@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from braid.actors.stage.accelerator import Accelerator, TorchAccelerator
+from braid.actors.stage.accelerator import Accelerator, accelerator_of
 from braid.kernels.collectives.primitives import Launch
 
 RANKS = 2
@@ -40,8 +40,8 @@ class HostLink:
     _peer: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.accelerator is None and self.device.type != "cpu":
-            self.accelerator = TorchAccelerator(self.device)
+        if self.accelerator is None:
+            self.accelerator = accelerator_of(self.device)
         self._inbound = self.accelerator.stream() if self.accelerator is not None else None
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from braid.actors.stage.accelerator import Event, TorchAccelerator
+from braid.actors.stage.accelerator import CudaAccelerator, Event
 from braid.actors.stage.bindings import Bound, Registers
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
@@ -196,7 +196,7 @@ class Rig:
     @cached_property
     def captured(self) -> CapturedStreams:
         """Streams of programs that a graph records; made while `running`."""
-        return CapturedStreams(TorchAccelerator(self.device))
+        return CapturedStreams(CudaAccelerator(self.device))
 
     @contextmanager
     def running(self) -> Iterator[None]:

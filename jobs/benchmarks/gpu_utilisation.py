@@ -114,7 +114,9 @@ def measure_fences(rig: Rig, rounds: int, seed: int = 0) -> tuple[list[FenceTime
         return [], f"torch {torch.__version__} has no torch.cuda.GreenContext"
     whole = torch.cuda.get_device_properties(rig.device).multi_processor_count
     try:
-        streams = {n: _fenced(contexts, rig.device, n) for n in _counts(whole)}
+        # A context that nobody holds is destroyed, and its streams with it.
+        fences = {n: _fence(contexts, rig.device, n) for n in _counts(whole)}
+        streams = {n: fence.Stream() for n, fence in fences.items()}
     except (RuntimeError, AttributeError, TypeError) as error:  # the interface is still a beta of torch's
         return [], f"no green contexts here: {first_line(error)}"
     operators = _operators(rig)
@@ -146,11 +148,10 @@ def _counts(whole: int) -> list[int]:
     return sorted({max(8, int(whole * share) // 8 * 8) for share in FENCES}, reverse=True)
 
 
-def _fenced(contexts: Any, device: torch.device, multiprocessors: int) -> torch.cuda.Stream:
-    """A stream whose kernels run on so many multiprocessors."""
+def _fence(contexts: Any, device: torch.device, multiprocessors: int) -> Any:
+    """A context whose kernels run on so many multiprocessors."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    stream: torch.cuda.Stream = contexts.create(num_sms=multiprocessors, device_id=index).Stream()
-    return stream
+    return contexts.create(num_sms=multiprocessors, device_id=index)
 
 
 def _operators(rig: Rig) -> dict[str, Callable[[], object]]:

@@ -146,10 +146,15 @@ def _norms(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         x,
         liger=("liger_rms_norm", lambda function: lambda: function(x, weight, _EPS)),
     )
+
+    def both() -> tuple[Tensor, Tensor]:  # the sum goes on to the next layer
+        z = x + branch
+        return z, F.rms_norm(z, (D,), weight, _EPS)
+
     yield make.case(
         "add, rms_norm",
         lambda: norm.add_norm(x, branch, None, weight, None, None, _EPS, 0.0),
-        lambda: F.rms_norm(x + branch, (D,), weight, _EPS),
+        both,
         *(x,) * 4,
     )
 

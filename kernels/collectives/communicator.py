@@ -24,6 +24,10 @@ class Group(Protocol):
     def size(self) -> int:
         """How many there are."""
 
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors that it is given."""
+
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
         """Into y: x of every rank, in rank order."""
 
@@ -134,15 +138,14 @@ class Communicator:
         self._sum()
 
     def _sum(self) -> Tensor:
-        one = torch.ones(1, device=torch.accelerator.current_accelerator() or torch.device("cpu"))
+        one = torch.ones(1, device=self.group.device)
         self.group.all_reduce(one).wait()
         return one
 
     def warm_up(self) -> None:
         """A sum, and a message from every rank to every other: each batch has all ranks send as far on."""
         self.meet()
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        x, y = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        x, y = (torch.zeros(1, device=self.group.device) for _ in range(2))
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             self.group.messages([(x, to)], [(y, source)]).wait()
@@ -206,6 +209,11 @@ class TorchGroup:
     def size(self) -> int:
         """How many ranks there are."""
         return self.own.size()
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's accelerator."""
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
         """Into y."""

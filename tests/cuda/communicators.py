@@ -54,6 +54,11 @@ class ModelGroup:
         """How many there are."""
         return len(self.shared.ranks)
 
+    @property
+    def device(self) -> torch.device:
+        """The model's is a CPU."""
+        return torch.device("cpu")
+
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
         """Into y."""
         return self._collective("all_gather", x, y)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,7 @@ from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, layout_for, model_for, setting_for
 
+CPU = torch.device("cpu")
 SETTINGS = OptimizerSettings(
     lr=0.01,
     min_lr_fraction=1.0,
@@ -148,7 +150,7 @@ class Case:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
         return patch.object(buckets, "LEAST_ELEMENTS", self.least)
 
-    @property
+    @cached_property
     def code(self) -> Code:
         """Linked."""
         layout, shape = self.layout, self.shape
@@ -182,6 +184,7 @@ class Ranked:
     given: list[list[MicroBatch | None]] = field(default_factory=list)
     """Micro-batches of every step."""
     copies: list[HostState] = field(default_factory=list)
+    device: torch.device = CPU
     found: dict[str, Any] = field(default_factory=dict)
     """Loss and norm of every step."""
 
@@ -206,7 +209,8 @@ class Ranked:
         layout, own = self.case.layout, Place.of(mesh, self.log.rank)
 
         def tokens(end: str) -> Tensor:
-            return seen_by(end, torch.randint(vocabulary, (count,), generator=generator), layout, own)
+            drawn = torch.randint(vocabulary, (count,), generator=generator)
+            return seen_by(end, drawn, layout, own).to(self.device)
 
         return [MicroBatch(*map(tokens, layout.ends)) for _ in range(self.case.micro_batches)]
 
@@ -238,8 +242,8 @@ class Ranked:
         }
 
 
-def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
-    """Set a rank up."""
+def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU) -> Ranked:
+    """Set a rank up; ``device``: that of its tensors."""
     layout, shape = case.layout, case.shape
     groups = ModelGroups(machine, log)
     mesh = build_mesh(
@@ -256,7 +260,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         layout=layout,
         place=mesh.place,
         sizes=case.sizes,
-        device=torch.device("cpu"),
+        device=device,
         dtype=torch.float32,
     )
     model.initialise(0)
@@ -291,6 +295,7 @@ def made(case: Case, machine: Machine, log: RankLog) -> Ranked:
         gradients=gradients,
         weights=weights,
         streams=streams,
+        device=device,
     )
 
 

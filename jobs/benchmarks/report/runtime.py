@@ -1,10 +1,10 @@
 """Braid's own runtime, put together as a rank's worker does, but without Ray and without a configuration."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.kernel_choice import KernelChoice
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.messages import Samples
 from braid.actors.stage.model import StageModel
@@ -21,7 +22,7 @@ from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams
 from braid.actors.stage.weights import ShardedWeights
-from braid.kernels.family import operator_family
+from braid.kernels.collectives.primitives import Channel
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
@@ -43,17 +44,6 @@ _ROOM: Final = 0.4
 """Share of a card's memory for those; activations and what else there is take the rest."""
 _SKEW: Final = 3
 
-SETTINGS: Final = OptimizerSettings(
-    lr=3e-3,
-    min_lr_fraction=1.0,
-    warmup_steps=2,
-    steps=1000,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
-    clip_norm=1.0,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -67,7 +57,23 @@ class Job:
     tp: int = 1
     kernels: str = "torch"
     """As ``train.kernels``."""
+    lr: float = 3e-3
+    """Learning rate: large models need small ones, or losses grow, and small differences with them."""
     seed: int = 0
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        """Of AdamW."""
+        return OptimizerSettings(
+            lr=self.lr,
+            min_lr_fraction=1.0,
+            warmup_steps=2,
+            steps=1000,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            clip_norm=1.0,
+        )
 
     @property
     def layout(self) -> ParallelLayout:
@@ -137,9 +143,24 @@ class Step:
     overlap: OverlapNumbers
 
 
+class NoGroups:
+    """What one rank asks of others (`braid.actors.stage.mesh.Groups`)."""
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> None:
+        """There is nobody."""
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """Nobody to send to."""
+        raise ValueError("one rank has no neighbours")
+
+    def gather(self, own: Any) -> list[Any]:
+        """Its own."""
+        return [own]
+
+
 def lone_mesh(job: Job) -> Mesh:
     """A mesh of one rank, which needs no process group."""
-    return build_mesh(job.layout, 0, timeout=PATIENCE)
+    return build_mesh(job.layout, 0, timeout=PATIENCE, groups=NoGroups())
 
 
 class RuntimeRank:
@@ -147,20 +168,24 @@ class RuntimeRank:
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, streams: Streams) -> None:
         self.job, self.mesh, self.device, self._streams = job, mesh, device, streams
+        sizes, choice = part_sizes(job.shape, job.layout, job.micro_batch), KernelChoice()
+        family = choice.family(job.kernels, sizes, mesh, device, job.dtype)
+        self.kernels = choice.told
+        """Which were chosen, for people; empty where nothing was to choose."""
         self.model = StageModel(
             shape=job.shape,
             layout=job.layout,
             place=mesh.place,
-            sizes=part_sizes(job.shape, job.layout, job.micro_batch),
+            sizes=sizes,
             device=device,
             dtype=job.dtype,
-            operators=operator_family(job.kernels, device, job.dtype),
+            operators=family,
         )
         self.model.initialise(job.seed)
         self._recorder = StepRecorder(streams)
         self._gradients = GradientBuckets(self.model.parameters, mesh, streams, self._recorder, _BUCKET_BYTES)
         self._weights = ShardedWeights(self._gradients.plans, mesh, streams, self._recorder)
-        self.optimizer = Optimizer(self._gradients, SETTINGS, accelerator_of(device))
+        self.optimizer = Optimizer(self._gradients, job.settings, accelerator_of(device))
 
     def executor(self, code: Code, *, captured: bool = False) -> Executor:
         """Ready to run code; ``captured``: as a CUDA graph, after the first steps."""

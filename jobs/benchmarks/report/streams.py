@@ -17,7 +17,6 @@ from braid.jobs.benchmarks.gpu_operators import OperatorTable, measure_operators
 from braid.jobs.benchmarks.gpu_rig import Rig, llama_8b
 from braid.jobs.benchmarks.gpu_schedules import (
     Chain,
-    Decision,
     decisions,
     largest_difference,
     repeatable_kernels,
@@ -93,7 +92,7 @@ def one_step(device: torch.device) -> float:
     """The largest difference between the serial schedule and one in turns, of the smallest layer, once."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rig = Rig(shape=QUICK.shape, device=device, dtype=dtype)
-    in_turns = Decision("wavelet", {"F:layer|B:layer": ()})
     with rig.running(), repeatable_kernels():
-        chains = [Chain(rig, one, 1, rig.streams) for one in (Decision("serial"), in_turns)]
+        serial, in_turns, *_ = decisions(rig, measure_operators(rig, 1, rig.seed))[0]
+        chains = [Chain(rig, one, 1, rig.streams) for one in (serial, in_turns)]
         return largest_difference(*(results_of(rig, chain) for chain in chains))

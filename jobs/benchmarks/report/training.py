@@ -26,6 +26,7 @@ from braid.jobs.benchmarks.plain_torch import (
     load_named,
 )
 from braid.jobs.benchmarks.report.claims import (
+    COMPILED_SPEED,
     EXACT_LOSSES,
     LOSSES,
     PLAIN_SPEED,
@@ -34,12 +35,14 @@ from braid.jobs.benchmarks.report.claims import (
     TRITON_LOSSES,
 )
 from braid.jobs.benchmarks.report.findings import Finding, Sheet, Task, found, not_measured, timed
-from braid.jobs.benchmarks.report.runtime import SETTINGS, Job, RuntimeRank, lone_mesh
+from braid.jobs.benchmarks.report.runtime import Job, RuntimeRank, lone_mesh
 from braid.scheduling.spec import ModelShape
 
 BRAID: Final = "braid"
 GRAPHED: Final = "braid, steps as CUDA graphs"
 TRITON: Final = "braid, Triton's kernels"
+CHOSEN: Final = "braid, kernels chosen"
+KERNELS: Final = {TRITON: "triton", CHOSEN: "auto"}
 PLAIN: Final = "plain"
 COMPILED: Final = "plain, torch.compile"
 NARROW: Final = "plain, all in bf16"
@@ -90,6 +93,8 @@ class Run:
     """Most memory of the card that was in use at once; None on a CPU."""
     note: str = ""
     """Why it did not run."""
+    kernels: str = ""
+    """Those that were chosen."""
 
 
 Runs = dict[str, Run]
@@ -114,7 +119,7 @@ def measure(task: Task, sheet: Sheet) -> None:
     sheet.find(like(STEP_GRAPH_BITS, exact, GRAPHED, 0.0, to=BRAID))
     large = job_of(task, device)
     if task.on_gpu:
-        ways = (BRAID, PLAIN, COMPILED, GRAPHED, TRITON, NARROW, PLAIN, BRAID)
+        ways = (BRAID, PLAIN, COMPILED, CHOSEN, GRAPHED, TRITON, NARROW, PLAIN, BRAID, COMPILED, CHOSEN)
     runs = train_all(large, device, ways, task, first=_WARM, counted=2 if task.quick else _COUNTED)
     sheet.data("job", {**asdict(large.shape), "parameters": large.shape.parameters(), "tokens": large.tokens})
     sheet.data("runs", _plain(runs))
@@ -126,7 +131,7 @@ def job_of(task: Task, device: torch.device) -> Job:
     """What is timed: about a billion parameters where they fit."""
     if task.quick:
         return Job(shape=TINY, micro_batch=2, micro_batches=2, dtype=torch.bfloat16, seed=task.seed)
-    job = Job(shape=BILLION, micro_batch=4, micro_batches=4, dtype=torch.bfloat16, seed=task.seed)
+    job = Job(shape=BILLION, micro_batch=4, micro_batches=4, dtype=torch.bfloat16, lr=3e-5, seed=task.seed)
     return job.fitted(torch.cuda.get_device_properties(device).total_memory)
 
 
@@ -156,7 +161,7 @@ def plain_side(way: str, job: Job, device: torch.device, initial: Mapping[str, T
     load_named(model, initial)
     if way == COMPILED:
         model.loss_sum = torch.compile(model.loss_sum, dynamic=False)  # type: ignore[method-assign]
-    trainer = PlainTrainer(model, PlainSettings(**asdict(SETTINGS)))
+    trainer = PlainTrainer(model, PlainSettings(**asdict(job.settings)))
     return lambda step: trainer.step(step, job.windows(step, device))[0]
 
 
@@ -198,9 +203,10 @@ def _train(
     counted: int,
 ) -> None:
     """Set one way up, take the first losses, time the steps that follow."""
-    if way in (BRAID, GRAPHED, TRITON):
-        own = replace(job, kernels="triton" if way == TRITON else "torch")
+    if way in (BRAID, GRAPHED, *KERNELS):
+        own = replace(job, kernels=KERNELS.get(way, "torch"))
         step, rank = braid_side(own, device, captured=way == GRAPHED)
+        run.kernels = rank.kernels
         if not initial:
             initial |= {name: tensor.detach().cpu().clone() for name, tensor in rank.named()}
     else:
@@ -267,6 +273,11 @@ def verdicts(runs: Runs, tokens: int, no_clock: str) -> Iterator[Finding]:
     else:
         yield not_measured(STEP_GRAPH_SPEED, runs.get(GRAPHED, Run(note="needs a CUDA device")).note)
     yield timed(PLAIN_SPEED, rates[BRAID] >= rates[PLAIN] * (1 - NOISE), no_clock, numbers=numbers)
+    if CHOSEN not in rates or COMPILED not in rates:
+        yield not_measured(COMPILED_SPEED, "one of both was not timed")
+        return
+    numbers = {"speed_up": rates[CHOSEN] / rates[COMPILED], "kernels": runs[CHOSEN].kernels}
+    yield timed(COMPILED_SPEED, rates[CHOSEN] >= rates[COMPILED] * (1 - NOISE), no_clock, numbers=numbers)
 
 
 # -- for people --------------------------------------------------------------------------------------------
@@ -294,4 +305,5 @@ def lines(runs: Runs, tokens: int) -> list[str]:
         losses = f"{run.losses[0]:.5f} -> {run.losses[-1]:.5f}" if run.losses else "-"
         rows.append((way, rate, peak, losses))
     notes = [f"{way}: not measured; {run.note}" for way, run in runs.items() if run.note]
+    notes += [f"{way}: {run.kernels}" for way, run in runs.items() if run.kernels]
     return [*table(("", "tokens/s", "peak GiB", "losses"), rows), *notes]

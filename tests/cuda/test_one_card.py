@@ -1,0 +1,99 @@
+"""The runtime's streams, memory and graphs of operators on a real GPU, which all ranks of a step share."""
+
+import os
+import random
+from typing import Any, cast
+
+import pytest
+import torch
+
+from braid.scheduling.lowering.named import SCHEDULES
+from tests.cuda.log import RankLog
+from tests.cuda.machine import Machine
+from tests.cuda.one_card import Card, CardRank
+from tests.cuda.steps import Case, made
+from tests.cuda.test_machine import PARTITIONED, SEVERAL_STAGES, cases
+from tests.cuda.verdict import left
+from tests.scheduling.cases import exists
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SEED = random.SystemRandom().randrange(2**31)
+RUNS = 3
+"""Of every case, with other delays."""
+MOST_RANKS = 4
+"""Of a process: it has 32 hardware queues, in which a stream that waits holds up all others of its queue."""
+NEAR = 1e-4
+"""Of CPU and GPU, whose sums have other orders."""
+
+State = dict[tuple[int, str], Any]
+"""Losses, norms and tensors, by rank and name."""
+
+
+@pytest.fixture(autouse=True)
+def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Kernels that give the same bits every time."""
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def trained(case: Case, seed: int) -> State:
+    """What a case's steps leave on one card."""
+    card = Card(case.layout.ranks, seed=seed)
+    found: State = {}
+
+    def run(own: CardRank) -> None:
+        rank = made(case, cast(Machine, card), cast(RankLog, own), card.device)
+        rank.given = [rank.batches(step) for step in range(case.steps)]
+        own.synchronise()
+        card.abreast()
+        for step in range(case.steps):
+            rank.step(step)
+        own.synchronise()
+        found.update({(own.rank, key): value for key, value in rank.found.items()})
+        found.update({(own.rank, key): x.detach().cpu() for key, x in rank.state().items()})
+        card.abreast()
+
+    with case.cut():
+        card.warm(run)
+        card.run(run)
+    return found
+
+
+def different(first: State, second: State) -> list[str]:
+    """What differs by a bit."""
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+    assert first.keys() == second.keys()
+    return [f"rank {rank}: {name}" for (rank, name), x in first.items() if not same(x, second[rank, name])]
+
+
+def on_one_card() -> list[Case]:
+    """Every schedule on two ranks of each axis; all else of `tests.cuda.test_machine` that fits."""
+    pairs = [
+        Case(schedule=name, **{axis: 2})
+        for axis in ("tp", "pp", "dp")
+        for name in SCHEDULES
+        if exists(name, 2 if axis == "pp" else 1, 4) and (axis == "pp" or name not in SEVERAL_STAGES)
+    ]
+    more = [case for case in (*cases(), *PARTITIONED) if case.layout.ranks <= MOST_RANKS]
+    return sorted(dict.fromkeys([*pairs, *more]), key=lambda case: case.layout.ranks)
+
+
+@pytest.mark.parametrize("case", on_one_card(), ids=lambda case: case.name)
+def test_every_schedule_leaves_the_same_bits_on_a_gpu(case: Case) -> None:
+    """However late streams and ranks are; and losses and moments of a CPU, as far as sums allow."""
+    first = trained(case, SEED)
+    for run in range(1, RUNS):
+        assert different(first, trained(case, SEED + run)) == [], f"seed {SEED}, run {run}"
+    for (rank, name), wanted in left(case).items():
+        value = first[rank, name]
+        if isinstance(wanted, float):
+            assert value == pytest.approx(wanted, rel=NEAR), f"rank {rank}: {name}"
+        elif name.startswith("exp_avg "):
+            largest = float(wanted.abs().max())
+            assert float((value - wanted).abs().max()) <= 10 * NEAR * largest, f"rank {rank}: {name}"
