@@ -109,6 +109,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--device", "tpu"): "use cuda, a card such as cuda:1, or cpu",
         ("--device", "cpu"): "--device cpu needs --quick",
         ("--device", "cpu", "--quick", "--minutes", "0"): "--minutes 0 must be more than 0",
+        ("--device", "cpu", "--quick", "--parts", "layer,disk"): "--parts disk: use some of machine, streams",
         ("--device", "cpu", "--quick", "--output", str(tmp_path / "file")): "file",
     }
     if not torch.cuda.is_available():

@@ -48,6 +48,10 @@ def task_of(device: str = "cpu") -> Task:
     return Task(device=device, quick=True, seed=0, ends_at=time.time() + 100)
 
 
+def test_the_step_for_sanitizers_has_one_result() -> None:
+    assert streams.one_step(torch.device("cpu")) == 0.0
+
+
 def test_streams_that_give_other_bits_fail() -> None:
     differences = {"serial": [0.0, 0.0], "wavelet": [0.0, 1e-9], "braid": [0.0, math.inf]}
     findings = streams.verdicts(differences, {"dhelix": "no search"})
@@ -200,6 +204,11 @@ def test_training_against_the_plain_loop() -> None:
     speed = next(one for one in findings if one.claim == claims.PLAIN_SPEED)
     assert speed.verdict is PASSED
     assert speed.numbers[f"speed_up over {training.COMPILED}"] == pytest.approx(0.8 / 1.01)
+    assert verdicts(findings, claims.COMPILED_SPEED) == {"": NOT_MEASURED}
+    for seconds, verdict in ((0.81, PASSED), (0.82, FAILED)):
+        chosen = {**good, training.CHOSEN: run_of(seconds=seconds)}
+        findings = [*training.verdicts(chosen, 1000, "")]
+        assert verdicts(findings, claims.COMPILED_SPEED) == {"": verdict}
     slow = {**good, training.BRAID: run_of((7.0, math.nan), 1.1)}
     findings = [*training.verdicts(slow, 1000, "")]
     assert verdicts(findings, claims.LOSSES) == {"": FAILED}
