@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.trace import Span, length_ns, merge, overlap_ns
 
 SERIAL: Final = "serial"
+_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 SEARCHED: Final = {"dhelix": PairMethod.BARRIERS, "braid": PairMethod.ORDER}
 
 
@@ -344,9 +344,13 @@ def repeatable_kernels() -> Iterator[None]:
 
     It does so unless others are an error; to be only warned of them changes nothing.
     """
-    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):  # else products are errors, too
-        torch.set_deterministic_debug_mode("error")  # the other way to say so loads torch's compiler
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode("default")
+    before = os.environ.get(_WORKSPACE)
+    os.environ[_WORKSPACE] = ":4096:8"  # else products are errors, too
+    torch.set_deterministic_debug_mode("error")  # the other way to say so loads torch's compiler
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
+        del os.environ[_WORKSPACE]
+        if before is not None:
+            os.environ[_WORKSPACE] = before
