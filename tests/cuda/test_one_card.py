@@ -32,8 +32,13 @@ State = dict[tuple[int, str], Any]
 
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Kernels that give the same bits every time."""
+    """Kernels that give the same bits every time.
+
+    New memory is not filled, as torch does then: what one rank makes for a message, another one writes to,
+    and the filling would come late, on the stream of the first.
+    """
     monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
