@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -148,13 +149,13 @@ class _Work:
 class TimedGroup:
     """What `Communicator` asks of a library, where the other members are always there."""
 
-    device: TimedDevice
+    timed: TimedDevice
     ranks: int
     own: int
     own_stream: Stream = field(init=False)
 
     def __post_init__(self) -> None:
-        self.own_stream = self.device.stream()
+        self.own_stream = self.timed.stream()
 
     def rank(self) -> int:
         """This rank's number."""
@@ -163,6 +164,11 @@ class TimedGroup:
     def size(self) -> int:
         """How many there are."""
         return self.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Operators compute on the CPU."""
+        return torch.device("cpu")
 
     def all_gather(self, y: Tensor, x: Tensor) -> _Work:
         """Into y: numbers of no meaning."""
@@ -181,12 +187,12 @@ class TimedGroup:
         return self._kernel(sum(x.nbytes for x, _ in (*sends, *receives)))
 
     def _kernel(self, size: int) -> _Work:
-        ready, end = Event(self.device), Event(self.device)
-        ready.record(self.device.current())
+        ready, end = Event(self.timed), Event(self.timed)
+        ready.record(self.timed.current())
         self.own_stream.wait_event(ready)
         self.own_stream.give(group_ns(size))
         end.record(self.own_stream)
-        return _Work(self.device, end)
+        return _Work(self.timed, end)
 
 
 def group_ns(size: int) -> float:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -150,7 +149,7 @@ class Case:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
         return patch.object(buckets, "LEAST_ELEMENTS", self.least)
 
-    @cached_property
+    @property
     def code(self) -> Code:
         """Linked."""
         layout, shape = self.layout, self.shape
