@@ -1,5 +1,6 @@
 """Communicators on the model of the machine, with NCCL's rules (`tests.cuda.machine`)."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,28 @@ class Work:
         self._kept.clear()
 
 
+class Collectives(ABC):
+    """Those of a group, by their kind."""
+
+    @abstractmethod
+    def _collective(self, kind: str, x: Tensor, y: Tensor) -> Any:
+        """From x into y."""
+
+    def all_gather(self, y: Tensor, x: Tensor) -> Any:
+        """Into y."""
+        return self._collective("all_gather", x, y)
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Any:
+        """Into y."""
+        return self._collective("reduce_scatter", x, y)
+
+    def all_reduce(self, x: Tensor) -> Any:
+        """In place."""
+        return self._collective("all_reduce", x, x)
+
+
 @dataclass(eq=False)
-class ModelGroup:
+class ModelGroup(Collectives):
     """A communicator as one rank has it (`braid.kernels.collectives.communicator.Group`)."""
 
     log: RankLog
@@ -58,18 +79,6 @@ class ModelGroup:
     def device(self) -> torch.device:
         """The model's is a CPU."""
         return torch.device("cpu")
-
-    def all_gather(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return self._collective("all_gather", x, y)
-
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return self._collective("reduce_scatter", x, y)
-
-    def all_reduce(self, x: Tensor) -> Work:
-        """In place."""
-        return self._collective("all_reduce", x, x)
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel; as none if there are none."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from braid.actors.stage.accelerator import CudaAccelerator
 from braid.actors.stage.accelerator import Stream as DeviceStream
-from tests.cuda.communicators import compute_collective
+from tests.cuda.communicators import Collectives, compute_collective
 
 PATIENCE_SECONDS = 20.0
 _SPREAD_NS = 60_000
@@ -100,7 +100,7 @@ class Work:
         self._kept.clear()
 
 
-class CardGroup:
+class CardGroup(Collectives):
     """A communicator as one rank has it (`braid.kernels.collectives.communicator.Group`)."""
 
     def __init__(self, rank: "CardRank", shared: Shared, own: int) -> None:
@@ -121,18 +121,6 @@ class CardGroup:
     def device(self) -> torch.device:
         """The card."""
         return self._rank.card.device
-
-    def all_gather(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return self._collective("all_gather", x, y)
-
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return self._collective("reduce_scatter", x, y)
-
-    def all_reduce(self, x: Tensor) -> Work:
-        """In place."""
-        return self._collective("all_reduce", x, x)
 
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Work:
         shared, driver, size = self._shared, self._rank.card.driver, self._shared.size
@@ -322,10 +310,9 @@ class Card:
                 shared.counters.fill_(2**30)
             torch.cuda.current_stream().synchronize()
 
-    @property
-    def abreast(self) -> Callable[[], None]:
-        """Waits until all ranks have come."""
-        return lambda: (self._barrier.wait(), None)[1]
+    def abreast(self) -> None:
+        """Wait until all ranks have come."""
+        self._barrier.wait()
 
 
 def _reserve(device: torch.device) -> None:
