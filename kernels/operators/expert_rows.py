@@ -45,7 +45,7 @@ class ExpertRows(ComputeOperator):
         if self._static is not None:
             there, back, shares, sources, sizes = self._static
             return there, back, shares, sources.clone(), sizes  # a value of its own, which is let go of
-        return self._extents(counts.cpu().view(self.tp, self.ep, self.experts))
+        return self._extents(_on_the_host(counts).view(self.tp, self.ep, self.experts))
 
     def _extents(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
         held = self.experts // self.ep
@@ -56,3 +56,15 @@ class ExpertRows(ComputeOperator):
         shares = tuple(counts[:, :, own].sum((1, 2)).tolist())
         sources = counts[:, :, own].reshape(self.tp * self.ep, held).contiguous()
         return there, there.back, shares, sources, tuple(sources.sum(0).tolist())
+
+
+def _on_the_host(counts: Tensor) -> Tensor:
+    """The same once they are there; until then other threads can give a GPU work.
+
+    With memory that is not pinned, as `Tensor.cpu` takes it, a copy holds them all up.
+    """
+    if not counts.is_cuda:
+        return counts
+    found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+    torch.cuda.current_stream(counts.device).synchronize()
+    return found
