@@ -209,6 +209,11 @@ class CardRank(CudaAccelerator):
         self._used += 1
         return self._streams[self._used - 1]
 
+    @property
+    def streams(self) -> int:
+        """How many there are."""
+        return len(self._streams)
+
     def again(self) -> None:
         """Streams are handed out from the first on, but for that of compute."""
         self._used = 1
@@ -241,6 +246,11 @@ class Card:
         self._shared: dict[tuple[str, tuple[int, ...]], Shared] = {}
         self._barrier, self._given = threading.Barrier(ranks, timeout=PATIENCE_SECONDS), dict[int, Any]()
         self.ranks = [CardRank(self, rank, seed) for rank in range(ranks)]
+
+    @property
+    def streams(self) -> int:
+        """Of all ranks."""
+        return sum(rank.streams for rank in self.ranks)
 
     def new_stream(self, priority: int) -> int:
         """A handle; the process keeps it to its end."""

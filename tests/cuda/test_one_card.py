@@ -22,9 +22,12 @@ SEED = random.SystemRandom().randrange(2**31)
 RUNS = 3
 """Of every case, with other delays."""
 MOST_RANKS = 4
-"""Of a process: it has 32 hardware queues, in which a stream that waits holds up all others of its queue."""
+QUEUES = 32
+"""That a process has in hardware; in one, a stream that waits holds up all others."""
 NEAR = 1e-4
 """Of CPU and GPU, whose sums have other orders."""
+NEAR_ROUNDED = 2**-8
+"""Where sums are sent in bfloat16: what lay beside a border there rounds the other way."""
 
 State = dict[tuple[int, str], Any]
 """Losses, norms and tensors, by rank and name."""
@@ -63,6 +66,8 @@ def trained(case: Case, seed: int) -> State:
 
     with case.cut():
         card.warm(run)
+        if card.streams > QUEUES:
+            pytest.skip(f"{card.streams} streams that may wait, and {QUEUES} hardware queues")
         card.run(run)
     return found
 
@@ -95,10 +100,11 @@ def test_every_schedule_leaves_the_same_bits_on_a_gpu(case: Case) -> None:
     first = trained(case, SEED)
     for run in range(1, RUNS):
         assert different(first, trained(case, SEED + run)) == [], f"seed {SEED}, run {run}"
+    near = NEAR_ROUNDED if case.rounded else NEAR
     for (rank, name), wanted in left(case).items():
         value = first[rank, name]
         if isinstance(wanted, float):
-            assert value == pytest.approx(wanted, rel=NEAR), f"rank {rank}: {name}"
+            assert value == pytest.approx(wanted, rel=near), f"rank {rank}: {name}"
         elif name.startswith("exp_avg "):
             largest = float(wanted.abs().max())
-            assert float((value - wanted).abs().max()) <= 10 * NEAR * largest, f"rank {rank}: {name}"
+            assert float((value - wanted).abs().max()) <= 10 * near * largest, f"rank {rank}: {name}"
