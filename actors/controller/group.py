@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
 from braid.actors.controller.health import Vigil
 from braid.actors.controller.span_files import SpanCounts
-from braid.actors.stage.rank import Rank
+from braid.actors.stage.rank import Pulse, Rank
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -205,8 +205,9 @@ class WatchedGroup(ABC):
             outcomes, beats = self._poll(waiting, _PULSE_SECONDS)
             now = time.monotonic()
             vigil.forgive(max(0.0, now - polled - _PULSE_SECONDS))  # reading large answers takes long
-            for rank, progress in beats:
-                vigil.beat(rank, progress, now)
+            for rank, pulse in beats:
+                progress, awaits = pulse or Pulse(None)
+                vigil.beat(rank, progress, now, awaits)
                 self._awake.add(rank)
             errors = []
             for rank, outcome in outcomes:  # all of them: an answer comes once
@@ -262,7 +263,7 @@ class WatchedGroup(ABC):
     @abstractmethod
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
         """Wait for something; returns outcomes of the ranks waited for, and answers with progress."""
 
     @abstractmethod

@@ -8,6 +8,9 @@ asked for its pulse meanwhile; and ranks that answer but wait for each other for
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+_TOLD = 4
+"""Ranks that an error names; they may be thousands."""
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -36,16 +39,20 @@ class Vigil:
         self._heard = {rank: now if rank in awake else None for rank in ranks}
         """When a rank last answered; None before its first answer, which its start may delay."""
         self._progress: dict[int, int | None] = {}
+        self._awaits: dict[int, str] = {}
         self._advanced = self._begun = now
 
     def last_heard(self, rank: int) -> float:
         """When a rank last gave a sign of life, at the latest when the call began."""
         return max(self._begun, self._heard.get(rank) or 0.0)
 
-    def beat(self, rank: int, progress: int | None, now: float) -> None:
-        """A rank answered: how many things it has done since it began, None if it does not count."""
+    def beat(self, rank: int, progress: int | None, now: float, awaits: str = "") -> None:
+        """A rank answered: how many things it has done since it began, None if it does not count, and which
+        transfer it waits for.
+        """
         if rank in self._heard:
             self._heard[rank] = now
+            self._awaits[rank] = awaits
             if progress is None or progress != self._progress.get(rank):
                 self._advanced = now
             self._progress[rank] = progress
@@ -73,5 +80,11 @@ class Vigil:
             text = (
                 f"no rank has got on for {now - self._advanced:.1f} s: a link may be cut, or a rank may hang"
             )
-            return Trouble(behind, text, now - self._advanced, silent=False)
+            return Trouble(behind, text + self._awaited(behind), now - self._advanced, silent=False)
         return None
+
+    def _awaited(self, behind: int) -> str:
+        """What some ranks wait for, the one furthest behind first."""
+        waiting = {rank: self._awaits[rank] for rank in (behind, *self._awaits) if self._awaits.get(rank)}
+        told = [f"rank {rank} waits for {what}" for rank, what in waiting.items()][:_TOLD]
+        return "".join(f"; {one}" for one in told)

@@ -23,6 +23,7 @@ from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, Wo
 from braid.actors.controller.rank_environment import rank_environment
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
+from braid.actors.stage.rank import Pulse
 
 _EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
@@ -253,13 +254,13 @@ class ActorGroup(WatchedGroup):
 
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
         calls = {self._calls[rank]: rank for rank in waiting}
         pulses = {reference: rank for rank, reference in self._pulses.items()}
         everything = [*calls, *pulses]
         ray.wait(everything, num_returns=1, timeout=timeout_s)
         ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
-        beats: list[tuple[int, int | None]] = []
+        beats: list[tuple[int, Pulse | None]] = []
         for reference in (r for r in ready if r in pulses):
             del self._pulses[pulses[reference]]
             with contextlib.suppress(RayError):

@@ -23,6 +23,7 @@ from braid.actors.controller.group import Collector, Outcome, WatchedGroup, Work
 from braid.actors.controller.parent import die_with
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
+from braid.actors.stage.rank import Pulse
 
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["braid.actors.stage.worker", "torch._dynamo"]
@@ -157,11 +158,11 @@ class ProcessGroup(WatchedGroup):
 
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, int | None]]]:
+    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
         calls = {self._children[rank].calls.connection: rank for rank in waiting}
         pulses = {self._children[rank].pulse.connection: rank for rank in self._asked}
         ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
-        beats: list[tuple[int, int | None]] = []
+        beats: list[tuple[int, Pulse | None]] = []
         for connection, rank in pulses.items():
             if connection in ready:
                 self._asked.discard(rank)

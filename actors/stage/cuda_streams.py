@@ -70,6 +70,10 @@ class CudaStreams:
                 self._passed += 1
             return self._passed + self._replayed()
 
+    def complete(self, transfer: Transfer) -> bool:
+        """The device has passed its end. What is captured has none yet."""
+        return self._capturing is None and bool(transfer.end.query())
+
     def _replayed(self) -> int:
         """Marks of a graph that its newest replay has passed: those with times after its begin."""
         one = self._replaying

@@ -10,14 +10,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.messages import Fault
-from braid.scheduling.schedule import Direction, Instruction, Norm, Step, passes_in, sums_in
+from braid.actors.stage.optimizer import Update
+from braid.scheduling.code import Start, Stretch
+from braid.scheduling.schedule import Direction, Gather, Norm, Reduce, Step, passes_in, sums_in
 
 FOLDER = "faults"
 """Of a run's directory, where fired faults leave their marks."""
+_HOLD_SECONDS = 30.0
+"""A rank that nobody lets go of goes on by itself."""
+_TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
+"""What starts in the phases that are none of instructions."""
 
 
 def fire(folder: Path, name: str) -> bool:
@@ -46,6 +54,15 @@ def call(folder: Path, name: str) -> None:
     _called(folder, name).touch()
 
 
+def let_go(folder: Path, name: str) -> None:
+    """Let a rank go on that a fault holds."""
+    _released(folder, name).touch()
+
+
+def _released(folder: Path, name: str) -> Path:
+    return folder / f"{name}.released"
+
+
 def _called(folder: Path, name: str) -> Path:
     return folder / f"{name}.called"
 
@@ -53,21 +70,15 @@ def _called(folder: Path, name: str) -> Path:
 class Saboteur:
     """The faults of one rank."""
 
-    def __init__(
-        self, faults: Sequence[Fault], rank: int, run: Path, instructions: Sequence[Instruction]
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault], rank: int, run: Path, stretches: Sequence[Stretch]) -> None:
+        """``stretches``: the rank's code of a training step."""
         self._folder = run / FOLDER
         self._faults = [fault for fault in faults if fault.rank == rank]
-        self._places = {fault: _place(fault, instructions) for fault in self._faults}
+        self._places = {fault: _place(fault, stretches) for fault in self._faults}
 
     def before(self, step: int, gradients: GradientBuckets) -> Callable[[int], None] | None:
         """What the executor calls before every instruction of a step, with its position; None: nothing."""
-        due = [
-            fault
-            for fault in self._faults
-            if fault.phase != "save"
-            and (self._is_called(fault) if fault.step is None else fault.step == step)
-        ]
+        due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
         if not due:
             return None
 
@@ -77,6 +88,29 @@ class Saboteur:
                     self._do(fault, gradients)
 
         return look
+
+    def update(self, step: int) -> Callable[..., Update]:
+        """How to make the update of a step: one in which faults come before transfers of their phases."""
+        due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
+        if not due:
+            return Update
+
+        def look(transfer: Reduce | Gather, number: int) -> None:
+            for fault in due:
+                of_it = isinstance(transfer, _TRANSFERS[fault.phase])
+                if of_it and number == self._places[fault] and fire(self._folder, fault.name):
+                    self._do(fault)
+
+        return partial(_WatchedUpdate, look)
+
+    def _due(self, step: int) -> list[Fault]:
+        """What comes in a step."""
+        return [
+            fault
+            for fault in self._faults
+            if fault.phase != "save"
+            and (self._is_called(fault) if fault.step is None else fault.step == step)
+        ]
 
     def during_save(self, steps_done: int, folder: Path) -> None:
         """Kill this process once the save has begun to write into its folder."""
@@ -98,18 +132,52 @@ class Saboteur:
         if fire(self._folder, fault.name):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    @staticmethod
-    def _do(fault: Fault, gradients: GradientBuckets) -> None:
-        if fault.kind == "nan":
-            gradients.buckets[0].share[0] = float("nan")
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    def _do(self, fault: Fault, gradients: GradientBuckets | None = None) -> None:
+        match fault.kind:
+            case "nan":
+                assert gradients is not None
+                gradients.buckets[0].share[0] = float("nan")
+            case "hold":
+                deadline = time.monotonic() + _HOLD_SECONDS
+                while not _released(self._folder, fault.name).exists() and time.monotonic() < deadline:
+                    time.sleep(0.002)
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
-def _place(fault: Fault, instructions: Sequence[Instruction]) -> int:
-    """The position of the instruction before which a fault fires."""
+class _WatchedUpdate(Update):
+    """An update that asks before its sums of gradients and its gathers, with their number in the step."""
 
-    def fits(instruction: Instruction) -> bool:
+    def __init__(self, look: Callable[[Reduce | Gather, int], None], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._look, self._begun = look, {Reduce: 0, Gather: 0}
+
+    def start(self, transfer: Reduce | Gather) -> None:
+        """Ask, and begin."""
+        if _counts(transfer):
+            kind = type(transfer)
+            self._look(transfer, self._begun[kind])
+            self._begun[kind] += 1
+        super().start(transfer)
+
+
+def _counts(transfer: object) -> bool:
+    """Whether it moves gradients or parameters: the norm's sum does not."""
+    return isinstance(transfer, Gather) or (isinstance(transfer, Reduce) and transfer.chunk is not None)
+
+
+def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
+    """The position of the instruction, or the number of the transfer, before which a fault fires."""
+    if fault.phase in _TRANSFERS:
+        operations = [operation for stretch in stretches for operation in stretch.operations]
+        begun = [type(one.what) for one in operations if isinstance(one, Start) and _counts(one.what)]
+        first_sum = begun.index(Reduce) if Reduce in begun else len(begun)
+        if fault.phase == "gather" and Gather in begun[:first_sum]:
+            begun = begun[:first_sum]  # what the step before has put off: others come beside sums
+        return int(fault.place * begun.count(_TRANSFERS[fault.phase]))
+
+    def fits(stretch: Stretch) -> bool:
+        instruction = stretch.instruction
         directions = {one.direction for one in passes_in(instruction)}
         if fault.phase == "optimizer":
             return isinstance(instruction, Step)
@@ -117,7 +185,7 @@ def _place(fault: Fault, instructions: Sequence[Instruction]) -> int:
             return isinstance(instruction, Norm) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
-    places = [place for place, instruction in enumerate(instructions) if fits(instruction)]
+    places = [place for place, stretch in enumerate(stretches) if fits(stretch)]
     if not places:
         return -1
     return places[0] if fault.kind == "nan" else places[int(fault.place * len(places))]

@@ -86,6 +86,10 @@ class HostStreams:
         """What was marked is done."""
         return self._marks
 
+    def complete(self, transfer: Transfer) -> bool:
+        """Its end was stamped."""
+        return transfer.end is not None
+
     def forget(self, marks: Iterable[Mark]) -> None:
         """They are numbers."""
 

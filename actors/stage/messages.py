@@ -49,8 +49,8 @@ class Written:
     """Why they could not be written, by a rank that is well itself; empty if they are."""
 
 
-FaultKind = Literal["kill", "stop", "nan"]
-FaultPhase = Literal["forward", "backward", "optimizer", "save"]
+FaultKind = Literal["kill", "stop", "nan", "hold"]
+FaultPhase = Literal["forward", "backward", "reduce", "gather", "optimizer", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class Fault:
     name: str
     """Its mark's file in the run's directory."""
     kind: FaultKind
-    """SIGKILL, SIGSTOP, or a gradient that is no number."""
+    """SIGKILL, SIGSTOP, a gradient that is no number, or a wait until `faults.let_go`."""
     rank: int
     step: int | None
     """From 0; in a save, the first one after this step. None: as soon as it is called (`faults.call`)."""
     phase: FaultPhase
     place: float = 0.0
-    """In [0, 1): where among the blocks of the phase."""
+    """In [0, 1): where among the blocks of the phase, or among its transfers."""
 
 
 @dataclass(frozen=True, kw_only=True)

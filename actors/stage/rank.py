@@ -6,9 +6,18 @@ and arguments to the rank's process or actor. Nothing here loads PyTorch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
+
+
+class Pulse(NamedTuple):
+    """What a rank at work answers to the question whether it lives."""
+
+    progress: int | None
+    """How much was done so far; None while that cannot be told."""
+    awaits: str = ""
+    """The transfer that has been under way for longest, where nothing was done since the last question."""
 
 
 class Rank(ABC):
@@ -20,8 +29,8 @@ class Rank(ABC):
     """
 
     @abstractmethod
-    def pulse(self) -> int | None:
-        """How much was done so far; None while that cannot be told."""
+    def pulse(self) -> Pulse:
+        """How much was done so far, and what is waited for."""
 
     @abstractmethod
     def interrupt(self) -> None:

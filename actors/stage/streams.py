@@ -70,6 +70,9 @@ class Streams(Protocol):
     def progress(self) -> int:
         """How many marks the device has passed: a sign of life that costs next to nothing."""
 
+    def complete(self, transfer: Transfer) -> bool:
+        """Whether it has ended; False also where that cannot be told at present. Asked by another thread."""
+
     def forget(self, marks: Iterable[Mark]) -> None:
         """A step begins, and nobody asks any more for these marks of the one before."""
 

@@ -26,6 +26,8 @@ class Recorder:
         self._transfers: list[tuple[Label, Pass | None, Transfer]] = []
         self._given: Rows = ()
         self._ahead_ns = 0
+        self._progress = 0
+        """When `pulse` was called last."""
         self.recording = recording
         """Whether spans are kept; may change between steps."""
 
@@ -51,6 +53,21 @@ class Recorder:
         """A transfer was issued; its end is read when the step is over."""
         if self.recording:
             self._transfers.append((label, block, transfer))
+
+    def pulse(self) -> tuple[int, str]:
+        """What was done so far; and, if that was nothing since the last call, which transfer has not ended.
+
+        Called by another thread, whatever the step is at.
+        """
+        before, self._progress = self._progress, self._streams.progress()
+        return self._progress, self._under_way() if before == self._progress else ""
+
+    def _under_way(self) -> str:
+        """The oldest transfer that has not ended; empty if all have, or spans are not kept."""
+        for label, block, transfer in list(self._transfers):
+            if not self._streams.complete(transfer):
+                return label.operator if block is None else f"{label.operator} of {block}"
+        return ""
 
     def block(self, paired: bool, block: Pass, begin: Mark, end: Mark) -> None:
         """A block ran; ``block`` is the first of its passes, ``paired`` whether it has several."""

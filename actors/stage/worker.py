@@ -35,7 +35,7 @@ from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler
-from braid.actors.stage.rank import Rank
+from braid.actors.stage.rank import Pulse, Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.routing import routing_of
 from braid.actors.stage.samples import ReplicaSamples, documents_to_measure, validation_micro_batches
@@ -85,12 +85,13 @@ class Worker(Logged, Rank):
         self._saves: Saves | None = None
         self._samples: ReplicaSamples | None = None
 
-    def pulse(self) -> int | None:
+    def pulse(self) -> Pulse:
         """How much was done so far; called from another thread, as is `interrupt`."""
         self._membership.use_device()
         if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
-            return awaited.read()
-        return self._streams.progress() if self._streams is not None else None
+            return Pulse(awaited.read())
+        recorder: Recorder | None = getattr(self, "_recorder", None)
+        return Pulse(None) if recorder is None else Pulse(*recorder.pulse())
 
     def interrupt(self) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
@@ -196,9 +197,9 @@ class Worker(Logged, Rank):
         routing = routing_of(self._model)
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
-        instructions = schedule.stages[self._mesh.position["pp"]]
+        stage = self._code.stages[self._mesh.position["pp"]]
         self._saboteur = (
-            Saboteur(plan.faults, self.rank, config.run_directory, instructions) if plan.faults else None
+            Saboteur(plan.faults, self.rank, config.run_directory, stage) if plan.faults else None
         )
         set_aside_what_lasts()
 
@@ -211,9 +212,10 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_step(step)
         batch, discarded = self._config.train.global_batch, 0
+        kind = self._saboteur.update(step) if self._saboteur else Update
         self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
         while True:
-            update = Update(self._gradients, self._weights, self._optimizer, step, self._membership.intact)
+            update = kind(self._gradients, self._weights, self._optimizer, step, self._membership.intact)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break

@@ -55,7 +55,8 @@ def drill(
             needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_CHANGES else ""
             console.print(f"[bold]{name:16}[/bold] {text}{needs}", highlight=False)
         return
-    from braid.jobs.drill.runner import Drill, DrillError, possible_faults
+    from braid.jobs.drill.possible import possible_faults
+    from braid.jobs.drill.runner import Drill, DrillError
 
     resolved = load_config(
         config, [*(overrides or []), *([f"cluster.launcher={launcher}"] if launcher else [])]

@@ -14,8 +14,11 @@ _IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
     "kill-save": ("kill", "save"),
     "stop": ("stop", "backward"),
     "nan": ("nan", "backward"),
+    "cut-reduce": ("hold", "reduce"),
+    "cut-gather": ("hold", "gather"),
+    "cut-optimizer": ("hold", "optimizer"),
 }
-"""What a rank does to itself: kind and phase."""
+"""What a rank does to itself: kind and phase. It waits where something comes from outside."""
 
 KINDS = {
     "kill-forward": "a rank is killed in a forward pass",
@@ -32,6 +35,9 @@ KINDS = {
     "kill-host": "all ranks of a host are killed",
     "cut-short": "the link between hosts is cut for less than the time-outs",
     "cut-long": "the link between hosts is cut until that is noticed",
+    "cut-reduce": "the same while gradients are summed over replicas",
+    "cut-gather": "the same while updated parameters are gathered",
+    "cut-optimizer": "the same between the two, before a rank's optimizer step",
     "cut-save": "the same while a checkpoint is written",
     "slow-link": "the link between hosts has a tenth of its rate for a while",
     "node-joins": "a node joins the Ray cluster",
@@ -41,7 +47,9 @@ KINDS = {
 }
 """Faults by name."""
 
-NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"})
+AIMED = frozenset({"cut-reduce", "cut-gather", "cut-optimizer"})
+"""Cuts for which a rank waits at a place in its step, until the link is cut."""
+NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"}) | AIMED
 """Faults of the two emulated hosts."""
 NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
 NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1, "node-slow": 0}

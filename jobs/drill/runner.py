@@ -18,7 +18,7 @@ from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.manifest import MANIFEST, CheckpointStore
 from braid.actors.controller.records import StepRecord, read_lines, read_metrics
 from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.faults import FOLDER, call, fire, fired_at
+from braid.actors.stage.faults import FOLDER, call, fire, fired_at, let_go
 from braid.actors.stage.messages import Fault
 from braid.jobs.drill.census import Census, census
 from braid.jobs.drill.child import Spec
@@ -27,18 +27,17 @@ from braid.jobs.drill.hosts import Hosts, two_hosts
 from braid.jobs.drill.node_faults import change_nodes, slow_node
 from braid.jobs.drill.nodes import STEPS, Nodes, allowed_difference, degrees_on, node_range, ray_nodes
 from braid.jobs.drill.plan import (
+    AIMED,
     DAMAGE,
     HARMLESS,
-    KINDS,
-    LEAST_TO_BE_SLOW,
     NEED_HOSTS,
-    NEED_ROOT,
     NODE_CHANGES,
     SLOW,
     Planned,
     plan_drill,
     steps_of,
 )
+from braid.jobs.drill.possible import check_faults
 from braid.jobs.drill.report import Outcome, Report, describe
 
 _SHORT_CUT_S = 1.5
@@ -46,19 +45,6 @@ _SLOW_S = 3.0
 _DISK_MB = 256
 _QUARANTINE_S = 20.0
 """Of a slow node, unless the configuration says otherwise: drills are short."""
-
-
-def possible_faults(config: Config) -> list[str]:
-    """The faults that can be made here, for a configuration; as many nodes join as leave."""
-    ray = config.cluster.launcher == "ray"
-    impossible = set(NEED_ROOT) if os.geteuid() or ray else set()
-    elsewhere = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    if not ray or config.elastic.max_ranks is None or elsewhere:
-        impossible |= NODE_CHANGES.keys()
-    elif config.elastic.max_ranks < LEAST_TO_BE_SLOW:
-        impossible.add(SLOW)
-    possible = [kind for kind in KINDS if kind not in impossible]
-    return [kind for kind in possible for _ in range(2 if kind == "node-joins" else 1)]
 
 
 class Drill:
@@ -75,17 +61,8 @@ class Drill:
     ) -> None:
         """`ConfigError` for faults that are not known, or cannot be made here."""
         with_nodes = not set(kinds).isdisjoint(NODE_CHANGES)
-        if with_nodes and not set(kinds).isdisjoint(NEED_ROOT):
-            raise ConfigError(
-                f"--faults: {', '.join(NODE_CHANGES)} need cluster.launcher=ray, and "
-                f"{', '.join(sorted(NEED_ROOT))} need --launcher processes: drill them one after the other"
-            )
+        check_faults(config, kinds)
         self._planned = plan_drill(kinds, count, seed, node_range(config) if with_nodes else None)
-        if set(kinds) & NEED_ROOT and os.geteuid() != 0:
-            odd = ", ".join(sorted(set(kinds) & NEED_ROOT))
-            raise ConfigError(f"--faults {odd}: network namespaces and mounts need root")
-        if config.cluster.launcher != "processes" and set(kinds) & (NEED_HOSTS | {"disk-full"}):
-            raise ConfigError("faults of emulated hosts need --launcher processes")
         self._base, self._progress = config, progress
         self._hosts: Hosts | None = None
         self._needs_hosts = bool(set(kinds) & NEED_HOSTS)
@@ -267,7 +244,7 @@ class Drill:
                 self._fill_disk()
             case "kill-host":
                 self._kill_host(one)
-            case "cut-short" | "cut-long" | "cut-save":
+            case kind if kind.startswith("cut-"):
                 self._cut(one)
             case "slow-link":
                 assert self._hosts is not None
@@ -342,6 +319,8 @@ class Drill:
 
         known = restarts()
         with self._hosts.cut():
+            if one.kind in AIMED:
+                let_go(self._command.broken / FOLDER, one.name)
             if one.kind == "cut-short":
                 time.sleep(_SHORT_CUT_S)
             else:

@@ -13,23 +13,41 @@ import pytest
 import torch
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at
-from braid.actors.stage.messages import Fault
-from braid.scheduling.schedule import Direction, Instruction, Norm, Reduce, Step, passes_in
+from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
+from braid.actors.stage.layers import load_layers
+from braid.actors.stage.messages import Fault, FaultPhase
+from braid.actors.stage.optimizer import Update
+from braid.scheduling.code import Start, Stretch
+from braid.scheduling.layers import model_parts
+from braid.scheduling.lowering.lower import scheduled_parts
+from braid.scheduling.schedule import Direction, Gather, Norm, Reduce, Step, passes_in
 from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.validate import linked
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 
 @pytest.fixture
-def instructions(tmp_path: Path) -> tuple[Instruction, ...]:
+def stretches(tmp_path: Path) -> tuple[Stretch, ...]:
     """Of a pipeline's first stage."""
     return of_first_stage(tmp_path, {"pp": 2, "dp": 2})
 
 
-def of_first_stage(tmp_path: Path, parallel: dict[str, int]) -> tuple[Instruction, ...]:
-    config = small_config(tmp_path / "runs", parallel=parallel)
-    schedule = build_schedule(config, config.check(BYTES_VOCABULARY))
-    return tuple(parse(write(schedule)).stages[0])
+def of_first_stage(
+    tmp_path: Path, parallel: dict[str, int], schedule: str | None = None
+) -> tuple[Stretch, ...]:
+    """Code as a rank links it."""
+    overlap = {} if schedule is None else {"overlap": {"schedule": schedule}}
+    config = small_config(tmp_path / "runs", parallel=parallel, **overlap)
+    shape = config.check(BYTES_VOCABULARY)
+    found, sizes = parse(write(build_schedule(config, shape))), config.sizes(shape)
+    units = scheduled_parts(
+        model_parts(sizes, {kind: one.graph for kind, one in load_layers({}).items()}),
+        config.layout(),
+        sizes.kinds,
+        unit_layers=found.unit_layers,
+        partitions=found.partitions,
+    )
+    return linked(found, config.layout(), sizes.kinds, units).stages[0]
 
 
 @pytest.fixture
@@ -43,6 +61,62 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(os, "kill", kill)
     return signals
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("phase", ["reduce", "gather"])
+def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zero: int) -> None:
+    """Before one of those of its phase, whichever is drawn, until it is let go; and once only."""
+    stretches = of_first_stage(tmp_path, {"dp": 2, "zero": zero}, "ddp")
+    begun = [
+        one.what
+        for stretch in stretches
+        for one in stretch.operations
+        if isinstance(one, Start) and isinstance(one.what, Reduce | Gather)
+    ]
+    wanted = [
+        one
+        for one in begun
+        if isinstance(one, Gather if phase == "gather" else Reduce)
+        and getattr(one, "chunk", None) is not None
+    ]
+    assert bool(wanted) == (zero > 0 or phase == "reduce")
+    draw, hit = random.Random(), set()
+    for number in range(12 if wanted else 0):
+        one = fault(name=f"{number:03}", kind="hold", phase=phase, place=draw.random())
+        saboteur = Saboteur([one], 1, tmp_path, stretches)
+        assert saboteur.before(5, gradients()) is None
+        assert saboteur.update(4) is Update
+        passed = Passed()
+        update = saboteur.update(5)(passed, passed, None, 5)
+        thread = threading.Thread(target=lambda update=update: [update.start(what) for what in begun])
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not (tmp_path / FOLDER / one.name).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert passed.begun == begun[: len(passed.begun)]
+        assert begun[len(passed.begun)] in wanted
+        hit.add(len(passed.begun))
+        let_go(tmp_path / FOLDER, one.name)
+        thread.join(10)
+        assert passed.begun == begun
+        again = Passed()
+        for what in begun:
+            saboteur.update(5)(again, again, None, 5).start(what)
+        assert again.begun == begun, "the step is repeated, and nothing comes"
+    assert len(hit) > 1 or len(wanted) < 2
+
+
+class Passed:
+    """Takes the place of gradients and weights."""
+
+    def __init__(self) -> None:
+        self.begun: list[Reduce | Gather] = []
+
+    def start(self, transfer: Reduce | Gather) -> None:
+        """Keep it."""
+        self.begun.append(transfer)
 
 
 def gradients() -> Any:
@@ -66,47 +140,47 @@ def positions(saboteur: Saboteur, step: int, count: int, signals: list[int]) -> 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_it_comes_once_at_its_place(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int], phase: str
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int], phase: str
 ) -> None:
     draw, hit = random.Random(), set()
     for number in range(30):
         one = fault(name=f"{number:03}", phase=phase, place=draw.random())
-        saboteur = Saboteur([one], 1, tmp_path, instructions)
-        count = len(instructions)
+        saboteur = Saboteur([one], 1, tmp_path, stretches)
+        count = len(stretches)
         assert saboteur.before(4, gradients()) is None
         assert saboteur.before(6, gradients()) is None
         (place,) = positions(saboteur, 5, count, killed)
         hit.add(place)
         if phase == "optimizer":
-            assert isinstance(instructions[place], Step)
+            assert isinstance(stretches[place].instruction, Step)
         else:
-            directions = {one.direction for one in passes_in(instructions[place])}
+            directions = {one.direction for one in passes_in(stretches[place].instruction)}
             assert (Direction.FORWARD if phase == "forward" else Direction.BACKWARD) in directions
         # The step is repeated, by the same process and by one that replaces it.
         assert positions(saboteur, 5, count, killed) == []
-        assert positions(Saboteur([one], 1, tmp_path, instructions), 5, count, killed) == []
+        assert positions(Saboteur([one], 1, tmp_path, stretches), 5, count, killed) == []
         assert abs(fired_at(tmp_path / FOLDER, one.name) - time.time()) < 60
     assert killed == [signal.SIGKILL] * 30
     assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
 
 
 def test_without_a_step_it_comes_when_it_is_called(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
 ) -> None:
-    saboteur = Saboteur([fault(step=None), fault(name="001", step=None)], 1, tmp_path, instructions)
+    saboteur = Saboteur([fault(step=None), fault(name="001", step=None)], 1, tmp_path, stretches)
     assert saboteur.before(5, gradients()) is None
     call(tmp_path / FOLDER, "000")
-    assert len(positions(saboteur, 6, len(instructions), killed)) == 1
+    assert len(positions(saboteur, 6, len(stretches), killed)) == 1
     assert (tmp_path / FOLDER / "000").exists()
     assert not (tmp_path / FOLDER / "001").exists(), "another one was called"
-    assert positions(saboteur, 7, len(instructions), killed) == []
-    assert Saboteur([fault(step=None)], 0, tmp_path, instructions).before(7, gradients()) is None
+    assert positions(saboteur, 7, len(stretches), killed) == []
+    assert Saboteur([fault(step=None)], 0, tmp_path, stretches).before(7, gradients()) is None
 
 
 def test_a_save_is_hit_when_it_is_called(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
 ) -> None:
-    saboteur = Saboteur([fault(step=None, phase="save")], 1, tmp_path, instructions)
+    saboteur = Saboteur([fault(step=None, phase="save")], 1, tmp_path, stretches)
     folder = tmp_path / "step-6.tmp-1"
     folder.mkdir()
     (folder / "__1_0.distcp").write_bytes(b"half")
@@ -120,28 +194,26 @@ def test_a_save_is_hit_when_it_is_called(
     assert killed == [signal.SIGKILL]
 
 
-def test_other_ranks_are_spared(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
-) -> None:
-    assert Saboteur([fault()], 0, tmp_path, instructions).before(5, gradients()) is None
+def test_other_ranks_are_spared(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
+    assert Saboteur([fault()], 0, tmp_path, stretches).before(5, gradients()) is None
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_a_stop_is_no_kill(tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]) -> None:
-    saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, instructions)
-    assert len(positions(saboteur, 5, len(instructions), killed)) == 1
+def test_a_stop_is_no_kill(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
+    saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, stretches)
+    assert len(positions(saboteur, 5, len(stretches), killed)) == 1
     assert killed == [signal.SIGSTOP]
 
 
 @pytest.mark.parametrize("parallel", [{"pp": 2, "dp": 2}, {}], ids=["replicas", "one rank"])
 def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], parallel: dict[str, int]) -> None:
     """When all gradients are there and none is summed or squared yet, or it would not be seen."""
-    instructions = of_first_stage(tmp_path, parallel)
-    saboteur = Saboteur([fault(kind="nan", phase="backward")], 1, tmp_path, instructions)
+    stretches = of_first_stage(tmp_path, parallel)
+    saboteur = Saboteur([fault(kind="nan", phase="backward")], 1, tmp_path, stretches)
     held = gradients()
     look = saboteur.before(5, held)
     assert look is not None
-    first = next(n for n, one in enumerate(instructions) if isinstance(one, Reduce | Norm))
+    first = next(n for n, one in enumerate(stretches) if isinstance(one.instruction, Reduce | Norm))
     for position in range(first):
         look(position)
     assert not held.buckets[0].share.isnan().any()
@@ -152,9 +224,9 @@ def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], paralle
 
 
 def test_a_save_is_hit_while_it_writes(
-    tmp_path: Path, instructions: tuple[Instruction, ...], killed: list[int]
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
 ) -> None:
-    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, instructions)
+    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, stretches)
     assert saboteur.before(5, gradients()) is None
     folder = tmp_path / "step-6.tmp-1"
     folder.mkdir()

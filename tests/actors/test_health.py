@@ -42,6 +42,21 @@ def test_ranks_that_answer_but_do_not_get_on() -> None:
     assert "no rank has got on for 6.5 s" in trouble.text
 
 
+def test_what_is_waited_for_is_told() -> None:
+    """By the rank furthest behind first, by a few of thousands, and only while they wait."""
+    watched = vigil(ranks=2000)
+    for rank in range(2000):
+        watched.beat(rank, 5 if rank == 1234 else 7, 101.0, "parameters.0 dp")
+    for rank in range(2000):
+        watched.beat(rank, 5 if rank == 1234 else 7, 107.0, "gradients.0 dp" if rank != 1 else "")
+    trouble = watched.verdict(107.5)
+    assert trouble is not None
+    assert trouble.text.endswith(
+        "; rank 1234 waits for gradients.0 dp; rank 0 waits for gradients.0 dp; "
+        "rank 2 waits for gradients.0 dp; rank 3 waits for gradients.0 dp"
+    )
+
+
 @pytest.mark.parametrize("sign", ["progress", "uncounted", "done"])
 def test_one_rank_that_gets_on_is_enough(sign: str) -> None:
     watched = vigil()

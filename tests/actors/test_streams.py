@@ -13,8 +13,11 @@ import torch
 
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.streams import Transfer
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import Pass, PassKind
+from braid.scheduling.trace import Label
 
 
 class Made:
@@ -71,6 +74,27 @@ def test_the_caller_goes_on_while_a_transfer_is_issued(streams: HostStreams) -> 
     streams.wait(first)
     assert first.begin <= second.begin
     assert first.end >= second.end
+
+
+def test_the_oldest_transfer_under_way_is_named_once_nothing_gets_on(streams: HostStreams) -> None:
+    recorder, log = Recorder(streams), list[str]()
+    one, two = Made(log, "one"), Made(log, "two")
+    transfers = [start(streams, one), start(streams, two, lane="send down")]
+    for made, transfer, block in zip(
+        (one, two), transfers, (None, Pass(PassKind.FORWARD, 3, 1)), strict=True
+    ):
+        made.may_begin.set()
+        recorder.transfer(Label(operator=made.name, stream=Stream.INTRA), block, transfer)
+    assert recorder.pulse() == (2, ""), "since the call before, two were begun"
+    assert recorder.pulse() == (2, "one")
+    one.may_end.set()
+    streams.wait(transfers[0])
+    assert recorder.pulse() == (2, "two of F3.1")
+    recorder.mark()
+    assert recorder.pulse() == (3, "")
+    two.may_end.set()
+    streams.wait(transfers[1])
+    assert recorder.pulse() == (3, "")
 
 
 def test_what_is_awaited_at_once_is_issued_by_the_caller_behind_the_others(streams: HostStreams) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from braid.actors.stage.cuda_streams import Captured, CudaStreams
 from braid.actors.stage.step_graph import StepGraph
+from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.norm import RMSNorm
 from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
@@ -247,6 +248,19 @@ def test_marks_of_a_graph_count_once_its_replay_has_passed_them() -> None:
     marks[1].at = marks[2].at = 12.0
     assert streams[0].progress() == before + 3
     assert streams[0].progress() == before + 3
+
+
+def test_a_transfer_is_under_way_until_the_device_has_passed_its_end() -> None:
+    """Nobody asks for one that is being captured: that would end the capture."""
+    machine, streams = Machine(1), []
+    machine.run(lambda log: streams.append(CudaStreams(log)))
+    end = Timed()
+    transfer = Transfer(launch=None, work=None, begin=Timed(at=1.0), end=end)
+    assert not streams[0].complete(transfer)
+    end.at = 2.0
+    assert streams[0].complete(transfer)
+    streams[0]._capturing = Captured(graph=None)  # type: ignore[arg-type]
+    assert not streams[0].complete(transfer)
 
 
 def test_a_layer_more_costs_the_host_nothing() -> None:

@@ -91,6 +91,29 @@ def test_hosts_links_and_disks(tmp_path: Path) -> None:
     assert report["emulated_hosts"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_links_that_are_cut_at_a_place_in_a_step(tmp_path: Path, zero: int) -> None:
+    """While gradients are summed, updated parameters gathered, or between the two; and that is told."""
+    require_hosts()
+    awaited = {
+        "cut-reduce": "waits for gradients.0 dp",
+        "cut-gather": "waits for parameters.0 dp",
+        "cut-optimizer": "waits for parameters.0 dp",
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"layers": 4},
+        "parallel": {"dp": 2, "zero": zero},
+        "overlap": {"schedule": "ddp"},
+    }
+    report = drill(tmp_path, ",".join(awaited), "--seed", "7", **sections)
+    check(report, set())
+    for outcome in report["outcomes"]:
+        assert outcome["restored_from"] == "copies in memory"
+        assert awaited[outcome["fault"]["kind"]] in outcome["noticed"]
+
+
 NODES: dict[str, Any] = {
     "train": {"global_batch": 12, "micro_batch": 1, "deterministic_reduction": True},
     "parallel": {"dp": 2, "zero": 3},
@@ -156,6 +179,13 @@ def test_wrong_faults(tmp_path: Path) -> None:
     assert outcome.code == 2
     assert "'kill-forwards' is not known" in outcome.errors
     assert "kill-forward," in outcome.errors
+    for kind, remedy in (("cut-gather", "--set parallel.zero=1"), ("cut-reduce", "--set parallel.dp=2")):
+        options = ("--launcher", "processes", "--set", "parallel.tp=2")
+        outcome = braid(tmp_path, "drill", "run.yaml", "--faults", kind, *options)
+        assert outcome.code == 2
+        assert f"--faults {kind}: " in outcome.errors
+        assert remedy in outcome.errors
+        assert not (tmp_path / "runs").exists(), "nothing has started"
     listed = braid(tmp_path, "drill", "run.yaml", "--list")
     assert listed.code == 0
     assert "cut-long" in listed.output
