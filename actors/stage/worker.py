@@ -32,7 +32,7 @@ from braid.actors.stage.memory_meter import MemoryMeter
 from braid.actors.stage.mesh import TorchGroups, build_mesh
 from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
 from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
+from braid.actors.stage.optimizer import Optimizer, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
@@ -198,9 +198,7 @@ class Worker(Logged, Rank):
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         stage = self._code.stages[self._mesh.position["pp"]]
-        self._saboteur = (
-            Saboteur(plan.faults, self.rank, config.run_directory, stage) if plan.faults else None
-        )
+        self._saboteur = Saboteur(plan.faults, self.rank, config.run_directory, stage)
         set_aside_what_lasts()
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -212,8 +210,8 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_step(step)
         batch, discarded = self._config.train.global_batch, 0
-        kind = self._saboteur.update(step) if self._saboteur else Update
-        self._executor.before = self._saboteur.before(step, self._gradients) if self._saboteur else None
+        kind = self._saboteur.update(step)
+        self._executor.before = self._saboteur.before(step, self._gradients)
         while True:
             update = kind(self._gradients, self._weights, self._optimizer, step, self._membership.intact)
             loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
@@ -332,8 +330,7 @@ class Worker(Logged, Rank):
         assert self._saves is not None
         if not again:
             self._saves.take(step)
-            if self._saboteur is not None:
-                self._saboteur.during_save(step, Path(directory))
+            self._saboteur.during_save(step, Path(directory))
         self._saves.begin(Path(directory))
 
     def save_finished(self, wait: bool) -> Written | None:
@@ -344,8 +341,7 @@ class Worker(Logged, Rank):
     def save(self, directory: str, step: int) -> Written:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""
         assert self._saves is not None
-        if self._saboteur is not None:
-            self._saboteur.during_save(step, Path(directory))
+        self._saboteur.during_save(step, Path(directory))
         return self._saves.save(Path(directory))
 
     def damage(self, directory: str) -> str | None:
