@@ -65,6 +65,8 @@ class ModelShape:
     """Step of the bias on every expert's score that balances experts without a loss (Wang et al. 2024)."""
     z_loss: float = 0.0
     """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
+    route_evenly: bool = False
+    """Whether tokens visit experts in turn, whatever their scores: to measure, not to train."""
     documents: bool = False
     """Whether tokens attend to those of their own document only."""
     pattern: str = UNIFORM
@@ -98,6 +100,8 @@ class ModelShape:
                 raise ValueError(
                     f"model.experts={self.experts} and model.top_k={self.top_k} need model.family moe"
                 )
+            if self.route_evenly:
+                raise ValueError("model.route_evenly=true needs experts, and with them model.family moe")
             return
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(

@@ -63,6 +63,9 @@ def bench_overlap(
     schedules: Annotated[
         str | None, typer.Option(help="Comma-separated (default: all of that layout's).")
     ] = None,
+    route_evenly: Annotated[
+        bool, typer.Option("--route-evenly", help="model.route_evenly, for the peers too: a balanced load.")
+    ] = False,
     memory_slack: Annotated[
         float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)
     ] = None,
@@ -101,6 +104,8 @@ def bench_overlap(
         raise ConfigError(f"--recompute {recompute!r} must be one of {', '.join(RECOMPUTE_POLICIES)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    if route_evenly and "ep" not in overlap_case.LAYOUTS[layout]:
+        raise ConfigError(f"--route-evenly needs a layout with experts, such as --layout ep2, not {layout}")
     names = schedules.split(",") if schedules else None
     for name in names or ():
         if name.partition(" ")[0] not in (known := overlap_case.known_schedules(layout)):
@@ -117,6 +122,7 @@ def bench_overlap(
         mbit=link_mbit,
         alpha=alpha,
         recompute=recompute,
+        route_evenly=route_evenly,
         memory_slack=memory_slack,
         memory_gb=memory_gb,
         ffn=ffn,

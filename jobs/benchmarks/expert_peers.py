@@ -89,6 +89,9 @@ class Mixture(nn.Module):
         logits_TE = self.router(x_TD)
         shares_TE = logits_TE.softmax(-1)
         gates_Tk, choice_Tk = shares_TE.topk(sizes.top_k, dim=-1)
+        if sizes.route_evenly:
+            choice_Tk = torch.arange(choice_Tk.numel()).remainder(sizes.experts).view_as(choice_Tk)
+            gates_Tk = shares_TE.gather(1, choice_Tk)
         if sizes.normalised:
             gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdim=True)
         visits_E = torch.bincount(choice_Tk.flatten(), minlength=sizes.experts)

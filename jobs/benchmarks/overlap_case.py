@@ -126,6 +126,8 @@ class OverlapCase:
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
     recompute: str = "none"
     """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
+    route_evenly: bool = False
+    """``model.route_evenly``, of layouts with experts."""
     memory_slack: float | None = None
     """``overlap.memory_slack`` of the schedules."""
     memory_gb: float | None = None
@@ -152,6 +154,7 @@ class OverlapCase:
                     "sequence": self.tokens // self.samples,
                     **({"ffn": self.ffn} if self.ffn else {}),
                     **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
+                    **({"route_evenly": True} if self.route_evenly else {}),
                 },
                 "train": {
                     "global_batch": self.micro_batches * self.samples * self.replicas,
@@ -220,8 +223,9 @@ class OverlapCase:
         zero = f", ZeRO {self.zero}{over}" if self.zero else ""
         context = f" {self.context}" if "cp" in LAYOUTS[self.layout] else ""
         family = "moe" if "ep" in LAYOUTS[self.layout] else "llama"
+        even = ", routed evenly" if self.route_evenly else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
         return (
             f"{family} hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{again}, fp32"
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{even}{again}, fp32"
         )

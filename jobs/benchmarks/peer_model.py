@@ -50,6 +50,8 @@ class ExpertSizes:
     """Factor of the loss that balances experts (Fedus et al. 2021). Only its gradient counts."""
     z_loss: float = 0.0
     """Factor of the loss that keeps the router's logits small (Zoph et al. 2022); likewise."""
+    route_evenly: bool = False
+    """Tokens visit experts in turn, whatever their scores."""
 
     @classmethod
     def of(cls, shape: Any) -> "ExpertSizes | None":
@@ -71,6 +73,7 @@ class ExpertSizes:
             normalised=shape.normalised,
             balance_loss=shape.balance_loss,
             z_loss=shape.z_loss,
+            route_evenly=shape.route_evenly,
         )
 
 

@@ -35,6 +35,8 @@ class Router(ComputeOperator):
     compares, and not to the weights. What is compared then are the probabilities if the softmax comes before
     the choice, else the logits. Its gradient is not the loss's but by how many visits, times E, an expert got
     more than the average: it is updated by steps of one size against the sign (Wang et al., algorithm 1).
+    ``evenly``: tokens visit experts in turn instead, k each, which loads all experts alike; gates are those
+    of the experts that they visit. To measure what a balanced load would take.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Router(ComputeOperator):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_balanced: bool = False,
+        evenly: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,7 +63,7 @@ class Router(ComputeOperator):
             if not factor >= 0:
                 raise ValueError(f"{name}={factor} must be at least 0")
         self.experts, self.top_k, self.softmax = experts, top_k, softmax
-        self.normalised = normalised or softmax == "after"
+        self.normalised, self.evenly = normalised or softmax == "after", evenly
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self.weight = empty_parameter(experts, hidden, device=device, dtype=dtype)
         self.bias = empty_parameter(experts, device=device, dtype=dtype) if bias_balanced else None
@@ -73,8 +76,7 @@ class Router(ComputeOperator):
         """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         scores_tE = F.linear(x_tD.to(wide), self.weight.to(wide))
-        order_tE = torch.sort(self._compared(scores_tE), dim=-1, descending=True, stable=True).indices
-        choice_tk = order_tE[:, : self.top_k].contiguous()
+        choice_tk = self._in_turn(scores_tE) if self.evenly else self._best(scores_tE)
         return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
 
     def input_gradient(
@@ -124,6 +126,14 @@ class Router(ComputeOperator):
         if self.z_loss:
             sums_2[1] = scores_tE.logsumexp(-1).square().sum() * self.z_loss
         return sums_2
+
+    def _best(self, scores_tE: Tensor) -> Tensor:
+        order_tE = torch.sort(self._compared(scores_tE), dim=-1, descending=True, stable=True).indices
+        return order_tE[:, : self.top_k].contiguous()
+
+    def _in_turn(self, scores_tE: Tensor) -> Tensor:
+        visits = torch.arange(scores_tE.shape[0] * self.top_k, device=scores_tE.device)
+        return visits.remainder(self.experts).view(-1, self.top_k)
 
     def _compared(self, scores_tE: Tensor) -> Tensor:
         """What the choice is made by. Probabilities have the order of logits, but may round to ties."""

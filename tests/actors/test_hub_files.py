@@ -394,6 +394,7 @@ def test_what_has_no_equal_is_not_written() -> None:
     for changes, says in (
         ({"qkv_bias": True}, r"'moe', model\.qkv_bias=true has no"),
         ({"shared_experts": 1}, r"model\.shared_experts=1 has no"),
+        ({"route_evenly": True}, r"model\.route_evenly=true has no"),
         ({"normalised": False}, r"model\.normalised=false have no equal"),
         (
             {"pattern": "dense layer"},

@@ -21,6 +21,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "bias": {"balance_rate": 0.02},
     "bias after": {"balance_rate": 0.05, "softmax_after": True, "capacity_factor": 1.2},
     "unnormalised": {"normalised": False, "top_k": 3},
+    "evenly": {"route_evenly": True, "balance_loss": 0.02},
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "megatron", {}),
@@ -47,6 +48,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("capacity", "wavelet", {"dp": 2, "ep": 2, "tp": 2}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),
     ("unnormalised", "wavelet", {"dp": 4, "ep": 4, "zero": 2}),
+    ("evenly", "expert_overlap", {"dp": 2, "ep": 2}),
 ]
 
 

@@ -56,6 +56,7 @@ def expert_model(shape: ModelShape) -> ExpertModel:
     ("world_size", "mixture", "optimizer"),
     [
         (2, {}, {}),
+        (2, {"route_evenly": True}, {}),
         (3, {"normalised": False, "top_k": 3}, {"clip_norm": 0.0}),  # which would hide a wrong scale
     ],
 )

@@ -256,6 +256,19 @@ def test_the_bias_moves_the_choice_and_not_the_weights(softmax):
     assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
 
 
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 2, 64), (6, 4, 7), (5, 5, 3)])
+@pytest.mark.parametrize("softmax", ["before", "after"])
+@torch.no_grad()
+def test_evenly_routed_tokens_visit_all_experts_alike(softmax, experts, top_k, tokens):
+    torch.manual_seed(0)
+    router = made(experts, top_k, softmax=softmax, evenly=True)
+    prepare(router, FP64)
+    gates_tk, choice_tk, counts_E, scores_tE = router(normal(tokens, 6, dtype=FP64))
+    assert int(counts_E.max() - counts_E.min()) <= 1
+    assert all(len(set(own)) == top_k for own in choice_tk.tolist()), "a token visits an expert once"
+    assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
+
+
 def over_average(router, choice_tk):
     """The gradient of the bias, from its definition."""
     visits_E = torch.bincount(choice_tk.flatten(), minlength=router.experts)
