@@ -246,6 +246,11 @@ CASES = [
         {"model": {"family": "moe", "experts": 8, "top_k": 2}, "parallel": {"dp": 2, "ep": 4}},
     ),
     Case(
+        "visits without experts",
+        ("model.route_evenly=true", "experts", "model.family moe"),
+        {"model": {"route_evenly": True}},
+    ),
+    Case(
         "positions of documents that see each other",
         ("data.restart_positions=true", "data.document_mask to true"),
         {"data": {"restart_positions": True}},

@@ -259,6 +259,10 @@ def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
         ),
         (("--alpha", "0.3", "--link-mbit", "100"), "--link-mbit and --alpha exclude each other"),
         (("--schedules", "megatron,bread"), "--schedules: 'bread' must be one of"),
+        (
+            ("--route-evenly", "--layout", "cp2"),
+            "--route-evenly needs a layout with experts, such as --layout ep2",
+        ),
     ):
         outcome = braid(tmp_path, "bench", "overlap", *words)
         assert outcome.code == 2, outcome.output
