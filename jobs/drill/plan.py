@@ -47,7 +47,7 @@ KINDS = {
 }
 """Faults by name."""
 
-AIMED = frozenset({"cut-reduce", "cut-gather", "cut-optimizer"})
+AIMED = frozenset(name for name, (kind, _) in _IN_RANK.items() if kind == "hold")
 """Cuts for which a rank waits at a place in its step, until the link is cut."""
 NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"}) | AIMED
 """Faults of the two emulated hosts."""

@@ -4,14 +4,7 @@ import os
 from collections.abc import Sequence
 
 from braid.actors.config import Config, ConfigError
-from braid.jobs.drill.plan import (
-    AIMED,
-    KINDS,
-    LEAST_TO_BE_SLOW,
-    NEED_ROOT,
-    NODE_CHANGES,
-    SLOW,
-)
+from braid.jobs.drill.plan import AIMED, KINDS, LEAST_TO_BE_SLOW, NEED_ROOT, NODE_CHANGES, SLOW
 
 
 def possible_faults(config: Config) -> list[str]:
