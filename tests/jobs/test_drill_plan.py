@@ -167,18 +167,21 @@ def test_seeds_differ() -> None:
 def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
     for one in plan_drill(list(KINDS), 1, seed):
         fault = one.in_rank(ranks)
-        assert (fault is not None) == (one.kind in ("stop", "nan") or one.kind in KILLS)
+        assert (fault is not None) == (one.kind in ("stop", "nan", *KILLS, *HELD))
         if fault is not None:
             assert 0 <= fault.rank < ranks
             assert 0 <= fault.place < 1
             assert (fault.name, fault.step) == (one.name, one.step)
             if one.kind in KILLS:
                 assert (fault.kind, fault.phase) == ("kill", one.kind.removeprefix("kill-"))
+            elif one.kind in HELD:
+                assert (fault.kind, fault.phase) == ("hold", one.kind.removeprefix("cut-"))
             else:
                 assert fault.kind == one.kind
 
 
 KILLS = ("kill-forward", "kill-backward", "kill-optimizer", "kill-save")
+HELD = ("cut-reduce", "cut-gather", "cut-optimizer")
 
 
 def test_over_many_seeds_every_rank_is_hit() -> None:
