@@ -10,9 +10,10 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from braid.actors.config import Config
@@ -37,7 +38,7 @@ from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.layers import layers_chosen
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.planner.decide import anything, measured, outcome_of, outcome_of_schedule
+from braid.scheduling.planner.decide import Outcome, anything, measured, outcome_of, outcome_of_schedule
 from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.planner.orders import BenchOf, decisions, exact_pairing, layer_pair
 from braid.scheduling.profile import Profile
@@ -52,6 +53,14 @@ _SPAN_BYTES = 16 << 20
 
 Progress = Callable[[str], None]
 
+Decide = Callable[[Config, ModelShape, Profile], Outcome]
+"""What a side runs: of its configuration, its model and the measured costs."""
+
+
+def planned(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+    """As a run decides it."""
+    return plan_run(config, shape, profile).taken
+
 
 def run(
     case: OverlapCase,
@@ -64,6 +73,7 @@ def run(
     memory: bool = True,
     spans_cost: bool = False,
     modelled: bool = False,
+    others: Mapping[str, Decide] = MappingProxyType({}),
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
     """Measure a case, on paced connections where this machine cannot make hosts.
@@ -71,6 +81,7 @@ def run(
     ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
     ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
+    ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
     """
     link_made, why_paced = two_hosts_or_paced()
     if why_paced:
@@ -97,9 +108,8 @@ def run(
             bare = Side(f"{names[-1]}, no spans", recorded.ranks, records=False)
             sides.append(bare)
         if modelled:
-            config = case.config(names[-1])
-            believed = modelled_profile(config.layout(), model_graphs(config, bench.shape), profile, mbit)
-            sides.append(bench.start(names[-1], profile, launchers, stack, believed=believed))
+            others = {**others, f"{names[-1]}, modelled costs": _by_modelled_costs(mbit)}
+        sides += [bench.start(name, profile, launchers, stack, decide) for name, decide in others.items()]
         if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
         each = math.ceil(rounds / starts)
@@ -242,21 +252,16 @@ class _Bench:
         profile: Profile,
         launchers: Callable[[Config], Launcher],
         stack: contextlib.ExitStack,
-        *,
-        believed: Profile | None = None,
+        decide: Decide = planned,
     ) -> Side:
-        """The ranks of a schedule, ready to train.
-
-        ``believed``: costs to decide by instead of the measured ones.
-        """
-        shown = f"{name}, modelled costs" if believed is not None else name
-        self._progress(f"starting {shown}")
-        config = self._config(name)
+        """The ranks of a schedule, ready to train; what follows a comma in its name only describes it."""
+        self._progress(f"starting {name}")
+        config, shown = self._config(name.partition(",")[0]), name
         if config.chooses_layers:
-            config, found = layers_chosen(config, self.shape, believed or profile)
+            config, found = layers_chosen(config, self.shape, profile)
             shown += f": {found[0].layout}"
             self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
-        decided = plan_run(config, self.shape, believed or profile).taken
+        decided = decide(config, self.shape, profile)
         schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
         own = decided.setting
         self._progress(f"{shown}: pipeline {', '.join([own.pipeline, *map(str, own.partitions)])}")
@@ -296,6 +301,16 @@ class _Bench:
             return group
 
         return Side(name, _started(begin, stack))
+
+
+def _by_modelled_costs(mbit: float) -> Decide:
+    """By a profile that knows of the measured one only how fast the machine computes."""
+
+    def decide(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+        believed = modelled_profile(config.layout(), model_graphs(config, shape), profile, mbit)
+        return planned(config, shape, believed)
+
+    return decide
 
 
 def _import_paths() -> list[str]:

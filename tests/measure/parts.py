@@ -1,0 +1,64 @@
+"""DHelix figure 15 on real links: what each part of its overlap adds, one after the other, measured.
+
+Two emulated hosts of two ranks each: tensor parallelism inside them, context parallelism or experts across.
+The parts are those of the simulated figure (`tests.papers.dhelix_parts`): the pairing of a layer's passes, by
+costs that were measured here, may bring together compute and collectives of the host, then compute and
+collectives between hosts, then both links, and may at last move weight gradients. All alternate in one run
+with `megatron`, which overlaps nothing.
+
+    PYTHONPATH=$PWD python -m tests.measure.parts --layout cp2tp2 --tokens 512 > PARTS.json
+"""
+
+import argparse
+import json
+import sys
+
+from braid.actors.config import Config
+from braid.actors.controller.planning import model_graphs, setting_of
+from braid.jobs.benchmarks.overlap import Decide, run
+from braid.jobs.benchmarks.overlap_case import OverlapCase
+from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.planner.decide import Outcome, anything, measured, outcome_of
+from braid.scheduling.planner.orders import layer_pair, segment_steps
+from braid.scheduling.planner.pairing import pair
+from braid.scheduling.profile import Profile
+from braid.scheduling.spec import ModelShape
+from tests.papers.dhelix_parts import PARTS, Part, restricted
+
+
+def with_part(part: Part) -> Decide:
+    """`dhelix` with only what the part allows."""
+
+    def decide(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+        graphs, setting = model_graphs(config, shape, profile.streams), setting_of(config, shape)
+        bench = measured(graphs, profile)(setting)
+        problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
+        choices = Choices(orders={"F:layer|B:layer": segment_steps(pair(problem))})
+        return outcome_of(bench, choices, None, anything)
+
+    return decide
+
+
+def main() -> None:
+    """Measure the parts; JSON as of `braid bench overlap`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layout", default="cp2tp2", choices=("cp2tp2", "ep2tp2"))
+    for name, value in {"hidden": 256, "layers": 2, "tokens": 512, "micro-batches": 16, "rounds": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--alpha", type=float, default=0.45, help="share of communication in megatron's step")
+    parser.add_argument("--context", default="all_gather", choices=("all_gather", "ring"))
+    asked = vars(parser.parse_args())
+    rounds = asked.pop("rounds")
+    result = run(
+        OverlapCase(**asked, route_evenly="ep" in asked["layout"]),
+        schedules=("megatron", "braid"),
+        peers=False,
+        rounds=rounds,
+        others={f"dhelix, {part.name}": with_part(part) for part in PARTS},
+        progress=lambda text: print(text, file=sys.stderr),
+    )
+    print(json.dumps(result.as_json(), indent=2))
+
+
+if __name__ == "__main__":
+    main()
