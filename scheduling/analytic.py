@@ -148,7 +148,8 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, TransferFit]:
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
-    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
+    summed = ("tp", "cp", "pp", "replica", "ep")
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in summed)]
     wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]
     wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
     for axis in PARTITIONED:

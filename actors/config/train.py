@@ -53,7 +53,7 @@ class TrainConfig(Section):
     # micro-batches are added up in fp32 all the same. null: as that; not with fp64 or deterministic_reduction
     reduce_dtype: Literal["bf16"] | None = None
     # sums of gradients in float64: the same bits for any number of data-parallel ranks, as long as the terms
-    # of a sum lie within a factor of 2^25 or so; not with ep, as an expert adds up rows of several ranks
+    # of a sum lie within a factor of 2^25 or so, and ep stays, as an expert adds up rows of its ranks
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
     validation_samples: Positive = 64  # of each validation

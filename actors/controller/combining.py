@@ -35,7 +35,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for name in spares
         if (axis := name.partition("/")[0]) in streams and name.endswith(OUTSIDE)
     }
-    beside = {**classes, COMPUTE: "gemm", **links}
+    beside = {**classes, COMPUTE: "gemm", **links, **{spare: classes[key] for key, spare in spare_of.items()}}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
     average = _with_delays(solo, [rank.solo_ns for rank in samples], moves)
     average_spares = _with_delays(spares, [rank.spares for rank in samples], spares.keys())
@@ -129,9 +129,9 @@ def _oef(
         alone = solo[key] if key in solo else spares[key]
         other = median(one.other_ns for one in times) if name == COMPUTE else spares[name]
         if min(alone, other) > 0:
-            link = classes[name if name in classes else users[name][0]]
+            link = classes[name]
             found = [(alone + other - one.both_ns) / min(alone, other) for one in times]
-            keys = () if alone < SHORT * other else tuple(users[name])
+            keys = () if alone < SHORT * other or key in spares else tuple(users[name])
             effects["|".join(sorted((classes[key], link)))].append(
                 _Effect(key, keys, found, min(alone, other))
             )
@@ -203,13 +203,15 @@ def _slowdowns(
                 continue
             alone, other = solo[key] if key in solo else spares[key], spares[name]
             kind = classes[key]
-            link = classes[name if name in classes else users[name][0]]
+            link = classes[name]
             for one in pairs:
                 lost = one.operator_ns - alone, one.other_ns - other
                 losses[f"{kind}<{link}"].append((one.overlap_ns, lost[0]))
                 losses[f"{link}<{kind}"].append((one.overlap_ns, lost[1]))
                 for user in users[name]:
                     losses[f"{user}<{kind}"].append((one.overlap_ns, lost[1]))
+                for user in users[key]:
+                    losses[f"{user}<{link}"].append((one.overlap_ns, lost[0]))
     measured = {name: [one for one in values if one[0] > 0] for name, values in losses.items()}
     return {name: _slowdown(values) for name, values in measured.items() if values}
 

@@ -2,6 +2,7 @@
 between pipeline stages."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any, Final
@@ -16,8 +17,8 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh import beyond
 
-_ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
-"""Axes over which gradients, or squares of them, are summed."""
+_ALONG: Final = ("tp", "cp", "pp", "dp", "edp", "ep", "replica")
+"""Axes over which gradients, or squares of them, are summed; and cp, whose link has to be known."""
 
 _LARGE: Final = 2**18
 """Elements of a sum that tells the rate of a link: a bucket's, or as many as take a fortieth of a second over
@@ -78,22 +79,23 @@ class LinkTimes:
             if axis in self._mesh.lines:
                 self._mesh.lines[axis].align()
 
-    def beside_each_other(self, rounds: int) -> list[tuple[tuple[str, str], Together]]:
-        """Sums inside nodes and between them, started at the same time."""
-        found = []
-        for inner, outer in zip(self._factors[1::2], self._factors[::2], strict=True):
-            names = f"{inner}/sum", f"{outer}/sum"
-            for _ in range(rounds):
-                self.meet()
-                begin = self._streams.mark()
-                first, second = transfers = [self.start(name) for name in reversed(names)]
-                for transfer in transfers:
-                    self._streams.wait(transfer)
-                ends = [self._between(begin, transfer.end) for transfer in (second, first)]
-                for transfer in transfers:
-                    transfer.take()
-                found.append((names, Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))))
-        return found
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Of `names`, sums inside nodes and between them."""
+        inside, between = self._factors[1::2], self._factors[::2]
+        return [(f"{inner}/sum", f"{outer}/sum") for inner, outer in zip(inside, between, strict=True)]
+
+    def both(self, start: Callable[[str], Transfer], names: tuple[str, str]) -> Together:
+        """Two transfers over different links, started at the same time, the second one first."""
+        self.meet()
+        begin = self._streams.mark()
+        second, first = transfers = [start(name) for name in reversed(names)]
+        for transfer in transfers:
+            self._streams.wait(transfer)
+        ends = [self._between(begin, transfer.end) for transfer in (first, second)]
+        for transfer in transfers:
+            transfer.take()
+        return Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))
 
     def alone(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
         """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind.

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from statistics import median
 from typing import Any
 
@@ -36,7 +36,7 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.uneven_routing import UnevenRouting
 from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision
+from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision, Stream
 from braid.scheduling.partition import Region, Span
 from braid.scheduling.pattern import is_layer, own_degree
 
@@ -284,7 +284,7 @@ class Profiler:
         return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
-        """Spare transfers with nothing beside them, and those over nodes beside those inside them."""
+        """Spare transfers with nothing beside them, and those between nodes beside those inside them."""
         self._random.seed(f"{self.seed} transfers")
         for _ in range(rounds):
             for name in self._links.drawn(self._random, list(self._spares)):
@@ -293,8 +293,19 @@ class Profiler:
                 self.streams.wait(transfer)
                 self._spare_times[name].append(self._between(transfer.begin, transfer.end))
                 transfer.take()
-        for pair, together in self._links.beside_each_other(rounds):
-            self._together[pair].append(together)
+        for pair in (*self._links.pairs, *self._of_two_links()):
+            for _ in range(rounds):
+                self._together[pair].append(self._links.both(self._start_spare, pair))
+
+    def _of_two_links(self) -> list[tuple[str, str]]:
+        """Layers' spare transfers inside nodes, each with those between nodes."""
+        streams = self.mesh.topology.streams()
+        links: dict[Stream, list[str]] = {Stream.INTRA: [], Stream.INTER: []}
+        for name, spare in sorted(self._spares.items()):
+            if is_layer(spare.part):
+                assert spare.operator.axis is not None
+                links[streams[spare.operator.axis]].append(name)
+        return list(product(links[Stream.INTRA], links[Stream.INTER]))
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
         """Multiplications that take about as long, in another thread or stream; not expected to pay."""

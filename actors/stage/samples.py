@@ -112,8 +112,13 @@ class ReplicaSamples:
         self._ahead.close()
 
     def _mine(self, ids: np.ndarray) -> np.ndarray:
-        """The contiguous part of a global batch that belongs to this replica."""
-        return np.split(ids, self._layout.dp)[self._replica]
+        """Every dp-th micro-batch of a global batch belongs to this replica.
+
+        So those that ranks of ep have at once, whose rows an expert takes up in one product, are next to each
+        other in the batch, and are the same for any dp.
+        """
+        turns = ids.reshape(-1, self._layout.dp, self._config.train.micro_batch)
+        return turns[:, self._replica].flatten()
 
     def _read(self, step: int) -> tuple[np.ndarray, _Own | None]:
         train = self._config.train

@@ -56,6 +56,10 @@ def bench_overlap(
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, in each replica.", min=1)] = 16,
     link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
+    inside_mbit: Annotated[
+        float | None,
+        typer.Option(help="Rate of links inside hosts, of tp4, dp4, tp2dp2, cp2tp2, ep2tp2, mixed4.", min=1),
+    ] = None,
     alpha: Annotated[
         float | None,
         typer.Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95),
@@ -104,6 +108,11 @@ def bench_overlap(
         raise ConfigError(f"--recompute {recompute!r} must be one of {', '.join(RECOMPUTE_POLICIES)}")
     if link_mbit is not None and alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    if inside_mbit is not None and layout not in overlap_case.FILLED:
+        raise ConfigError(
+            f"--inside-mbit needs a layout with several ranks on a host ({', '.join(overlap_case.FILLED)}), "
+            f"not {layout}"
+        )
     if route_evenly and "ep" not in overlap_case.LAYOUTS[layout]:
         raise ConfigError(f"--route-evenly needs a layout with experts, such as --layout ep2, not {layout}")
     names = schedules.split(",") if schedules else None
@@ -120,6 +129,7 @@ def bench_overlap(
         tokens=tokens,
         micro_batches=micro_batches,
         mbit=link_mbit,
+        inside_mbit=inside_mbit,
         alpha=alpha,
         recompute=recompute,
         route_evenly=route_evenly,

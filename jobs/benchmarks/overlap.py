@@ -162,7 +162,7 @@ class _Bench:
         """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
         case = self._case
         mbit = case.mbit or FIRST_GUESS_MBIT
-        self._link.shape(mbit, case.message_bytes)
+        self._link.shape(mbit, case.message_bytes, case.inside_mbit)
         if case.alpha is None:
             return mbit
         for turn in range(3):
@@ -176,7 +176,7 @@ class _Bench:
             compute = numbers.step_seconds - communication
             wanted = compute * case.alpha / (1 - case.alpha)
             mbit = round(mbit * communication / wanted, 1)
-            self._link.shape(mbit, case.message_bytes)
+            self._link.shape(mbit, case.message_bytes, case.inside_mbit)
         return mbit
 
     def profile(self) -> Profile:

@@ -122,6 +122,8 @@ class OverlapCase:
     micro_batches: int = 16
     """Of a step, in each replica."""
     mbit: float | None = None
+    inside_mbit: float | None = None
+    """Rate of the links inside hosts, of layouts that fill these (`FILLED`); by default what memory gives."""
     alpha: float | None = None
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
     recompute: str = "none"
@@ -225,7 +227,9 @@ class OverlapCase:
         family = "moe" if "ep" in LAYOUTS[self.layout] else "llama"
         even = ", routed evenly" if self.route_evenly else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
+        inside = f", {self.inside_mbit:g} Mbit/s inside hosts" if self.inside_mbit else ""
+        more = even + again + inside
         return (
             f"{family} hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{even}{again}, fp32"
+            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{more}, fp32"
         )

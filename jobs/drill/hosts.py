@@ -96,21 +96,30 @@ class Hosts:
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
         self.hosts = hosts
         self._devices = devices
-        self._shaped = False
+        self._shaped: set[str] = set()
 
-    def shape(self, mbit: float, message_bytes: float = 4 * PACKET_BYTES) -> None:
+    def shape(
+        self, mbit: float, message_bytes: float = 4 * PACKET_BYTES, inside_mbit: float | None = None
+    ) -> None:
         """Limit the link to a rate, both ways; may be called again while it is in use.
 
-        ``message_bytes``: what is usually sent at once.
+        ``message_bytes``: what is usually sent at once. ``inside_mbit``: also limit what the processes of a
+        host send each other, each way between two of them.
         """
-        verb = "change" if self._shaped else "add"
+        for host, device in zip(self.hosts, self._devices, strict=True):
+            self._limit(host.namespace, device, mbit, message_bytes)
+            if inside_mbit is not None:
+                _run("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500")  # for 64 KB it has no room
+                self._limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # both ways go through it
+
+    def _limit(self, namespace: str, device: str, mbit: float, message_bytes: float) -> None:
         most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
         packet = int(max(_LEAST_PACKET_BYTES, most))
-        for host, device in zip(self.hosts, self._devices, strict=True):
-            _set_packets(host.namespace, device, packet)
-            rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
-            _run("tc", "-n", host.namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
-        self._shaped = True
+        _set_packets(namespace, device, packet)
+        rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
+        verb = "change" if f"{namespace} {device}" in self._shaped else "add"
+        _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
+        self._shaped.add(f"{namespace} {device}")
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
@@ -174,8 +183,8 @@ class Paced:
     def __init__(self) -> None:
         self.cluster: dict[str, float] = {}
 
-    def shape(self, mbit: float, message_bytes: float) -> None:
-        """From now on, connections are made for this rate."""
+    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
+        """From now on, connections are made for this rate; those inside hosts are these, too."""
         self.cluster = {"emulated_link_mbit": mbit}
 
     def places(self, ranks: int, *, filled: bool = False) -> list[Place]:

@@ -89,15 +89,14 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
     `ConfigError` for a precision in which other sums than the same ones say nothing.
     """
     layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
-    cuts = {(one.tp, one.pp) for one in layouts if one is not None}
-    apart = all(one.ep == 1 for one in layouts if one is not None)  # else one product adds up rows of several
-    if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1 and apart):
+    cuts = {(one.tp, one.pp, one.cp, one.ep) for one in layouts if one is not None}
+    if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
         return 0.0
     if config.train.dtype == "bf16":
         raise ConfigError(
             "faults of nodes with train.dtype='bf16' can be judged only where nothing but the data-parallel "
-            "degree changes, with train.deterministic_reduction=true and parallel.ep=1; set these, or "
-            "train.dtype=fp32"
+            "degree changes, with train.deterministic_reduction=true (parallel.ep does, too, with too few "
+            "nodes for it); set these, or train.dtype=fp32"
         )
     return TOLERANCE
 

@@ -18,17 +18,13 @@ from braid.jobs.data.prepare import prepare
 from tests.end_to_end.runs import PlainRun, run_layout, run_plain, small_config
 
 SEED, STEPS = 7, 4
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [  # more of cp: `tests.end_to_end.test_context`
     ("megatron", {}),
     ("megatron", {"tp": 2}),
     ("zbv", {"pp": 2}),
     ("megatron", {"cp": 2}),
-    ("megatron", {"cp": 2, "context": "ring"}),
-    ("wavelet", {"cp": 4}),
     ("wavelet", {"cp": 4, "context": "ring"}),
-    ("wavelet", {"tp": 2, "cp": 2, "context": "ring"}),
     ("folded", {"pp": 2, "cp": 2}),
-    ("ddp", {"dp": 2, "cp": 2, "zero": 3}),
     ("megatron", {"tp": 2, "tensor_degrees": "2 1 1 2"}),
     ("ddp", {"dp": 2, "tp": 2, "zero": 1, "tensor_degrees": "1 2 1 2"}),
     ("folded", {"pp": 2, "tp": 2, "end_degrees": [1, 2]}),

@@ -23,29 +23,32 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "unnormalised": {"normalised": False, "top_k": 3},
     "evenly": {"route_evenly": True, "balance_loss": 0.02},
 }
+EVERYWHERE: list[dict[str, Any]] = [
+    {"dp": ep, "ep": ep, **more}
+    for ep in (2, 4)
+    for more in ({}, {"tp": 2}, {"pp": 2}, {"cp": 2, "dp": ep // 2}, {"zero": 1}, {"zero": 3})
+]
+"""Experts over ep alone, and with every other axis."""
+TWO_STRANDS, ONE_OR_TWO = ("wavelet", "expert_overlap", "dhelix", "braid_w"), ("megatron", "ddp", "wavelet")
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "megatron", {}),
     ("losses", "megatron", {"tp": 2}),
     ("plain", "megatron", {"dp": 2}),
-    ("plain", "megatron", {"dp": 2, "ep": 2}),
-    ("losses", "ddp", {"dp": 4, "ep": 4}),
-    ("losses", "megatron", {"dp": 2, "ep": 2, "tp": 2}),
+    *(("losses", TWO_STRANDS[n % 4], layout) for n, layout in enumerate(EVERYWHERE)),
+    *(
+        ("both", (ONE_OR_TWO, TWO_STRANDS)["pp" in layout][n % 3], layout)
+        for n, layout in enumerate(EVERYWHERE)
+    ),
     ("plain", "braid_together_2", {"dp": 4, "ep": 2, "zero": 1}),
     ("losses", "ddp", {"dp": 4, "ep": 2, "zero": 3}),
     ("mixed", "folded", {"dp": 2, "ep": 2, "pp": 2}),
-    ("losses", "wavelet", {"dp": 2, "ep": 2, "cp": 2}),
     ("losses", "megatron", {"dp": 2, "ep": 4, "cp": 2, "context": "ring"}),
     ("plain", "wavelet", {"cp": 4, "ep": 2}),
-    ("losses", "expert_overlap", {"dp": 2, "ep": 2}),
     ("mixed", "expert_overlap", {"dp": 2, "ep": 2, "pp": 2}),
-    ("losses", "braid_w", {"dp": 2, "ep": 2}),
-    ("plain", "dhelix", {"dp": 2, "ep": 2, "tp": 2}),
     ("mixed", "braid_w", {"dp": 2, "ep": 2, "pp": 2}),
     ("losses", "braid_w", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
     ("bias", "braid_w", {"dp": 2, "ep": 2, "tp": 2, "zero": 1}),
     ("bias after", "wavelet", {"dp": 2, "cp": 2, "ep": 4, "zero": 3}),
-    ("capacity", "megatron", {"dp": 2, "ep": 2}),
-    ("capacity", "wavelet", {"dp": 2, "ep": 2, "tp": 2}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),
     ("unnormalised", "wavelet", {"dp": 4, "ep": 4, "zero": 2}),
     ("evenly", "expert_overlap", {"dp": 2, "ep": 2}),

@@ -42,10 +42,10 @@ def planned(config: Config, data: Path) -> RunPlan:
     return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
 
-def check(records: Sequence[StepRecord], run: Run, fixed: Run) -> None:
+def check(records: Sequence[StepRecord], run: Run, fixed: Run, error: float = 1e-9) -> None:
     """The steps of a run with fixed ranks: losses, what every expert was visited, all parameters."""
     assert [one.step for one in records] == [one.step for one in fixed.records]
-    assert [one.loss for one in records] == pytest.approx(fixed.losses, rel=1e-9, abs=0)
+    assert [one.loss for one in records] == pytest.approx(fixed.losses, rel=error, abs=0)
     for one, other in zip(records, fixed.records, strict=True):
         assert one.experts is not None
         assert other.experts is not None
@@ -54,7 +54,7 @@ def check(records: Sequence[StepRecord], run: Run, fixed: Run) -> None:
     assert ours.keys() == theirs.keys()
     assert sum("experts" in name for name in ours) == 3 * fixed.shape.layers
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(tensor, theirs[name], rtol=error, atol=error, msg=name)
 
 
 class Changing(ProcessLauncher):
@@ -77,9 +77,24 @@ class Changing(ProcessLauncher):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_with_experts_follows_its_nodes(tmp_path: Path, data: Path) -> None:
-    """dp 4 x ep 2, two ranks leave, two come, one is killed: what it held is in the others' memory."""
-    own = sections(train={"steps": 100_000, "warmup_steps": 5}, parallel={"dp": 4, "ep": 2})
+@pytest.mark.parametrize(
+    ("parallel", "layouts", "exact"),
+    [
+        ({"dp": 4, "ep": 2}, ["dp 4 x ep 2", "dp 2 x ep 2", "dp 4 x ep 2", "dp 3"], False),
+        ({"dp": 4, "ep": 2}, ["dp 4 x ep 2", "dp 2 x ep 2", "dp 4 x ep 2"], True),
+        ({"dp": 2, "cp": 2, "ep": 2}, ["dp 2 x cp 2 x ep 2", "cp 2 x ep 2", "dp 2 x cp 2 x ep 2"], True),
+    ],
+    ids=["one is killed", "the same bits", "the same bits, cp"],
+)
+def test_a_run_with_experts_follows_its_nodes(
+    tmp_path: Path, data: Path, parallel: Mapping[str, int], layouts: Sequence[str], exact: bool
+) -> None:
+    """Two of four ranks leave, two come; perhaps one is killed: what it held is in the others' memory.
+
+    As long as ep stays, sums in float64 give the very bits of ranks that stay as they are.
+    """
+    exactly = {"dtype": "fp32", "deterministic_reduction": True} if exact else {}
+    own = sections(train={"steps": 100_000, "warmup_steps": 5, **exactly}, parallel=parallel)
     elastic = {"max_ranks": 4, "settle_s": 0.0}
     checkpoint = {"every": 0, "copies_every": 1, "asynchronous": False}
     config = small_config(tmp_path / "elastic", **own, elastic=elastic, checkpoint=checkpoint)
@@ -99,7 +114,7 @@ def test_a_run_with_experts_follows_its_nodes(tmp_path: Path, data: Path) -> Non
         processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
         os.kill(processes[1], signal.SIGKILL)
 
-    changes: list[Callable[[], None]] = [leave, come, kill, controller.stop]
+    changes: list[Callable[[], None]] = [leave, come, *([] if exact else [kill]), controller.stop]
     events: list[Event] = []
     steps = 0
     for event in controller.run():
@@ -110,20 +125,22 @@ def test_a_run_with_experts_follows_its_nodes(tmp_path: Path, data: Path) -> Non
             steps += 1
             if steps == 3 and changes:
                 changes.pop(0)()
-    layouts = [event.layout for event in events if isinstance(event, Started)]
-    assert layouts == ["dp 4 x ep 2", "dp 2 x ep 2", "dp 4 x ep 2", "dp 3"]
+    assert [event.layout for event in events if isinstance(event, Started)] == layouts
     incidents = read_lines(config.run_directory / "incidents.jsonl")
-    assert [one["ranks"] for one in incidents] == [[4, 2], [2, 4], [4, 3]]
+    assert [one["ranks"] for one in incidents] == [[4, 2], [2, 4], [4, 3]][: len(layouts) - 1]
     assert [one["steps_lost"] for one in incidents[:2]] == [0, 0]
-    assert incidents[2]["steps_lost"] <= 1, "its last copy may have been on its way"
+    assert all(one["steps_lost"] <= 1 for one in incidents), "its last copy may have been on its way"
     last = {event.record.step: event.record for event in events if isinstance(event, StepDone)}
     run = Run(
         config=config, shape=controller._plan.shape, directory=config.run_directory, events=tuple(events)
     )
     fixed = run_layout(
-        tmp_path / "fixed", data, len(last), **sections(train=own["train"], parallel={"dp": 2, "ep": 2})
+        tmp_path / "fixed",
+        data,
+        len(last),
+        **sections(train=own["train"], parallel={**parallel, "dp": parallel["dp"] // 2}),
     )
-    check([last[step] for step in sorted(last)], run, fixed)
+    check([last[step] for step in sorted(last)], run, fixed, 0.0 if exact else 1e-9)
 
 
 @pytest.mark.slow

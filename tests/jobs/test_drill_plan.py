@@ -144,6 +144,13 @@ def test_what_is_asked_of_losses() -> None:
     assert allowed_difference(exact, [2, 1, 4]) == 0
     assert allowed_difference(elastic_config(), [2]) == 0
     assert allowed_difference(elastic_config(), [2, 3]) == TOLERANCE
+    experts = elastic_config(
+        model={"family": "moe", "experts": 4, "top_k": 2},
+        train={"deterministic_reduction": True, "global_batch": 12},
+        parallel={"dp": 4, "ep": 2},
+    )
+    assert allowed_difference(experts, [2, 4]) == 0
+    assert allowed_difference(experts, [2, 3, 4]) == TOLERANCE, "ep changes"
     cut = elastic_config(
         train={"deterministic_reduction": True, "global_batch": 8}, parallel={"dp": 1, "tp": 2}
     )

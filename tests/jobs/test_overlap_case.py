@@ -55,8 +55,8 @@ class FakeLink:
     def __init__(self) -> None:
         self.mbit = 0.0
 
-    def shape(self, mbit: float, message_bytes: float) -> None:
-        assert message_bytes == REPLICAS.message_bytes
+    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None) -> None:
+        assert (message_bytes, inside_mbit) == (REPLICAS.message_bytes, None)
         self.mbit = mbit
 
     def places(self, ranks: int, *, filled: bool = False) -> Sequence[Place]:

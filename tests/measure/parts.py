@@ -1,6 +1,7 @@
 """DHelix figure 15 on real links: what each part of its overlap adds, one after the other, measured.
 
-Two emulated hosts of two ranks each: tensor parallelism inside them, context parallelism or experts across.
+Two emulated hosts of two ranks each: tensor parallelism inside them, context parallelism or experts across;
+the links inside hosts are shaped, too, as the CPUs would be what copies in memory wait for.
 The parts are those of the simulated figure (`tests.papers.dhelix_parts`): the pairing of a layer's passes, by
 costs that were measured here, may bring together compute and collectives of the host, then compute and
 collectives between hosts, then both links, and may at last move weight gradients. All alternate in one run
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--layout", default="cp2tp2", choices=("cp2tp2", "ep2tp2"))
     for name, value in {"hidden": 256, "layers": 2, "tokens": 512, "micro-batches": 16, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--alpha", type=float, default=0.45, help="share of communication in megatron's step")
+    parser.add_argument("--mbit", type=float, default=400, help="rate of the link between hosts")
+    parser.add_argument("--inside-mbit", type=float, default=1600, help="rate of the links inside them")
     parser.add_argument("--context", default="all_gather", choices=("all_gather", "ring"))
     asked = vars(parser.parse_args())
     rounds = asked.pop("rounds")

@@ -218,7 +218,7 @@ PARTS: Final = (
 def restricted(problem: PairProblem, backward: Graph, part: Part) -> PairProblem:
     """The problem with only a part's means.
 
-    Streams that may not overlap gain nothing together (slowdown 1). Where weight gradients may not move,
+    Streams that may not overlap lose by running together. Where weight gradients may not move,
     they keep their place among the compute operators.
     """
     streams = np.array((*problem.forward.streams, *problem.backward.streams))
@@ -227,7 +227,7 @@ def restricted(problem: PairProblem, backward: Graph, part: Part) -> PairProblem
     for a, b in part.together:
         allowed |= (low == a) & (high == b)
     graph = problem.backward if part.movable else _in_place(problem.backward, backward)
-    return replace(problem, slowdown=np.where(allowed, problem.slowdown, 1.0), backward=graph)
+    return replace(problem, slowdown=np.where(allowed, problem.slowdown, 2.0), backward=graph)
 
 
 def _in_place(graph: StrandGraph, backward: Graph) -> StrandGraph:
