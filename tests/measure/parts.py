@@ -5,7 +5,8 @@ the links inside hosts are shaped, too, as the CPUs would be what copies in memo
 The parts are those of the simulated figure (`tests.papers.dhelix_parts`): the pairing of a layer's passes, by
 costs that were measured here, may bring together compute and collectives of the host, then compute and
 collectives between hosts, then both links, and may at last move weight gradients. All alternate in one run
-with `megatron`, which overlaps nothing.
+with `megatron`, which overlaps nothing, and `braid`, as it is planned and as it would be without the gain of
+both links at once.
 
     PYTHONPATH=$PWD python -m tests.measure.parts --layout cp2tp2 --tokens 512 > PARTS.json
 """
@@ -13,12 +14,14 @@ with `megatron`, which overlaps nothing.
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, setting_of
-from braid.jobs.benchmarks.overlap import Decide, run
+from braid.jobs.benchmarks.overlap import Decide, planned, run
 from braid.jobs.benchmarks.overlap_case import OverlapCase
 from braid.scheduling.lowering.lower import Choices
+from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import Outcome, anything, measured, outcome_of
 from braid.scheduling.planner.orders import layer_pair, segment_steps
 from braid.scheduling.planner.pairing import pair
@@ -40,6 +43,18 @@ def with_part(part: Part) -> Decide:
     return decide
 
 
+def links_apart(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+    """`braid` as it would be planned if links inside hosts and between them stood still beside each other."""
+    links = {stream.value for stream in (Stream.INTRA, Stream.INTER)}
+
+    def link(name: str) -> bool:
+        return profile.classes.get(name, name) in links
+
+    never = {name: 10.0 for name in profile.slowdowns if all(map(link, name.split("<")))}
+    never |= {f"{one}<{other}": 10.0 for one in links for other in links - {one}}
+    return planned(config, shape, replace(profile, slowdowns={**profile.slowdowns, **never}))
+
+
 def main() -> None:
     """Measure the parts; JSON as of `braid bench overlap`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -56,7 +71,10 @@ def main() -> None:
         schedules=("megatron", "braid"),
         peers=False,
         rounds=rounds,
-        others={f"dhelix, {part.name}": with_part(part) for part in PARTS},
+        others={
+            **{f"dhelix, {part.name}": with_part(part) for part in PARTS},
+            "braid, links apart": links_apart,
+        },
         progress=lambda text: print(text, file=sys.stderr),
     )
     print(json.dumps(result.as_json(), indent=2))
