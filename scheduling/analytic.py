@@ -71,12 +71,15 @@ def analytic_profile(
                 solo[key] = _compute_ns(cluster, part, op, activation_bytes)
             classes[key] = operator_class(op)
     rate = cluster.gpu.memory_bytes_per_s * cluster.gpu.memory_efficiency
+    transfers = _transfers(cluster, groups)
+    along = [key.partition("/")[0] for key in transfers]
     return Profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
         classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=contention_oef(cluster.contention),
-        transfers=_transfers(cluster, groups),
+        transfers=transfers,
+        streams={axis: STREAM_OF[_group_along(groups, axis).level] for axis in (*groups, *along)},
         barrier_ns=cluster.gpu.barrier_ns,
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
         norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
@@ -148,8 +151,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, TransferFit]:
     """Lines through small and large payloads of everything that is not an operator of a layer."""
     fits = {}
-    summed = ("tp", "cp", "pp", "replica", "ep")
-    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in summed)]
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
     wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]
     wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
     for axis in PARTITIONED:
@@ -163,7 +165,5 @@ def _transfers(cluster: ClusterSpec, groups: Mapping[str, Group]) -> dict[str, T
             latency = max(0.0, small - slope * _FIT_SIZES[0]) + cluster.gpu.launch_ns
         else:
             slope = latency = 0.0
-        fits[f"{axis}/{kind.value}"] = TransferFit(
-            latency_ns=latency, ns_per_byte=slope, stream=STREAM_OF[group.level]
-        )
+        fits[f"{axis}/{kind.value}"] = TransferFit(latency_ns=latency, ns_per_byte=slope)
     return fits

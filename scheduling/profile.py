@@ -19,7 +19,7 @@ from braid.scheduling.partition import WHOLE, factor_of
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 
 class UnknownCostError(ValueError):
@@ -32,8 +32,6 @@ class TransferFit:
 
     latency_ns: float
     ns_per_byte: float
-    stream: Stream
-    """The link it uses."""
 
     def __post_init__(self) -> None:
         require_positive(self, ("latency_ns", "ns_per_byte"), zero=True)
@@ -58,6 +56,8 @@ class Profile:
     """How much longer an operator or class takes while another one runs: 0.2 is a fifth. Where it was
     measured, it stands for the one number of both sides that the OEF gives."""
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """What transfers along every axis, and factor of one, go over: links inside nodes or between them."""
     issue_ns: Mapping[str, int] = field(default_factory=dict)
     """How long a rank is busy with starting a collective that something else runs beside; by key. What is not
     listed takes no time: modelled GPUs, whose host runs ahead."""
@@ -99,11 +99,6 @@ class Profile:
         """Its source, and what it assumes of routing."""
         uneven = f", fullest rank of experts {self.expert_imbalance:.2f} x the average"
         return self.source + (uneven if self.expert_imbalance else "")
-
-    @property
-    def streams(self) -> dict[str, Stream]:
-        """What transfers along the axes go over, where they were measured."""
-        return {key.partition("/")[0]: fit.stream for key, fit in self.transfers.items()}
 
     @property
     def layer_operators(self) -> dict[str, str]:

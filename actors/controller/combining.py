@@ -45,7 +45,8 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=_oef(samples, solo, spares, spare_of, beside),
         slowdowns=_slowdowns(samples, average, average_spares, spare_of, beside),
-        transfers=_transfers(samples, streams),
+        transfers=_transfers(samples),
+        streams=streams,
         issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
         take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
         norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),
@@ -246,7 +247,7 @@ def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
     return 0.0
 
 
-def _transfers(samples: Sequence[Samples], streams: Mapping[str, Stream]) -> dict[str, TransferFit]:
+def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
     """Latency and rate through the medians of a small and a large payload."""
     fits = {}
     measured: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -259,11 +260,7 @@ def _transfers(samples: Sequence[Samples], streams: Mapping[str, Stream]) -> dic
         points = sorted((size, median(times)) for size, times in sizes.items())
         (small, small_ns), (large, large_ns) = points[0], points[-1]
         slope = max(0.0, (large_ns - small_ns) / (large - small)) if large > small else 0.0
-        fits[key] = TransferFit(
-            latency_ns=max(0.0, small_ns - slope * small),
-            ns_per_byte=slope,
-            stream=streams[key.partition("/")[0]],
-        )
+        fits[key] = TransferFit(latency_ns=max(0.0, small_ns - slope * small), ns_per_byte=slope)
     return fits
 
 

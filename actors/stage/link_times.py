@@ -17,8 +17,8 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh import beyond
 
-_ALONG: Final = ("tp", "cp", "pp", "dp", "edp", "ep", "replica")
-"""Axes over which gradients, or squares of them, are summed; and cp, whose link has to be known."""
+_ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
+"""Axes over which gradients, or squares of them, are summed."""
 
 _LARGE: Final = 2**18
 """Elements of a sum that tells the rate of a link: a bucket's, or as many as take a fortieth of a second over

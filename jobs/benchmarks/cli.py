@@ -1,12 +1,16 @@
 """``braid bench``: measurements, as ratios within one run."""
 
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from braid.actors.config import ConfigError
+
+if TYPE_CHECKING:
+    from braid.jobs.benchmarks.overlap_case import OverlapCase
 
 bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
@@ -35,6 +39,35 @@ def bench_training(
         typer.echo(json.dumps(result.as_json()))
     else:
         show(Console(), result)
+
+
+def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
+    """`ConfigError` for what does not go together."""
+    from braid.jobs.benchmarks.overlap_case import FILLED, LAYOUTS, known_schedules
+    from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+    from braid.scheduling.spec import CONTEXT_MODES
+
+    for option, value, known in (
+        ("layout", case.layout, tuple(LAYOUTS)),
+        ("context", case.context, CONTEXT_MODES),
+        ("recompute", case.recompute, RECOMPUTE_POLICIES),
+    ):
+        if value not in known:
+            raise ConfigError(f"--{option} {value!r} must be one of {', '.join(known)}")
+    if case.mbit is not None and case.alpha is not None:
+        raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+    if case.inside_mbit is not None and not case.filled:
+        raise ConfigError(
+            f"--inside-mbit needs a layout with several ranks on a host ({', '.join(FILLED)}), "
+            f"not {case.layout}"
+        )
+    if case.route_evenly and "ep" not in LAYOUTS[case.layout]:
+        raise ConfigError(
+            f"--route-evenly needs a layout with experts, such as --layout ep2, not {case.layout}"
+        )
+    for name in names:
+        if name.partition(" ")[0] not in (possible := known_schedules(case.layout)):
+            raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(possible)}")
 
 
 @bench.command("overlap")
@@ -97,28 +130,7 @@ def bench_overlap(
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
     from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows
     from braid.jobs.drill.hosts import HostsError
-    from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-    from braid.scheduling.spec import CONTEXT_MODES
 
-    if layout not in overlap_case.LAYOUTS:
-        raise ConfigError(f"--layout {layout!r} must be one of {', '.join(overlap_case.LAYOUTS)}")
-    if context not in CONTEXT_MODES:
-        raise ConfigError(f"--context {context!r} must be one of {', '.join(CONTEXT_MODES)}")
-    if recompute not in RECOMPUTE_POLICIES:
-        raise ConfigError(f"--recompute {recompute!r} must be one of {', '.join(RECOMPUTE_POLICIES)}")
-    if link_mbit is not None and alpha is not None:
-        raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
-    if inside_mbit is not None and layout not in overlap_case.FILLED:
-        raise ConfigError(
-            f"--inside-mbit needs a layout with several ranks on a host ({', '.join(overlap_case.FILLED)}), "
-            f"not {layout}"
-        )
-    if route_evenly and "ep" not in overlap_case.LAYOUTS[layout]:
-        raise ConfigError(f"--route-evenly needs a layout with experts, such as --layout ep2, not {layout}")
-    names = schedules.split(",") if schedules else None
-    for name in names or ():
-        if name.partition(" ")[0] not in (known := overlap_case.known_schedules(layout)):
-            raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(known)}")
     case = overlap_case.OverlapCase(
         layout=layout,
         zero=zero,
@@ -137,6 +149,8 @@ def bench_overlap(
         memory_gb=memory_gb,
         ffn=ffn,
     )
+    names = schedules.split(",") if schedules else None
+    _check_overlap(case, names or ())
     if drawn:
         if layout not in overlap_case.MIXED:
             raise ConfigError(f"--drawn needs --layout {' or '.join(overlap_case.MIXED)}, not {layout}")

@@ -96,7 +96,6 @@ class Hosts:
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
         self.hosts = hosts
         self._devices = devices
-        self._shaped: set[str] = set()
 
     def shape(
         self, mbit: float, message_bytes: float = 4 * PACKET_BYTES, inside_mbit: float | None = None
@@ -107,19 +106,11 @@ class Hosts:
         host send each other, each way between two of them.
         """
         for host, device in zip(self.hosts, self._devices, strict=True):
-            self._limit(host.namespace, device, mbit, message_bytes)
+            _limit(host.namespace, device, mbit, message_bytes)
             if inside_mbit is not None:
-                _run("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500")  # for 64 KB it has no room
-                self._limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # both ways go through it
-
-    def _limit(self, namespace: str, device: str, mbit: float, message_bytes: float) -> None:
-        most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
-        packet = int(max(_LEAST_PACKET_BYTES, most))
-        _set_packets(namespace, device, packet)
-        rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
-        verb = "change" if f"{namespace} {device}" in self._shaped else "add"
-        _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate)
-        self._shaped.add(f"{namespace} {device}")
+                # The bucket has no room for packets of 64 KB.
+                _run("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500")
+                _limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # both ways go through it
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
@@ -206,6 +197,14 @@ def _shares() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     cpus = sorted(os.sched_getaffinity(0))
     half = len(cpus) // 2
     return (tuple(cpus[:half]), tuple(cpus[-half:])) if half else (None, None)
+
+
+def _limit(namespace: str, device: str, mbit: float, message_bytes: float) -> None:
+    most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
+    packet = int(max(_LEAST_PACKET_BYTES, most))
+    _set_packets(namespace, device, packet)
+    rate = ["rate", f"{mbit:g}mbit", "burst", f"{packet + _SLACK_BYTES}b", "latency", "400ms"]
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
 
 def _set_packets(namespace: str, device: str, most_bytes: int) -> None:

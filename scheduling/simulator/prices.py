@@ -168,11 +168,11 @@ class Prices:
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
         along = "pp" if axis in ("ends", "copies") else axis  # between stages
-        fit = self._profile.transfer(along, kind)
-        data = "data" if fit.stream is Stream.INTER else "data inside"
+        fit, stream = self._profile.transfer(along, kind), self._profile.streams[along]
+        data = "data" if stream is Stream.INTER else "data inside"
         lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if is_tensor(axis) else data
-        task = self._task(f"{along}/{kind.value}", fit.stream)
-        return Price(task, float(fit.ns(payload)), fit.stream, LANES.index(lane), 0.0, sent)
+        task = self._task(f"{along}/{kind.value}", stream)
+        return Price(task, float(fit.ns(payload)), stream, LANES.index(lane), 0.0, sent)
 
     def _update(self, key: str, ns_each: float) -> Price:
         """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""

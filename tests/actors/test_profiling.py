@@ -91,7 +91,7 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
     fit = profile.transfers["pp/send_receive"]
     assert fit.ns_per_byte == pytest.approx(0.9875)
     assert fit.ns(5000) == pytest.approx(7000, rel=0.01)
-    assert fit.stream is Stream.INTER
+    assert profile.streams == {"tp": Stream.INTRA, "pp": Stream.INTER}
     assert profile.norm_ns_per_parameter == 1.0
     assert profile.optimizer_ns_per_parameter == 3.0
     assert all(profile.spread_ns[key] < 2_000 for key in profile.solo_ns)

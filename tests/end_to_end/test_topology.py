@@ -8,7 +8,7 @@ import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerGroup
-from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import find_or_measure
 from braid.actors.controller.records import Event, Started
@@ -91,6 +91,30 @@ def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
     check_spans(traces, config.layout().mesh, hosts)
     found = {(span.operator.partition(" ")[2], span.stream) for span in traces.spans(1)}
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
+
+
+@pytest.mark.parametrize(
+    ("across", "exchange"), [({"cp": 2}, "kv_gather"), ({"dp": 2, "ep": 2}, "dispatch")], ids=str
+)
+def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(
+    tmp_path: Path, across: dict[str, int], exchange: str
+) -> None:
+    """tp inside each of two nodes, cp or ep between them."""
+    model = {"family": "moe", "experts": 4, "top_k": 2} if "ep" in across else {}
+    config = small_config(tmp_path, model=model, parallel={"tp": 2, **across})
+    shape = config.check(BYTES_VOCABULARY)
+    profile = find_or_measure(config, shape, ProcessLauncher(config, places("a", "a", "b", "b"))).profile
+    (axis,) = across.keys() - {"dp"}
+    assert (profile.streams["tp"], profile.streams[axis]) == (Stream.INTRA, Stream.INTER)
+    layer = model_graphs(config, shape, profile.streams)["layer"].forward
+    local, cross = layer.named("attention_gather"), layer.named(exchange)
+    assert (local.stream, cross.stream) == (Stream.INTRA, Stream.INTER)
+    assert {
+        "inter<intra",
+        "intra<inter",
+        f"{local.key}<inter",
+        f"{cross.key}<intra",
+    } <= profile.slowdowns.keys()
 
 
 def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> None:

@@ -263,16 +263,21 @@ def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
             ("--route-evenly", "--layout", "cp2"),
             "--route-evenly needs a layout with experts, such as --layout ep2",
         ),
+        (("--inside-mbit", "100", "--layout", "cp2"), "--inside-mbit needs a layout with several ranks on a"),
     ):
         outcome = braid(tmp_path, "bench", "overlap", *words)
         assert outcome.code == 2, outcome.output
         assert message in outcome.errors
 
 
-def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "inside_mbit"), [("tp2", None), ("cp2tp2", 100)])
+def test_a_link_that_slows_down_in_mid_run_changes_no_result(
+    tmp_path: Path, layout: str, inside_mbit: float | None
+) -> None:
     """A tenth of the rate from the third step on: slower, and the same losses bit for bit."""
     require_hosts()
-    case = OverlapCase(hidden=64, layers=2, tokens=32, micro_batches=4)
+    case = OverlapCase(layout=layout, hidden=64, layers=2, tokens=32, micro_batches=4)
+    ranks = 4 if case.filled else 2
     config = case.config("wavelet")
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     data = str(prepare_text(tmp_path))
@@ -280,13 +285,17 @@ def test_a_link_that_slows_down_in_mid_run_changes_no_result(tmp_path: Path) -> 
     losses = []
     for slows in (False, True):
         with two_hosts(100) as link:
-            group = ProcessLauncher(config, link.places(2)).start(2)
+            group = ProcessLauncher(config, link.places(ranks, filled=case.filled)).start(ranks)
             try:
                 group.call_all(Rank.setup, plan, rendezvous(group, 60.0))
                 steps = []
                 for step in range(4):
                     if slows and step == 2:
-                        link.shape(10)
+                        link.shape(10, inside_mbit=inside_mbit)
+                        for host in link.hosts:
+                            rates = host.run("tc", "qdisc", "show", timeout=10).stdout
+                            assert "rate 10Mbit" in rates
+                            assert ("rate 200Mbit" in rates) == (inside_mbit is not None), "both ways"
                     results = group.call_all(Rank.train_step, step)
                     steps.append(sum(result.loss_sum for result in results))
                 losses.append(steps)

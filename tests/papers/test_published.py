@@ -179,7 +179,7 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
         for i, first in enumerate(streams):
             for j, second in enumerate(streams):
                 if first != second and (min(first, second), max(first, second)) not in part.together:
-                    assert each.slowdown[i, j] == 2.0
+                    assert each.slowdown[i, j] > 1, "together they lose"
                 else:
                     assert each.slowdown[i, j] == problem.slowdown[i, j]
     assert _moved_weight_gradients(problems[-2], bench.members["layer"].backward.operators) == 0

@@ -621,7 +621,7 @@ def test_costs_of_pieces_follow_from_those_of_the_whole() -> None:
     assert profile.classes["layer/qkv.3of4"] == profile.classes["layer/qkv"]
     assert {k: v for k, v in profile.solo_ns.items() if "of4" not in k} == whole.profile.solo_ns
     gather = whole.profile.solo_ns["layer/attention_gather"]
-    fit = TransferFit(latency_ns=gather / 2, ns_per_byte=1.0, stream=Stream.INTRA)
+    fit = TransferFit(latency_ns=gather / 2, ns_per_byte=1.0)
     slow = replace(known, transfers={**known.transfers, "tp/all_gather": fit})
     piece = with_piece_costs(slow, [layer]).solo_ns["layer/attention_gather.1of4"]
     assert piece == pytest.approx(gather / 2 + gather / 8, abs=1)
@@ -696,8 +696,8 @@ def test_stages_cost_what_transfers_along_their_factor_do(
     """Of the tensor that the ranks of a stage have together; classes are those of their streams."""
     whole = modelled(cluster(nodes=2, gpus=2))(setting("megatron", tp=4))
     fits = {
-        "tp.2x2.0/all_gather": TransferFit(latency_ns=1000.0, ns_per_byte=2.0, stream=Stream.INTER),
-        "tp.2x2.1/all_gather": TransferFit(latency_ns=2000.0, ns_per_byte=3.0, stream=Stream.INTRA),
+        "tp.2x2.0/all_gather": TransferFit(latency_ns=1000.0, ns_per_byte=2.0),
+        "tp.2x2.1/all_gather": TransferFit(latency_ns=2000.0, ns_per_byte=3.0),
     }
     known = replace(whole.profile, transfers=whole.profile.transfers | fits, copy_ns_per_byte=0.0)
     layer = partitioned(whole.members["layer"], 4, f"layer/mlp_gather mesh 2x2 order {order}")

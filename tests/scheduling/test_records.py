@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
-from braid.scheduling.operators import Stream
 from braid.scheduling.profile import Profile, TransferFit, parse_profile
 from braid.scheduling.records import from_mapping, require_fraction, require_positive, to_mapping
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
@@ -256,9 +255,7 @@ CLUSTERS = st.builds(
     contention=CONTENTION,
     inter=LINK,
 )
-FITS = st.builds(
-    TransferFit, latency_ns=st.floats(0, 1e9), ns_per_byte=st.floats(0, 1e3), stream=st.sampled_from(Stream)
-)
+FITS = st.builds(TransferFit, latency_ns=st.floats(0, 1e9), ns_per_byte=st.floats(0, 1e3))
 PROFILES = st.builds(
     Profile,
     source=TEXT,
