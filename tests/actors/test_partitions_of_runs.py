@@ -105,7 +105,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
     )
     profile = combine([samples], parts)
     fit = profile.transfers["tp/all_gather"]
-    assert (fit.latency_ns, fit.ns_per_byte, fit.stream) == (pytest.approx(1000), 1.0, Stream.INTRA)
+    assert profile.streams == {"tp": Stream.INTRA}
     cut = with_partitions(parts, mega_scale(4), config.layout())
     costs = with_piece_costs(profile, cut.values())
     assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
