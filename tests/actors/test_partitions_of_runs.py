@@ -105,6 +105,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
     )
     profile = combine([samples], parts)
     fit = profile.transfers["tp/all_gather"]
+    assert (fit.latency_ns, fit.ns_per_byte) == (pytest.approx(1000), 1.0)
     assert profile.streams == {"tp": Stream.INTRA}
     cut = with_partitions(parts, mega_scale(4), config.layout())
     costs = with_piece_costs(profile, cut.values())
