@@ -38,7 +38,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Replicas(PlainTrainer):
-    """Ranks that have their parts of a step's samples one after the other, in one process."""
+    """Ranks that have every so many-th micro-batch of a step, in one process."""
 
     def __init__(self, model: PlainModel, settings: PlainSettings, parallel: Mapping[str, int]) -> None:
         super().__init__(model, settings)
@@ -48,7 +48,7 @@ class Replicas(PlainTrainer):
     def step(self, step: int, windows: Sequence[Tensor]) -> tuple[float, float]:
         """As the plain one, with gradients as ranks have them."""
         tokens = sum(window.shape[0] * (window.shape[1] - 1) for window in windows)
-        own, parameters = len(windows) // self._ranks, list(self.model.parameters())
+        parameters = list(self.model.parameters())
         total, passes = 0.0, list[list[Tensor]]()
         for window in windows:
             loss = self.model.loss_sum(window[:, :-1], window[:, 1:])
@@ -56,7 +56,7 @@ class Replicas(PlainTrainer):
             total += loss.item()
         for place, parameter in enumerate(parameters):
             each = [gradients[place] for gradients in passes]
-            parameter.grad = self._sum([each[at : at + own] for at in range(0, len(each), own)])
+            parameter.grad = self._sum([each[rank :: self._ranks] for rank in range(self._ranks)])
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(step)
