@@ -47,20 +47,23 @@ _BY_TURNS = (
     *(
         f"tests/end_to_end/test_{name}.py"
         for name in (
+            "context",
             "documents",
+            "exchange",
             "experts",
             "layouts",
             "many_ranks",
             "mixed_degrees",
             "mixed_layers",
             "partitioned_runs",
+            "reduce_dtype",
             "strands",
             "sub_batches",
         )
     ),
     *(f"tests/cuda/test_{name}.py" for name in ("graphs", "machine", "schedules", "standstills")),
     *(f"tests/scheduling/test_{name}.py" for name in ("memory", "pipelines", "sharing")),
-    "tests/actors/test_partitions_executed.py",
+    *(f"tests/actors/test_{name}.py" for name in ("bytes_of_shares", "partitions_executed")),
 )
 """Files whose cases are layouts, schedules, models and policies, each with each: half of CI's time."""
 
