@@ -65,7 +65,7 @@ _BY_TURNS = (
     *(f"tests/scheduling/test_{name}.py" for name in ("memory", "pipelines", "sharing")),
     *(f"tests/actors/test_{name}.py" for name in ("bytes_of_shares", "partitions_executed")),
 )
-"""Files whose cases are layouts, schedules, models and policies, each with each: half of CI's time."""
+"""Files whose cases are layouts, schedules, models and policies, each with each."""
 
 
 def _drawn(items: list[pytest.Item], config: pytest.Config) -> None:

@@ -7,8 +7,8 @@ import os
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 """Parameters of mallopt(3)."""
 _LARGEST = 2**31 - 1
-_BY_THE_USER = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
-"""Variables of the environment for the same (mallopt(3))."""
+_VARIABLES = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
+"""Of the environment, for the same parameters."""
 
 
 def keep_freed_memory() -> bool:
@@ -17,9 +17,9 @@ def keep_freed_memory() -> bool:
     A training step allocates the same sizes again and again, and on CPU a quarter of the kernel's share of a
     step was page faults (docs/log.md). By default blocks from 128 KiB (later up to 32 MiB) on are mapped and
     unmapped one by one, and the heap's end is trimmed. Other C libraries than glibc are left as they are, and
-    so is what the environment says of the same.
+    so is glibc where the environment has a variable of its own for these parameters.
     """
-    if any(name in os.environ for name in _BY_THE_USER):
+    if any(name in os.environ for name in _VARIABLES):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -52,7 +52,7 @@ def faults(how: str, **environment: str) -> tuple[bool, int]:
 def test_freed_memory_is_used_again() -> None:
     (keeps, kept), (_, given_back) = faults("keep"), faults("as it is")
     if not keeps:
-        pytest.skip("this C library is not glibc")
+        pytest.skip("this C library is not glibc, or the environment has its parameters")
     assert kept < PAGES / 100
     assert given_back > 10 * kept, "else nobody needs this"
 
