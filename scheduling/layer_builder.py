@@ -31,10 +31,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         """
         dims = self.dims(x)
         y = self._value(f"{name}.out", dims)
-        numbers = Dims(dims.tokens, 2 if self.shape.biases else 1)
+        numbers = Dims(dims.tokens, 2 if self.shape.norms_center else 1)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
-        self._holds(name, whole=dims.width * (2 if self.shape.biases else 1))
+        self._holds(name, whole=dims.width * (2 if self.shape.norms_center else 1))
         gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Pass.GRADIENT)
         self._gradient_with_skip(gradient, x)
         return y

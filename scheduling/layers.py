@@ -33,7 +33,7 @@ def transformer_layer(g: LayerBuilder) -> str:
     a = g.attention("attention", a)
     a = g.rows("projection", a, shape.hidden)
     a = g.scatter("attention_scatter", a)
-    x = g.residual("attention_residual", a, x, bias=shape.biases)
+    x = g.residual("attention_residual", a, x, bias=shape.bias_of_projection)
     m = g.norm("mlp_norm", x)
     m = _experts(g, m) if shape.experts and base_kind(g.name) != DENSE else _mlp(g, m)
     return g.residual("mlp_residual", m, x, bias=shape.biases)
@@ -95,7 +95,7 @@ def head(sizes: PartSizes) -> Part:
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
-    logits = g.columns("head", h, g.sizes.vocabulary_rows * g.sizes.tensor)
+    logits = g.columns("head", h, g.sizes.vocabulary_rows * g.sizes.tensor, bias=g.shape.head_bias)
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part

@@ -1,6 +1,7 @@
 """Rotary embeddings for more tokens than a model was first trained on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from braid.scheduling.records import require_positive
@@ -14,6 +15,11 @@ class RotaryScaling:
     low_frequency_factor`` tokens become ``factor`` times as long, those shorter than ``original_sequence /
     high_frequency_factor`` stay, and between the two it goes over. Without ``original_sequence`` all become
     ``factor`` times as long (``linear`` there; position interpolation, Chen et al. 2023).
+
+    ``factors`` (LongRoPE's short ones, Ding et al. 2024, as Phi-3.5-MoE has them) are of every frequency, the
+    highest first: so many times as long its wave becomes beside that. A sample must then be no longer than
+    ``original_sequence``, beyond which other factors hold. ``magnitude``: what queries and keys are
+    multiplied with when they are turned.
     """
 
     factor: float
@@ -21,9 +27,15 @@ class RotaryScaling:
     high_frequency_factor: float = 4.0
     original_sequence: int | None = None
     """Tokens of the samples that the model was first trained on."""
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive(self, ("factor", "low_frequency_factor"))
+        require_positive(self, ("factor", "low_frequency_factor", "magnitude"))
+        if not all(factor > 0 for factor in self.factors):
+            raise ValueError(f"factors={list(self.factors)!r} must be greater than zero")
+        if self.factors and self.original_sequence is None:
+            raise ValueError("factors need original_sequence, the longest sample that they are for")
         if self.original_sequence is not None:
             require_positive(self, ("original_sequence",))
         if self.high_frequency_factor <= self.low_frequency_factor:
@@ -32,8 +44,13 @@ class RotaryScaling:
                 f"low_frequency_factor={self.low_frequency_factor}"
             )
 
-    def __call__(self, frequency: float) -> float:
-        """The frequency, in radians per token, that takes the place of one."""
+    def frequencies(self, plain: Sequence[float]) -> list[float]:
+        """Those, in radians per token, that take the place of the plain ones, the highest first."""
+        if self.factors:
+            return [frequency / one / self.factor for frequency, one in zip(plain, self.factors, strict=True)]
+        return [self._scaled(frequency) for frequency in plain]
+
+    def _scaled(self, frequency: float) -> float:
         if self.original_sequence is None:
             return frequency / self.factor
         waves = self.original_sequence * frequency / (2 * math.pi)

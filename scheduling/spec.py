@@ -17,6 +17,8 @@ from braid.scheduling.rotary import RotaryScaling
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
+_NOT_OF_GPT: Final = ("rotary_scaling", "qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm")
+
 CONTEXT_MODES: Final = ("all_gather", "ring")
 
 
@@ -27,6 +29,7 @@ class ModelShape:
     ``llama``: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
     ``gpt``: LayerNorm, learned positions, GELU, biases.
     ``moe``: Llama with ``experts`` SwiGLU experts of width ``ffn``, of which every token visits ``top_k``.
+    ``qkv_bias`` to ``layer_norm`` change that of ``llama`` and ``moe``.
     """
 
     family: str
@@ -44,8 +47,14 @@ class ModelShape:
     rotary_scaling: RotaryScaling | None = None
     qkv_bias: bool = False
     """Biases on queries, keys and values, in a family that has no others."""
+    projection_bias: bool = False
+    """A bias on what attention hands on, in such a family."""
+    head_bias: bool = False
+    """A bias on the logits."""
     head_norm: bool = False
     """RMSNorm over every head of queries and keys, before they are turned by their positions."""
+    layer_norm: bool = False
+    """LayerNorms with biases, in place of RMSNorms of the hidden size."""
     experts: int = 0
     top_k: int = 0
     capacity_factor: float = 0.0
@@ -59,6 +68,9 @@ class ModelShape:
     """Gates are a softmax over the chosen experts' scores, not some of one over all experts'."""
     normalised: bool = True
     """Gates of a token are divided by their sum."""
+    mixer_jitter: float = 0.0
+    """Gates of SparseMixer (Liu et al. 2024): each a softmax over the experts whose scores are below the best
+    of those that are left by no more than twice this part. 0: no such gates."""
     balance_loss: float = 0.0
     """Factor of the loss that balances experts (Fedus et al. 2021)."""
     balance_rate: float = 0.0
@@ -87,12 +99,34 @@ class ModelShape:
         if self.family != "gpt" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
         if self.family == "gpt":
-            for key in ("rotary_scaling", "qkv_bias", "head_norm"):
+            for key in _NOT_OF_GPT:
                 if value := getattr(self, key):
                     raise ValueError(
                         f"model.{key}={value} does not go with model.family gpt, which has learned "
-                        f"positions, biases on all matrices and no norms of heads; leave it out"
+                        f"positions, LayerNorms, biases on all matrices but the head's and no norms of "
+                        f"heads; leave it out"
                     )
+        if self.head_bias and self.tied_head:
+            raise ValueError(
+                "model.head_bias=true needs an output matrix of its own; leave out model.tied_head"
+            )
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
+        scaling = self.rotary_scaling
+        if scaling is None or not scaling.factors:
+            return
+        if len(scaling.factors) != self.head_dim // 2:
+            raise ValueError(
+                f"model.rotary_scaling.factors has {len(scaling.factors)} entries; model.head_dim="
+                f"{self.head_dim} has {self.head_dim // 2} frequencies"
+            )
+        if scaling.original_sequence is not None and self.sequence > scaling.original_sequence:
+            raise ValueError(
+                f"model.sequence={self.sequence} is longer than model.rotary_scaling.original_sequence="
+                f"{scaling.original_sequence}, and its factors are for samples up to that; "
+                f"set model.sequence to at most {scaling.original_sequence}"
+            )
 
     def _check_experts(self) -> None:
         if self.family != "moe":
@@ -100,8 +134,11 @@ class ModelShape:
                 raise ValueError(
                     f"model.experts={self.experts} and model.top_k={self.top_k} need model.family moe"
                 )
-            if self.route_evenly:
-                raise ValueError("model.route_evenly=true needs experts, and with them model.family moe")
+            for key in ("route_evenly", "mixer_jitter"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={str(value).lower()} needs experts, and with them model.family moe"
+                    )
             return
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
@@ -115,9 +152,16 @@ class ModelShape:
             "z_loss",
             "expert_ffn",
             "shared_experts",
+            "mixer_jitter",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
+        for name in ("softmax_after", "balance_rate"):
+            if self.mixer_jitter and (value := getattr(self, name)):
+                raise ValueError(
+                    f"model.mixer_jitter={self.mixer_jitter:g} has gates and a choice of its own, which do "
+                    f"not go with model.{name}={str(value).lower()}; leave one out"
+                )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -145,8 +189,18 @@ class ModelShape:
 
     @property
     def biases(self) -> bool:
-        """Whether linear layers and norms have biases."""
+        """Whether all linear layers but the head have biases."""
         return self.family == "gpt"
+
+    @property
+    def norms_center(self) -> bool:
+        """Whether norms of the hidden size are LayerNorms with biases."""
+        return self.biases or self.layer_norm
+
+    @property
+    def bias_of_projection(self) -> bool:
+        """Whether what attention hands on has a bias."""
+        return self.biases or self.projection_bias
 
     @property
     def biases_of_qkv(self) -> bool:
@@ -165,7 +219,7 @@ class ModelShape:
 
     def parameters(self) -> int:
         """Number of parameters of the whole model; a layer of the user's own counts as one of the family."""
-        norm = self.hidden * (2 if self.biases else 1)
+        norm = self.hidden * (2 if self.norms_center else 1)
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
         mlp = self.hidden * (mlp_in + self.ffn)
@@ -174,12 +228,14 @@ class ModelShape:
         experts = self.expert_layers * (routed - mlp)
         layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
         if self.biases:
-            layer += self.hidden + mlp_in + self.hidden
+            layer += mlp_in + self.hidden
+        if self.bias_of_projection:
+            layer += self.hidden
         if self.biases_of_qkv:
             layer += qkv
         if self.head_norm:
             layer += 2 * self.head_dim
-        tables = self.vocabulary * self.hidden * (1 if self.tied_head else 2)
+        tables = self.vocabulary * (self.hidden * (1 if self.tied_head else 2) + self.head_bias)
         positions = self.sequence * self.hidden if self.family == "gpt" else 0
         return self.layers * layer + experts + norm + tables + positions
 

@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -59,6 +60,20 @@ def _qwen3_moe(**changes: Any) -> PreTrainedConfig:
     return _llama(Qwen3MoeConfig, **{**sizes, **changes})
 
 
+def _phi_moe(**changes: Any) -> PreTrainedConfig:
+    return _llama(PhimoeConfig, **{"num_local_experts": 4, "sliding_window": None, **changes})
+
+
+LONG: Mapping[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.05, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+    "short_mscale": 1.25,
+    "long_mscale": 1.5,
+    "original_max_position_embeddings": SEQUENCE,
+}
+"""A factor for each of eight frequencies."""
+
 KINDS: Mapping[str, Callable[[], Any]] = {
     "llama": _llama,
     "llama, tied, wide heads": lambda: _llama(tie_word_embeddings=True, head_dim=24),
@@ -72,6 +87,8 @@ KINDS: Mapping[str, Callable[[], Any]] = {
     "qwen3 moe, sparse, tied": lambda: _qwen3_moe(
         decoder_sparse_step=2, mlp_only_layers=[3], num_experts_per_tok=3, tie_word_embeddings=True
     ),
+    "phi moe": lambda: _phi_moe(attention_bias=True, lm_head_bias=True, rope_scaling=dict(LONG)),
+    "phi moe, bare": lambda: _phi_moe(router_jitter_noise=0.3),
     "gpt2": _gpt2,
     "gpt2, head of its own, narrow": lambda: _gpt2(
         tie_word_embeddings=False, n_inner=100, layer_norm_epsilon=1e-6

@@ -63,10 +63,13 @@ class ModelConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added to the variance in norms
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0  # base of the wavelengths of rotary positions
     # what becomes of those waves, for more tokens than a model was first trained on: as in Llama 3.1, or,
-    # without original_sequence, all of them factor times as long
+    # without original_sequence, all of them factor times as long; factors: as in Phi-3.5-MoE, each its own
     rotary_scaling: Annotated[RotaryScaling | None, BeforeValidator(_rotary_scaling)] = None
     qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5), in families without other biases
+    projection_bias: bool = False  # a bias on what attention hands on (Phi-3.5-MoE), in such families
+    head_bias: bool = False  # a bias on the logits (Phi-3.5-MoE)
     head_norm: bool = False  # RMSNorm over every head of queries and keys, before they are turned (Qwen3)
+    layer_norm: bool = False  # LayerNorms with biases, in place of RMSNorms (Phi-3.5-MoE)
     experts: Annotated[int, Field(ge=0)] = 0  # family moe: MLPs of which every token visits some
     top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
     # tokens that an expert takes of each rank, over the average: more are dropped; 0: all that come
@@ -75,6 +78,9 @@ class ModelConfig(Section):
     shared_experts: Annotated[int, Field(ge=0)] = 0  # that every token visits, beside top_k of the others
     softmax_after: bool = False  # gates: softmax over the chosen experts' scores, not over all experts'
     normalised: bool = True  # gates of a token are divided by their sum
+    # gates: each a softmax over the experts that score at most twice this part below the best one left
+    # (SparseMixer, Phi-3.5-MoE: 0.01)
+    mixer_jitter: Annotated[float, Field(ge=0)] = 0.0
     balance_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that balances experts
     # step of a bias on every expert's score that balances experts instead of a loss (Wang et al. 2024): 0.001
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
@@ -87,7 +93,7 @@ class ModelConfig(Section):
     # "layer" is the family's own, "dense" (family moe) one without experts, others are names in model.layer
     pattern: str = UNIFORM
     # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, Mistral,
-    # Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE)
+    # Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE)
     initial: Path | None = None
 
     @property
@@ -143,7 +149,10 @@ class ModelConfig(Section):
             rotary_base=self.rotary_base,
             rotary_scaling=self.rotary_scaling,
             qkv_bias=self.qkv_bias,
+            projection_bias=self.projection_bias,
+            head_bias=self.head_bias,
             head_norm=self.head_norm,
+            layer_norm=self.layer_norm,
             experts=self.experts,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
@@ -151,6 +160,7 @@ class ModelConfig(Section):
             shared_experts=self.shared_experts,
             softmax_after=self.softmax_after,
             normalised=self.normalised,
+            mixer_jitter=self.mixer_jitter,
             balance_loss=self.balance_loss,
             balance_rate=self.balance_rate,
             z_loss=self.z_loss,

@@ -67,7 +67,11 @@ def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) 
         if (inner := _section(info)) is not None:
             yield from _rows(inner, f"{prefix}{name}.", inner.model_fields)
             continue
-        cells = in_words(info.annotation, info.metadata), f"`{_yaml(info.default)}`", meanings.get(name, "")
+        cells = (
+            in_words(info.annotation, info.metadata),
+            f"`{_yaml(info.get_default(call_default_factory=True))}`",
+            meanings.get(name, ""),
+        )
         escaped = (cell.replace("|", "\\|").replace("<", "\\<") for cell in cells)
         yield f"| `{prefix}{name}` | {' | '.join(escaped)} |\n"
 

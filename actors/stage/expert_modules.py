@@ -31,6 +31,7 @@ def expert_modules(context: "ModuleContext", name: str) -> dict[str, OperatorMod
         balance_loss=shape.balance_loss,
         z_loss=shape.z_loss,
         bias_balanced=shape.balance_rate > 0,
+        mixer_jitter=shape.mixer_jitter,
         evenly=shape.route_evenly,
         device=context.device,
         dtype=context.dtype,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from braid.scheduling.pattern import DENSE
-from braid.scheduling.presets.architectures import GPT2, MIXTRAL
+from braid.scheduling.presets.architectures import GPT2, MIXTRAL, PHI_MOE
 from braid.scheduling.presets.hugging_face import CONFIG, architecture_of
 from braid.scheduling.spec import ModelShape
 
@@ -31,7 +31,7 @@ STACKED: Final = ".mlp.experts.down_proj"
 """How names of down projections end that hold all experts'."""
 
 _MIXTRAL: Final = {"gate": "w1", "up": "w3", "down": "w2"}
-"""How Mixtral's files call an expert's matrices."""
+"""How files of Mixtral and Phi-3.5-MoE call an expert's matrices."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _BUFFERS = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 """Constants that old files hold beside the weights: causal masks, rotary frequencies."""
@@ -91,7 +91,7 @@ def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
     yield _tensor("model.embed_tokens.weight", "embedding.weight", shape.vocabulary, hidden)
     for index in range(shape.layers):
         stored, ours = f"model.layers.{index}", f"layers.{index}"
-        yield _tensor(f"{stored}.input_layernorm.weight", f"{ours}.attention_norm.weight", hidden)
+        yield from _norm(shape, f"{stored}.input_layernorm", f"{ours}.attention_norm")
         for part, rows in (("q", shape.query_width), ("k", shape.kv_width), ("v", shape.kv_width)):
             yield _tensor(f"{stored}.self_attn.{part}_proj.weight", f"{ours}.qkv.{part}.weight", rows, hidden)
             if shape.qkv_bias:
@@ -100,18 +100,28 @@ def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
             yield _tensor(
                 f"{stored}.self_attn.{part}_norm.weight", f"{ours}.{part}_norm.weight", shape.head_dim
             )
-        projection = f"{ours}.projection.weight"
-        yield _tensor(f"{stored}.self_attn.o_proj.weight", projection, hidden, shape.query_width)
-        yield _tensor(f"{stored}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", hidden)
+        there, here = f"{stored}.self_attn.o_proj", f"{ours}.projection"
+        yield _tensor(f"{there}.weight", f"{here}.weight", hidden, shape.query_width)
+        if shape.projection_bias:
+            yield _tensor(f"{there}.bias", f"{here}.bias", hidden)
+        yield from _norm(shape, f"{stored}.post_attention_layernorm", f"{ours}.mlp_norm")
         if shape.experts and shape.kinds[index] != DENSE:
             yield from _experts(shape, stored, ours, stacked)
             continue
         for part in ("gate", "up"):
             yield _tensor(f"{stored}.mlp.{part}_proj.weight", f"{ours}.mlp_in.{part}.weight", ffn, hidden)
         yield _tensor(f"{stored}.mlp.down_proj.weight", f"{ours}.mlp_out.weight", hidden, ffn)
-    yield _tensor("model.norm.weight", "final_norm.weight", hidden)
+    yield from _norm(shape, "model.norm", "final_norm")
     if not shape.tied_head:
         yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
+    if shape.head_bias:
+        yield _tensor("lm_head.bias", "head.bias", shape.vocabulary)
+
+
+def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
+    """Of the hidden size."""
+    for kind in ("weight", "bias") if shape.norms_center else ("weight",):
+        yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", shape.hidden)
 
 
 def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterator[StoredTensor]:
@@ -119,9 +129,11 @@ def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterat
     hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
     matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
     matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
-    original = architecture_of(shape) is MIXTRAL and not stacked
+    known = architecture_of(shape)
+    original = known in (MIXTRAL, PHI_MOE) and not stacked
     block = f"{stored}.block_sparse_moe" if original else f"{stored}.mlp"
-    yield _tensor(f"{block}.gate.weight", f"{ours}.router.weight", experts, hidden)
+    router = "router" if known is PHI_MOE and stacked else "gate"
+    yield _tensor(f"{block}.{router}.weight", f"{ours}.router.weight", experts, hidden)
     if stacked:
         fused = tuple((matrices[part][0], width) for part in ("gate", "up"))
         yield StoredTensor(
@@ -150,21 +162,16 @@ def _gpt2(shape: ModelShape) -> Iterator[StoredTensor]:
     yield _tensor("transformer.wpe.weight", "positions.weight", shape.sequence, hidden)
     for index in range(shape.layers):
         stored, ours = f"transformer.h.{index}", f"layers.{index}"
-        yield from _gpt2_norm(f"{stored}.ln_1", f"{ours}.attention_norm", hidden)
+        yield from _norm(shape, f"{stored}.ln_1", f"{ours}.attention_norm")
         qkv = {f"{ours}.qkv.{part}": hidden for part in "qkv"}
         yield from _gpt2_linear(f"{stored}.attn.c_attn", qkv, hidden)
         yield from _gpt2_linear(f"{stored}.attn.c_proj", {f"{ours}.projection": hidden}, hidden)
-        yield from _gpt2_norm(f"{stored}.ln_2", f"{ours}.mlp_norm", hidden)
+        yield from _norm(shape, f"{stored}.ln_2", f"{ours}.mlp_norm")
         yield from _gpt2_linear(f"{stored}.mlp.c_fc", {f"{ours}.mlp_in.up": ffn}, hidden)
         yield from _gpt2_linear(f"{stored}.mlp.c_proj", {f"{ours}.mlp_out": hidden}, ffn)
-    yield from _gpt2_norm("transformer.ln_f", "final_norm", hidden)
+    yield from _norm(shape, "transformer.ln_f", "final_norm")
     if not shape.tied_head:
         yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
-
-
-def _gpt2_norm(stored: str, ours: str, width: int) -> Iterator[StoredTensor]:
-    for kind in ("weight", "bias"):
-        yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", width)
 
 
 def _gpt2_linear(stored: str, outputs: dict[str, int], inputs: int) -> Iterator[StoredTensor]:

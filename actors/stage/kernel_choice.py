@@ -95,11 +95,14 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
     shape = sizes.shape
     layers, local, hidden, biases = shape.layers, sizes.local_tokens, shape.hidden, shape.biases
     sums = 2 * layers + (shape.expert_layers if shape.shared_experts else 0)
-    norm = "layer_norm" if biases else "rms_norm"
+    norm = "layer_norm" if shape.norms_center else "rms_norm"
     settings: dict[str, Any] = {"hidden": hidden, "eps": shape.norm_eps}
     yield Use(operator=norm, tokens=local, times=2 * layers + 1, settings=settings)
-    settings = {"hidden": hidden, "bias": biases}
-    yield Use(operator="residual", tokens=local, times=sums, settings=settings)
+    biased = layers * (shape.bias_of_projection + biases)
+    for bias, times in ((True, biased), (False, sums - biased)):
+        settings = {"hidden": hidden, "bias": bias}
+        if times:
+            yield Use(operator="residual", tokens=local, times=times, settings=settings)
     activation = "swiglu" if shape.gated else "gelu"
     for width, times in _mlps(sizes):
         yield Use(operator=activation, tokens=sizes.tokens, times=times, settings={}, width=width)
@@ -170,5 +173,5 @@ def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
         settings = {"inputs": inputs, "outputs": outputs, "bias": bias}
         yield Use(operator="linear", tokens=sizes.tokens, times=times, settings=settings)
     head = sizes.of_kind(sizes.ends[1])
-    settings = {"inputs": shape.hidden, "outputs": head.vocabulary_rows, "bias": False}
+    settings = {"inputs": shape.hidden, "outputs": head.vocabulary_rows, "bias": shape.head_bias}
     yield Use(operator="linear", tokens=head.tokens, times=1, settings=settings)

@@ -64,9 +64,10 @@ class ModuleContext:
         """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
         hidden = self.shape.hidden
         weight = whole(GlobalParameter(name=f"{name}.weight", shape=(hidden,), constant=1.0))
-        kind = self.operators.layer_norm if self.shape.biases else self.operators.rms_norm
+        centers = self.shape.norms_center
+        kind = self.operators.layer_norm if centers else self.operators.rms_norm
         module = kind(hidden=hidden, eps=self.shape.norm_eps, device=self.device, dtype=self.dtype)
-        if not self.shape.biases:
+        if not centers:
             return OperatorModule(module=module, slices={"weight": weight})
         bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
         return OperatorModule(module=module, slices={"weight": weight, "bias": bias})
@@ -115,8 +116,8 @@ class ModuleContext:
         return OperatorModule(module=module, slices={"weight": slices})
 
     def residual(self, bias_name: str = "") -> OperatorModule:
-        """An addition; with the bias of the row-parallel weight before it, where the family has biases."""
-        hidden, bias = self.shape.hidden, bool(bias_name) and self.shape.biases
+        """An addition; with the bias of the row-parallel weight before it, if that has one of a name."""
+        hidden, bias = self.shape.hidden, bool(bias_name)
         module = self.operators.residual(hidden=hidden, bias=bias, device=self.device, dtype=self.dtype)
         if not bias:
             return OperatorModule(module=module)
@@ -179,10 +180,10 @@ class TransformerLayer:
             **(heads if shape.head_norm else {}),
             "attention": context.attention(),
             "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
-            "attention_residual": context.residual(f"{prefix}.projection"),
+            "attention_residual": context.residual(f"{prefix}.projection" * shape.bias_of_projection),
             "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
             **inside,
-            "mlp_residual": context.residual(f"{prefix}.mlp_out"),
+            "mlp_residual": context.residual(f"{prefix}.mlp_out" * shape.biases),
         }
 
     def _mlp(
@@ -299,15 +300,19 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
     shape = context.shape
-    (piece,) = cut([head_weight(shape)], context.place, {0: context.tensor})
+    of_head = {"weight": cut([head_weight(shape)], context.place, {0: context.tensor})}
+    (piece,) = of_head["weight"]
     rows, offset = piece.sizes[0], piece.offsets[0]
     operators = context.operators
     linear = operators.linear(
-        inputs=shape.hidden, outputs=rows, bias=False, device=context.device, dtype=context.dtype
+        inputs=shape.hidden, outputs=rows, bias=shape.head_bias, device=context.device, dtype=context.dtype
     )
+    if shape.head_bias:
+        bias = GlobalParameter(name="head.bias", shape=(shape.vocabulary,))
+        of_head["bias"] = cut([bias], context.place, {0: context.tensor})
     return {
         "final_norm": context.norm("final_norm"),
-        "head": OperatorModule(module=linear, slices={"weight": (piece,)}),
+        "head": OperatorModule(module=linear, slices=of_head),
         "loss_statistics": OperatorModule(
             module=operators.cross_entropy_statistics(
                 rows=rows, first_row=offset, vocabulary=shape.vocabulary

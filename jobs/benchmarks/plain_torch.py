@@ -9,7 +9,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,9 +34,13 @@ class PlainSizes:
     tied_head: bool = False
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
-    rotary_scaling: Callable[[float], float] | None = None
+    rotary_scaling: Any = None
+    """Makes frequencies of others, in radians per token, and has the magnitude of what is turned."""
     qkv_bias: bool = False
+    projection_bias: bool = False
+    head_bias: bool = False
     head_norm: bool = False
+    layer_norm: bool = False
     end_of_document: int | None = None
     """The token behind which attention begins anew; None: it sees whole samples."""
     restart_positions: bool = False
@@ -85,12 +89,14 @@ class Rotary(nn.Module):
         super().__init__()
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
         frequencies = sizes.rotary_base**-exponents
+        magnitude = 1.0
         if sizes.rotary_scaling is not None:
-            frequencies.apply_(sizes.rotary_scaling)
+            frequencies = frequencies.new_tensor(sizes.rotary_scaling.frequencies(frequencies.tolist()))
+            magnitude = sizes.rotary_scaling.magnitude
         angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), frequencies)
         angles_SH = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles_SH.cos(), persistent=False)
-        self.register_buffer("sin", angles_SH.sin(), persistent=False)
+        self.register_buffer("cos", angles_SH.cos() * magnitude, persistent=False)
+        self.register_buffer("sin", angles_SH.sin() * magnitude, persistent=False)
 
     def forward(self, x_BNSH: Tensor, positions_BS: Tensor | None) -> Tensor:
         length = x_BNSH.shape[-2]
@@ -139,7 +145,7 @@ class Layer(nn.Module):
         self.q_norm, self.k_norm = (
             nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.head_norm else None for _ in "qk"
         )
-        self.projection = nn.Linear(query, hidden, bias)
+        self.projection = nn.Linear(query, hidden, bias or sizes.projection_bias)
         self.mlp_norm = norm(sizes)
         inner = ("up",) if sizes.is_gpt else ("gate", "up")
         self.mlp_in = nn.ModuleDict({name: nn.Linear(hidden, sizes.ffn, bias) for name in inner})
@@ -185,7 +191,7 @@ class PlainModel(nn.Module):
         self.rotary = None if sizes.is_gpt else Rotary(sizes)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
         self.final_norm = norm(sizes)
-        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=sizes.head_bias)
         if sizes.tied_head:
             self.head.weight = self.embedding.weight
         self.to(dtype)
@@ -207,7 +213,8 @@ class PlainModel(nn.Module):
 
 def norm(sizes: PlainSizes) -> nn.Module:
     """The family's normalisation of the hidden dim."""
-    kind = nn.LayerNorm if sizes.is_gpt else nn.RMSNorm  # nn.RMSNorm is F.rms_norm with a weight
+    centers = sizes.is_gpt or sizes.layer_norm
+    kind = nn.LayerNorm if centers else nn.RMSNorm  # nn.RMSNorm is F.rms_norm with a weight
     return kind(sizes.hidden, eps=sizes.norm_eps)
 
 

@@ -7,10 +7,10 @@ Legend: T tokens = b samples of s tokens, Q = local query heads * d, K = local k
 dimension of a head, n heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +29,15 @@ BACKENDS: Final[Mapping[str, SDPBackend]] = {
 RuntimeError where one does not."""
 
 
-Scaling = Callable[[float], float]
-"""What becomes of a frequency of the rotary embedding, in radians per token; equal ones are equal objects."""
+class Scaling(Hashable, Protocol):
+    """What becomes of a rotary embedding; equal ones are equal objects."""
+
+    @property
+    def magnitude(self) -> float:
+        """Of what is turned, over what it was."""
+
+    def frequencies(self, plain: Sequence[float], /) -> Sequence[float]:
+        """What takes the place of the plain ones, in radians per token, the highest first."""
 
 
 @lru_cache(maxsize=8)
@@ -44,17 +51,18 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each s x 1 x d/2, of position * frequency; one copy serves all layers.
 
-    Frequency i is base^(-2i/d), or what ``scaling`` makes of it. They are in fp32 for 16-bit activations
-    (``dtype``) too, in which an angle's rounding would be seen.
+    Frequency i is base^(-2i/d), or what ``scaling`` makes of it, which may multiply the tables, too. They are
+    in fp32 for 16-bit activations (``dtype``) too, in which an angle's rounding would be seen.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     positions = torch.arange(sequence, device=device, dtype=torch.float64)
     frequencies = base**-exponents
     if scaling is not None:
-        frequencies = frequencies.new_tensor([scaling(frequency) for frequency in frequencies.tolist()])
+        frequencies = frequencies.new_tensor(scaling.frequencies(frequencies.tolist()))
+    magnitude = 1.0 if scaling is None else scaling.magnitude
     angles = torch.outer(positions, frequencies).unsqueeze(1)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide), angles.sin().to(wide)
+    return (angles.cos() * magnitude).to(wide), (angles.sin() * magnitude).to(wide)
 
 
 def turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:

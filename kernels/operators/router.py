@@ -2,7 +2,8 @@
 
 Sources: the choice of k experts, Shazeer et al. 2017; the loss that balances them, Fedus et al. 2021 (Switch
 Transformer), equations 4 to 6; the loss that keeps logits small, Zoph et al. 2022 (ST-MoE), equation 5;
-balancing by a bias instead of a loss, Wang et al. 2024 (arXiv 2408.15664).
+balancing by a bias instead of a loss, Wang et al. 2024 (arXiv 2408.15664); gates of SparseMixer, Liu et
+al. 2024 (arXiv 2409.12136), whose experts are the best here and not drawn, as where a model is not trained.
 
 Legend: t this rank's tokens, D hidden, E experts, k experts that a token visits. A visit is a token and one
 of its choices. Logits, softmax and gates are in the wide dtype: fp32, or float64 if the weight is.
@@ -35,6 +36,9 @@ class Router(ComputeOperator):
     compares, and not to the weights. What is compared then are the probabilities if the softmax comes before
     the choice, else the logits. Its gradient is not the loss's but by how many visits, times E, an expert got
     more than the average: it is updated by steps of one size against the sign (Wang et al., algorithm 1).
+    ``mixer_jitter``: the gate of a token's n-th choice is a softmax over the experts that were not chosen
+    before it, but for those whose scores are below the best one's by more than twice this part of the best or
+    of their own magnitude, whichever is more; 0: no such gates. What is left out has no gradient.
     ``evenly``: tokens visit experts in turn instead, k each, which loads all experts alike; gates are those
     of the experts that they visit. To measure what a balanced load would take.
     """
@@ -50,6 +54,7 @@ class Router(ComputeOperator):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_balanced: bool = False,
+        mixer_jitter: float = 0.0,
         evenly: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -64,7 +69,9 @@ class Router(ComputeOperator):
                 raise ValueError(f"{name}={factor} must be at least 0")
         self.experts, self.top_k, self.softmax = experts, top_k, softmax
         self.normalised, self.evenly = normalised or softmax == "after", evenly
-        self.balance_loss, self.z_loss = balance_loss, z_loss
+        if mixer_jitter and (bias_balanced or softmax == "after"):
+            raise ValueError(f"mixer_jitter={mixer_jitter} goes with no bias and no softmax of another kind")
+        self.balance_loss, self.z_loss, self.mixer_jitter = balance_loss, z_loss, mixer_jitter
         self.weight = empty_parameter(experts, hidden, device=device, dtype=dtype)
         self.bias = empty_parameter(experts, device=device, dtype=dtype) if bias_balanced else None
 
@@ -143,9 +150,22 @@ class Router(ComputeOperator):
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
         """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""
+        if self.mixer_jitter:
+            mixed = zip(choice_tk.split(1, dim=1), self._mixed(scores_tE, choice_tk), strict=True)
+            return torch.cat([share_tE.gather(1, choice_t1) for choice_t1, share_tE in mixed], dim=1)
         if self.normalised:
             return scores_tE.gather(1, choice_tk).softmax(-1)
         return scores_tE.softmax(-1).gather(1, choice_tk)
+
+    def _mixed(self, scores_tE: Tensor, choice_tk: Tensor) -> list[Tensor]:
+        """Of every choice, the softmax (t x E) over the experts that it is made of."""
+        left_tE, found = scores_tE, []
+        for choice_t1 in choice_tk.split(1, dim=1):
+            best_t1 = left_tE.max(dim=1, keepdim=True).values
+            far_tE = (best_t1 - scores_tE) / scores_tE.abs().clamp(min=best_t1) > 2 * self.mixer_jitter
+            found.append(left_tE.masked_fill(far_tE, float("-inf")).softmax(-1))
+            left_tE = left_tE.scatter(1, choice_t1, float("-inf"))
+        return found
 
     def _d_logits(
         self,
@@ -158,7 +178,13 @@ class Router(ComputeOperator):
         """The gradient of the logits (t x E)."""
         nothing_tE = torch.zeros_like(scores_tE)
         d_gates_tk = d_gates_tk.to(scores_tE.dtype)
-        if self.normalised:
+        if self.mixer_jitter:
+            d_logits_tE = nothing_tE
+            for n, share_tE in enumerate(self._mixed(scores_tE, choice_tk)):
+                place_t1 = choice_tk[:, n : n + 1]
+                d_share_tE = torch.zeros_like(scores_tE).scatter_(1, place_t1, d_gates_tk[:, n : n + 1])
+                d_logits_tE += _through_softmax(d_share_tE, share_tE)
+        elif self.normalised:
             d_chosen_tk = _through_softmax(d_gates_tk, self._gates(scores_tE, choice_tk))
             d_logits_tE = nothing_tE.scatter_(1, choice_tk, d_chosen_tk)
         else:

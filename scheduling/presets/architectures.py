@@ -1,20 +1,18 @@
 """Architectures of `transformers` that compute what Braid computes, and how ``config.json`` writes them.
 
-Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gpt``, Mixtral and Qwen3-MoE of
-``moe``. Keys are those of `transformers`, old and new.
+Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gpt``, Mixtral, Qwen3-MoE and
+Phi-3.5-MoE of ``moe``. Keys are those of `transformers`, old and new.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-TRAITS: Final = ("qkv_bias", "head_norm")
-"""Fields of `ModelShape` that no key says, but the architecture."""
+TRAITS: Final = ("qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm", "mixer_jitter")
+"""Fields of `ModelShape` that some architectures have always, others never, others where a key says so."""
 OTHER_NAMES: Final = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Keys that `transformers` takes for each other: 5.x writes both architectures' as ``num_local_experts``."""
 REFUSED: Final = {
-    "phimoe": "its gates are softmaxes over the experts that score close to the best one that is left "
-    "(SparseMixer), its norms are LayerNorms with biases, and its projections may have biases",
     "deepseek_v2": "its attention is over compressed keys and values (multi-head latent attention)",
     "deepseek_v3": "its attention is over compressed keys and values (multi-head latent attention)",
     "qwen2_moe": "a gate of its own weighs its shared expert, token by token",
@@ -31,6 +29,8 @@ class Architecture:
     model_type: str
     name: str
     """Of its class in `transformers`."""
+    other_names: tuple[str, ...] = ()
+    """Of classes that published files name instead."""
     keys: Mapping[str, str]
     """Field of `ModelShape` -> key."""
     defaults: Mapping[str, Callable[[Mapping[str, Any]], Any]]
@@ -38,7 +38,9 @@ class Architecture:
     fixed: Mapping[str, tuple[Any, ...]]
     """Key -> values that compute what Braid computes; the first is the default and is what is written."""
     traits: frozenset[str] = frozenset()
-    """Those of `TRAITS` that its models have."""
+    """Those of `TRAITS` that all its models have."""
+    rotary: tuple[str, ...] = ("default", "linear", "llama3")
+    """Kinds of rotary embeddings that it computes as Braid does."""
     window: int | None = 0
     """What `transformers` takes where ``sliding_window`` is missing; 0: its models heed no such key."""
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +135,35 @@ MIXTRAL: Final = Architecture(
     written={**_EXPERT_WRITTEN, "router_jitter_noise": 0.0, "sliding_window": None},
 )
 
+PHI_MOE: Final = Architecture(
+    family="moe",
+    model_type="phimoe",
+    name="PhimoeForCausalLM",
+    other_names=("PhiMoEForCausalLM",),
+    keys={
+        **_EXPERT_KEYS,
+        "experts": "num_local_experts",
+        "mixer_jitter": "router_jitter_noise",
+        "qkv_bias": "attention_bias",
+        "projection_bias": "attention_bias",
+        "head_bias": "lm_head_bias",
+    },
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "rms_norm_eps": lambda content: 1e-5,
+        "rope_theta": lambda content: 1_000_000.0,
+        "max_position_embeddings": lambda content: 131072,
+        "router_jitter_noise": lambda content: 0.01,
+        "attention_bias": lambda content: False,
+        "lm_head_bias": lambda content: False,
+    },
+    fixed=_SILU,
+    traits=frozenset({"layer_norm"}),
+    rotary=("default", "longrope"),
+    window=None,
+    written={**_EXPERT_WRITTEN, "input_jitter_noise": 0.0, "sliding_window": None},
+)
+
 QWEN3_MOE: Final = Architecture(
     family="moe",
     model_type="qwen3_moe",
@@ -181,5 +212,5 @@ GPT2: Final = Architecture(
     written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )
 
-ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GPT2)
+ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, PHI_MOE, GPT2)
 """The first that computes what a shape says is what it is written as."""

@@ -1,10 +1,11 @@
 """``config.json`` of a Hugging Face directory as a `ModelShape`, and back.
 
 What the known `architectures` compute is what Braid's families compute, to the last operator; what differs in
-any other way is refused, never approximated. What is of training alone is not read: dropout and
-``router_jitter_noise``, which Braid does not have, and ``router_aux_loss_coef``. That is the factor of a loss
-over the tokens of all layers together; ours, ``model.balance_loss``, is one of each layer and micro-batch: no
-factor makes the two equal. A run that begins with such weights has none, unless its configuration says so.
+any other way is refused, never approximated. What is of training alone is not read: dropout and the noise on
+what enters routers (``router_jitter_noise`` of Mixtral), which Braid does not have, and
+``router_aux_loss_coef``. That is the factor of a loss over the tokens of all layers together; ours,
+``model.balance_loss``, is one of each layer and micro-batch: no factor makes the two equal. A run that begins
+with such weights has none, unless its configuration says so.
 
 A Mistral that attends to all earlier tokens computes what a Llama does, and is written as one.
 """
@@ -21,6 +22,7 @@ from braid.scheduling.presets.architectures import (
     GPT2,
     MIXTRAL,
     OTHER_NAMES,
+    PHI_MOE,
     QWEN3_MOE,
     REFUSED,
     TRAITS,
@@ -36,9 +38,16 @@ SCALING: Final = {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_sequence": "original_max_position_embeddings",
+    "factors": "short_factor",
+    "magnitude": "short_mscale",
 }
 """Field of `RotaryScaling` -> key of ``rope_parameters`` or ``rope_scaling``."""
-_ROTARY: Final = {"default": (), "linear": ("factor",), "llama3": tuple(SCALING)}
+_ROTARY: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_sequence"),
+    "longrope": ("factors", "magnitude", "original_sequence"),
+}
 """Fields of `RotaryScaling` that each known kind of rotary embedding has."""
 _OF_TRAINING: Final = ("capacity_factor", "balance_loss", "z_loss")
 """Fields of a mixture of experts that a run decides, whatever its weights come from."""
@@ -49,14 +58,24 @@ def architecture_of(shape: ModelShape) -> Architecture:
 
     Losses of routers and capacities of experts are of training, and no part of that.
     """
-    traits = frozenset(name for name in TRAITS if getattr(shape, name))
-    same = (known for known in ARCHITECTURES if (known.family, known.traits) == (shape.family, traits))
+    traits = {name: value for name in TRAITS if (value := getattr(shape, name))}
+    same = (
+        known
+        for known in ARCHITECTURES
+        if known.family == shape.family and traits.keys() - known.keys.keys() == known.traits
+    )
     found = next(same, None)
     if found is None:
-        shown = "".join(f", model.{name}=true" for name in sorted(traits))
+        shown = "".join(f", model.{name}={str(value).lower()}" for name, value in sorted(traits.items()))
         raise ValueError(
             f"model.family={shape.family!r}{shown} has no Hugging Face form here; llama, with at most one of "
-            f"{' and '.join(f'model.{name}' for name in TRAITS)}, moe without model.qkv_bias and gpt have one"
+            f"model.qkv_bias and model.head_norm, moe with model.head_norm, with model.layer_norm and "
+            f"model.mixer_jitter or with none of them, and gpt have one"
+        )
+    if (kind := _kind_of(shape.rotary_scaling)) not in found.rotary:
+        raise ValueError(
+            f"model.rotary_scaling of the kind {kind!r} has no equal in {found.name} of `transformers`; "
+            f"it has {', '.join(map(repr, found.rotary))}"
         )
     if found is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
         raise ValueError(
@@ -84,7 +103,24 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"{shape.pattern!r}, model.normalised={str(shape.normalised).lower()} have no equal in "
             f"`transformers` without model.head_norm"
         )
+    if found is PHI_MOE:
+        _check_phi(shape)
     return found
+
+
+def _check_phi(shape: ModelShape) -> None:
+    wrong = {
+        "pattern": shape.expert_layers < shape.layers,
+        "mixer_jitter": not shape.mixer_jitter,
+        "top_k": shape.top_k != 2,
+        "projection_bias": shape.projection_bias != shape.qkv_bias,
+    }
+    if found := next((name for name, is_wrong in wrong.items() if is_wrong), None):
+        raise ValueError(
+            f"Phi-3.5-MoE has experts in every layer, of which a token visits two by SparseMixer's gates, "
+            f"and biases on all of attention's matrices or on none; model.{found}={getattr(shape, found)!r} "
+            f"has no equal in `transformers`"
+        )
 
 
 def _normalised(shape: ModelShape) -> bool:
@@ -99,15 +135,18 @@ def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
     """
     known = architecture_of(shape)
     more: dict[str, Any] = {}
-    if known is MIXTRAL:
+    if known in (MIXTRAL, PHI_MOE):
         shape = replace(shape, ffn=shape.expert_width)
     if known is QWEN3_MOE:
         dense = [index for index, kind in enumerate(shape.kinds) if kind == DENSE]
         more = {"decoder_sparse_step": 1, "mlp_only_layers": dense}
         shape = replace(shape, expert_ffn=shape.expert_width, normalised=_normalised(shape))
     if (scaling := shape.rotary_scaling) is not None:
-        kind = "linear" if scaling.original_sequence is None else "llama3"
+        kind = _kind_of(scaling)
         sizes = {SCALING[field]: getattr(scaling, field) for field in _ROTARY[kind]}
+        if kind == "longrope":  # those for longer samples, which this model is not for
+            factors = [scaling.factor * one for one in scaling.factors]
+            sizes |= {"short_factor": factors, "long_factor": factors, "long_mscale": scaling.magnitude}
         more["rope_scaling"] = {"rope_type": kind, **sizes}
     return {
         "architectures": [known.name],
@@ -164,7 +203,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     known = _architecture(content, path)
-    rotary = _rotary(content, path)
+    rotary = _rotary(content, known, path)
     if "rope_theta" in rotary:
         content = {**content, "rope_theta": rotary["rope_theta"]}
     for key, values in known.fixed.items():
@@ -181,8 +220,14 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
     shape = from_mapping(ModelShape, given, str(path))
     if known is QWEN3_MOE:
         shape = replace(shape, pattern=_pattern(content, shape.layers, path))
-    shape = replace(shape, rotary_scaling=_scaling(content, path, rotary))
-    architecture_of(shape)
+    scaling, sequence = _scaling(content, path, rotary), shape.sequence
+    if scaling is not None and scaling.factors:
+        sequence = min(sequence, scaling.original_sequence or sequence)
+    try:
+        shape = replace(shape, rotary_scaling=scaling, sequence=sequence)
+        architecture_of(shape)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return shape
 
 
@@ -217,7 +262,7 @@ def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
     kind = content.get("model_type")
     names = content.get("architectures")
     for known in ARCHITECTURES:
-        if kind == known.model_type and names in (None, [known.name]):
+        if kind == known.model_type and names in (None, *([one] for one in (known.name, *known.other_names))):
             break
     else:
         if isinstance(kind, str) and kind in REFUSED:
@@ -230,7 +275,7 @@ def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
     return known
 
 
-def _rotary(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def _rotary(content: Mapping[str, Any], known: Architecture, path: Path) -> Mapping[str, Any]:
     """What is said of the rotary embedding: newer files keep it in ``rope_parameters``, with its base."""
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     found = content.get(key) or {}
@@ -238,13 +283,22 @@ def _rotary(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path}: {key}={found!r} must hold keys and values")
     partial = found.get("partial_rotary_factor", content.get("partial_rotary_factor"))
     nested = any(isinstance(value, Mapping) for value in found.values())
-    if _kind(found) not in _ROTARY or partial not in (None, 1.0) or nested:
+    if _kind(found) not in known.rotary or partial not in (None, 1.0) or nested:
         shown = f"{key}={dict(found)!r}" if partial in (None, 1.0) else f"partial_rotary_factor={partial!r}"
         raise ValueError(
-            f"{path}: {shown} is not what Braid computes; only {', '.join(map(repr, _ROTARY))} of all "
+            f"{path}: {shown} is not what Braid computes; only {', '.join(map(repr, known.rotary))} of all "
             f"dimensions are"
         )
     return found
+
+
+def _kind_of(scaling: RotaryScaling | None) -> str:
+    """What `transformers` calls such a rotary embedding."""
+    if scaling is None:
+        return "default"
+    if scaling.factors:
+        return "longrope"
+    return "linear" if scaling.original_sequence is None else "llama3"
 
 
 def _kind(rotary: Mapping[str, Any]) -> str:
@@ -259,7 +313,8 @@ def _scaling(content: Mapping[str, Any], path: Path, rotary: Mapping[str, Any]) 
     given = {**rotary, **({outer: content[outer]} if outer in content else {})}
     if missing := [SCALING[field] for field in fields if SCALING[field] not in given]:
         raise ValueError(f"{path}: {missing[0]} is missing, which rope_type {_kind(rotary)!r} needs")
-    return from_mapping(RotaryScaling, {field: given[SCALING[field]] for field in fields}, str(path))
+    found = {"factor": 1.0, **{field: given[SCALING[field]] for field in fields}}
+    return from_mapping(RotaryScaling, found, str(path))
 
 
 def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path) -> Any:

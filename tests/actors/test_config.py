@@ -123,6 +123,17 @@ def test_layers_by_name(tmp_path: Path) -> None:
         ({"rotary_scaling": 8}, "model.rotary_scaling=8: it must hold keys and values, found 8"),
         ({"rotary_scaling": {}}, "model.rotary_scaling: it.factor is missing; give it a number"),
         ({"family": "gpt", "rotary_scaling": {"factor": 2}}, "does not go with model.family gpt"),
+        ({"rotary_scaling": {"factor": 1, "factors": [1, 2], "original_sequence": 256}}, "has 2 entries"),
+        (
+            {"rotary_scaling": {"factor": 1, "factors": [1.5] * 16, "original_sequence": 64}},
+            "model.sequence=256 is longer than model.rotary_scaling.original_sequence=64",
+        ),
+        ({"head_bias": True, "tied_head": True}, "model.head_bias=true needs an output matrix of its own"),
+        ({"mixer_jitter": 0.01}, "model.mixer_jitter=0.01 needs experts, and with them model.family moe"),
+        (
+            {"family": "moe", "experts": 4, "top_k": 2, "mixer_jitter": 0.01, "softmax_after": True},
+            "do not go with model.softmax_after=true; leave one out",
+        ),
         ({"family": "gpt", "head_norm": True}, "model.head_norm=True does not go with model.family gpt"),
         ({"preset": "gpt-6.7b", "qkv_bias": True}, "model.qkv_bias=True does not go with model.family gpt"),
     ],

@@ -25,10 +25,10 @@ from braid.scheduling.presets.hugging_face import hugging_face_config
 from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.foreign_models import SEQUENCE, VOCABULARY, random_model
+from tests.foreign_models import LONG, SEQUENCE, VOCABULARY, random_model
 
 TOKENS = 257
-MIXTURES = ("mixtral", "qwen3 moe", "qwen3 moe, sparse, tied")
+MIXTURES = ("mixtral", "qwen3 moe", "qwen3 moe, sparse, tied", "phi moe", "phi moe, bare")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,12 @@ def test_sizes_come_from_the_directory(stored: dict[str, Path]) -> None:
     assert load(stored["qwen3 moe"]) == load(stored["stacked"]) == qwen3
     sparse = {"top_k": 3, "normalised": False, "tied_head": True, "pattern": "dense layer 2*dense"}
     assert load(stored["qwen3 moe, sparse, tied"]) == replace(qwen3, **sparse)
+    bare = replace(mixture, layer_norm=True, mixer_jitter=0.3)
+    assert load(stored["phi moe, bare"]) == bare
+    biases = dict.fromkeys(("qkv_bias", "projection_bias", "head_bias"), True)
+    factors = tuple(LONG["short_factor"])
+    scaling = RotaryScaling(factor=1.0, factors=factors, magnitude=1.25, original_sequence=SEQUENCE)
+    assert load(stored["phi moe"]) == replace(bare, mixer_jitter=0.01, rotary_scaling=scaling, **biases)
     gpt = {"kv_heads": 4, "head_dim": 16, "ffn": 256, "tied_head": True}
     assert load(stored["gpt2"]) == ModelShape(family="gpt", **common, **gpt)
 
@@ -250,7 +256,26 @@ def test_other_models(copy: Callable[[str], Path], changes: dict[str, Any], says
         ("qwen3 moe", {"moe_intermediate_size": 40}, ("shape [48, 64] instead of [40, 64]",)),
         ("stacked", {"moe_intermediate_size": 40}, ("gate_up_proj has shape [4, 96, 64] instead of [4, 80",)),
         ("stacked", {"num_hidden_layers": 3}, ("holds tensor model.layers.3.", "a moe model")),
-        ("mixtral", {"model_type": "phimoe"}, ("model_type='phimoe'", "SparseMixer", "LayerNorms")),
+        (
+            "mixtral",
+            {"model_type": "phimoe", "architectures": None, "router_jitter_noise": 0.01},
+            ("lacks tensor", "norm.bias"),
+        ),
+        ("phi moe", {"router_jitter_noise": 0.0}, ("mixer_jitter=0.0", "SparseMixer")),
+        ("phi moe", {"num_experts_per_tok": 1}, ("top_k=1", "two")),
+        ("phi moe", {"attention_bias": False}, ("holds tensor", "proj.bias")),
+        ("phi moe", {"lm_head_bias": False}, ("holds tensor lm_head.bias",)),
+        ("phi moe", {"tie_word_embeddings": True}, ("head_bias=true", "tied_head")),
+        ("phi moe", {"sliding_window": SEQUENCE - 1}, ("sliding_window=31", "sequence of 32")),
+        ("phi moe", {"rope_parameters": {**LONG, "rope_type": "yarn"}}, ("yarn", "'longrope'")),
+        ("phi moe", {"rope_parameters": {**LONG, "short_factor": [1.0]}}, ("1 entries", "8 frequencies")),
+        ("phi moe", {"rope_parameters": {**LONG, "short_factor": 1.0}}, ("factors=1.0 must be a list",)),
+        ("phi moe", {"rope_parameters": {**LONG, "short_mscale": 0.0}}, ("magnitude=0.0",)),
+        (
+            "phi moe",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+            ("short_mscale is missing",),
+        ),
         ("mixtral", {"model_type": "deepseek_v3"}, ("model_type='deepseek_v3'", "compressed keys")),
         ("qwen3 moe", {"model_type": "qwen2_moe"}, ("model_type='qwen2_moe'", "shared expert")),
         ("qwen3 moe", {"model_type": "olmoe"}, ("model_type='olmoe'", "all heads together")),
@@ -263,6 +288,21 @@ def test_other_relatives(
     directory = copy(kind)
     edit(directory / "config.json", **changes)
     refused(directory, str(directory), *says)
+
+
+def test_published_phi_is_read_up_to_the_length_that_its_short_factors_are_for(
+    copy: Callable[[str], Path], stored: dict[str, Path]
+) -> None:
+    """Its ``config.json`` names the class of the code that came with it."""
+    directory = copy("phi moe")
+    content = json.loads((directory / "config.json").read_text())
+    content |= {"architectures": ["PhiMoEForCausalLM"], "max_position_embeddings": 16 * SEQUENCE}
+    content |= {"rope_scaling": {"type": "longrope", **{k: v for k, v in LONG.items() if k != "rope_type"}}}
+    content |= {"sliding_window": 16 * SEQUENCE, "rope_theta": content.pop("rope_parameters")["rope_theta"]}
+    (directory / "config.json").write_text(json.dumps(content))
+    assert load(directory) == load(stored["phi moe"])
+    with pytest.raises(ConfigError, match=r"model\.sequence=64, but .* says 32"):
+        load(directory, sequence=64)
 
 
 def test_a_window_as_long_as_the_samples_hides_nothing(copy: Callable[[str], Path]) -> None:

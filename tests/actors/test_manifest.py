@@ -302,6 +302,7 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
     store = CheckpointStore(tmp_path)
     other = replace(LLAMA, pattern="layer wide")
     later = ("pattern", "rotary_scaling", "qkv_bias", "head_norm")
+    later += ("projection_bias", "head_bias", "layer_norm", "mixer_jitter")
     before = {key: value for key, value in asdict(LLAMA).items() if key not in later}
     homes = Homes(store, None, "")
     for step, shape, fits, odd in ((1, asdict(other), other, LLAMA), (2, before, LLAMA, other)):

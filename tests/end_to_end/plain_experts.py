@@ -72,7 +72,9 @@ class ExpertLayer(Layer):
                 in_turn = torch.arange(len(group) * shape.top_k) % shape.experts
                 bias_E = bias_E + torch.zeros_like(logits_TE)
                 bias_E[group] += 9 * F.one_hot(in_turn.view(len(group), -1), shape.experts).sum(1)
-        if shape.softmax_after:
+        if shape.mixer_jitter:
+            choice_Tk, gates_Tk = sparse_mixer(logits_TE, shape.mixer_jitter, shape.top_k)
+        elif shape.softmax_after:
             choice_Tk = (logits_TE + bias_E).topk(shape.top_k, dim=-1).indices
             gates_Tk = logits_TE.gather(1, choice_Tk).softmax(-1)
         else:
@@ -108,6 +110,20 @@ class ExpertLayer(Layer):
             inner = F.silu(self.shared_mlp_in["gate"](x_TD)) * self.shared_mlp_in["up"](x_TD)
             y_TD = y_TD + self.shared_mlp_out(inner)
         return y_TD.view(x_BSD.shape)
+
+
+def sparse_mixer(logits_TE: Tensor, jitter: float, top_k: int) -> tuple[Tensor, Tensor]:
+    """Choices and gates, token by token and choice by choice."""
+    choices, gates = [], []
+    for row in logits_TE.unbind():
+        left = list(range(len(row)))
+        for _ in range(top_k):
+            best = max(left, key=lambda expert, row=row: row[expert].item())
+            near = [e for e in left if (row[best] - row[e]) <= 2 * jitter * max(row[e].abs(), row[best])]
+            choices.append(best)
+            gates.append(row[near].softmax(-1)[near.index(best)])
+            left.remove(best)
+    return torch.tensor(choices).view(-1, top_k), torch.stack(gates).view(-1, top_k)
 
 
 class ExpertModel(PlainModel):

@@ -64,6 +64,7 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "pp 2": {"parallel": {"pp": 2}},
     "pp 2 folded": {"parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
     "tp 2 x pp 2": {"parallel": {"tp": 2, "pp": 2}},
+    "ep 2, overlapped": {"parallel": {"dp": 2, "ep": 2}, "overlap": {"schedule": "expert_overlap"}},
     **EXPERTS,
 }
 
@@ -95,6 +96,29 @@ OURS: Mapping[str, Mapping[str, Any]] = {
         "normalised": False,
         "pattern": "dense layer 2*dense",
         "tied_head": True,
+    },
+    "phi moe": {
+        "family": "moe",
+        "experts": 4,
+        "top_k": 2,
+        "layer_norm": True,
+        "qkv_bias": True,
+        "projection_bias": True,
+        "head_bias": True,
+        "mixer_jitter": 0.01,
+        "rotary_scaling": {
+            "factor": 1.0,
+            "factors": [1.0, 1.05, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0],
+            "magnitude": 1.25,
+            "original_sequence": SEQUENCE,
+        },
+    },
+    "phi moe, bare": {
+        "family": "moe",
+        "experts": 4,
+        "top_k": 2,
+        "layer_norm": True,
+        "mixer_jitter": 0.3,
     },
     "gpt2": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "gpt2, head of its own, narrow": {"family": "gpt", "kv_heads": 4, "ffn": 100},
@@ -141,7 +165,8 @@ class Exchange:
         train = config.train
         key = kind, train.dtype
         if key not in self._references:
-            model = opened(self.stored(kind)).train()
+            model = opened(self.stored(kind))
+            model.train(not kind.startswith("phi"))  # where it trains, it draws experts at random
             with in_float64(model) if train.dtype == "fp64" else nullcontext():
                 self._references[key] = self._steps(LossOf(model), train)
         return self._references[key]
@@ -189,6 +214,11 @@ CASES += [("llama, tied, wide heads", "pp 2", "fp32"), ("gpt2, head of its own, 
 CASES += [(kind, "tp 2", "fp64") for kind in ("llama 3.1", "mistral", "qwen2", "qwen3")]
 CASES += [(kind, layout, "fp64") for kind in ("mixtral", "qwen3 moe") for layout in EXPERTS]
 CASES += [("qwen3 moe, sparse, tied", layout, "fp64") for layout in ("ep 2", "tp 2 x pp 2")]
+CASES += [
+    ("phi moe", layout, "fp64") for layout in ("ep 2", "ep 2 x tp 2", "ep 2 x cp 2", "ep 2 x ZeRO 3", "pp 2")
+]
+CASES += [("phi moe", "ep 2, overlapped", "fp64")]
+CASES += [("phi moe, bare", "tp 2", "fp64")]
 TOLERANCE = {"fp32": 2e-5, "fp64": 1e-9}
 
 
@@ -247,7 +277,9 @@ def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: st
     assert torch.equal(logits(opened(target), tokens), logits(opened(exchange.stored(kind)), tokens))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3 moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3 moe", "phi moe"))]
+)
 def test_experts_in_one_tensor(exchange: Exchange, kind: str) -> None:
     """The form that the modules of `transformers` have; what is written is the other one."""
     stacked = exchange.stored(kind, whole_experts=True)

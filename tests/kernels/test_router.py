@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from braid.kernels.operators.router import Router, count_visits
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
@@ -109,6 +110,66 @@ def test_equals_autograd(seed, tokens, sizes, softmax, normalised, balance, z, b
         assert_close(router.gradients["bias"], before["bias"] + 2 * over_average(router, choice_tk))
     read = (d_gates_tk, scores_tE, choice_tk, load_E, x_tD)
     assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
+
+
+def mixed(logits_tE: Tensor, jitter: float, k: int) -> tuple[Tensor, Tensor]:
+    """Gates and choices of SparseMixer for any k, token by token; `sparsemixer` of `transformers` has two."""
+    gates, choices = [], []
+    for row in logits_tE.unbind():
+        left = list(range(len(row)))
+        for _ in range(k):
+            expert = max(left, key=lambda e, row=row: (row[e].item(), -e))
+            top = row[expert].item()
+            near = [e for e in left if top - row[e].item() <= 2 * jitter * max(abs(row[e].item()), top)]
+            gates.append(row[expert].exp() / row[near].exp().sum())
+            choices.append(expert)
+            left.remove(expert)
+    return torch.stack(gates).view(-1, k), torch.tensor(choices).view(-1, k)
+
+
+@given(
+    seed=seeds,
+    tokens=st.integers(1, 9),
+    sizes=sizes,
+    jitter=st.sampled_from([0.01, 0.2, 5.0]),
+    z=st.sampled_from([0.0, 0.2]),
+    away=st.sampled_from([-3.0, 0.0, 3.0]),
+)
+@settings(max_examples=120, deadline=None)
+def test_gates_of_sparse_mixer_are_those_of_transformers(seed, tokens, sizes, jitter, z, away):
+    """With scores on either side of zero (``away`` from it): there the best one's own size may not count."""
+    torch.manual_seed(seed)
+    E, k = sizes
+    router = made(E, k, mixer_jitter=jitter, z_loss=z)
+    before = prepare(router, FP64)
+    x_tD, d_gates_tk = normal(tokens, 6, dtype=FP64), normal(tokens, k, dtype=FP64)
+    with torch.no_grad():
+        x_tD[:, 0], router.weight[:, 0] = 1, away
+        gates_tk, choice_tk, _, scores_tE = router(x_tD)
+    x, weight = wide_leaf(x_tD), wide_leaf(router.weight)
+    logits_tE = torch.einsum("td,ed->te", x, weight)
+    expected_tk, chosen_tk = mixed(logits_tE, jitter, k)
+    assert_close(gates_tk, expected_tk)
+    assert torch.equal(choice_tk, chosen_tk)
+    if k == 2:
+        expected_tk, chosen_tk = sparsemixer(logits_tE, jitter, training=False)
+        assert_close(gates_tk, expected_tk)
+        assert torch.equal(choice_tk, chosen_tk)
+    total = (expected_tk * d_gates_tk).sum() + 0.37 * reference_losses(
+        logits_tE, torch.zeros(E), 0.0, z
+    ).sum()
+    d_x, d_weight = torch.autograd.grad(total, (x, weight))
+    reads = (d_gates_tk, scores_tE, choice_tk)
+    with torch.no_grad():
+        assert_close(router.input_gradient(*reads, None, 0.37 if z else None)[0], d_x)
+        router.weight_gradient(*reads, x_tD, None, 0.37 if z else None)
+    assert_close(router.gradients["weight"], before["weight"] + d_weight)
+
+
+@pytest.mark.parametrize("more", [{"softmax": "after"}, {"bias_balanced": True}])
+def test_sparse_mixer_has_gates_and_a_choice_of_its_own(more):
+    with pytest.raises(ValueError, match=r"mixer_jitter=0\.1 goes with no bias"):
+        made(4, 2, mixer_jitter=0.1, **more)
 
 
 @pytest.mark.parametrize("softmax", ["before", "after"])

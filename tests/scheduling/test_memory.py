@@ -99,7 +99,7 @@ class MlpLayer:
             "mlp_in": context.columns(inner, shape.hidden, bias=shape.biases),
             "activation": context.activation(),
             "mlp_out": context.rows(f"{name}.out", 2 * shape.ffn, shape.hidden),
-            "residual": context.residual(f"{name}.out"),
+            "residual": context.residual(f"{name}.out" * context.shape.biases),
         }
 
 

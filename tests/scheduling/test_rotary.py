@@ -28,10 +28,23 @@ def test_frequencies_are_those_of_transformers(kind: str, name: str) -> None:
     theirs, factor = ROPE_INIT_FUNCTIONS[kind](config)
     assert factor == 1.0
     plain = [shape.rotary_base ** (-2 * i / shape.head_dim) for i in range(shape.head_dim // 2)]
-    ours = torch.tensor([scaling(frequency) for frequency in plain])
+    frequencies = scaling.frequencies(plain)
+    ours = torch.tensor(frequencies)
     torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
-    kept = sum(scaling(frequency) == frequency for frequency in plain)
+    kept = sum(one == other for one, other in zip(frequencies, plain, strict=True))
     assert (0 < kept < len(plain)) == (kind == "llama3")
+
+
+def test_factors_of_their_own_are_those_of_transformers() -> None:
+    factors = [1.0 + i / 7 for i in range(32)]
+    content = {"rope_type": "longrope", "short_factor": factors, "long_factor": [9.0] * 32, "factor": 2.0}
+    config = LlamaConfig(
+        head_dim=64, rope_theta=1e4, rope_scaling={**content, "original_max_position_embeddings": 64}
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["longrope"](config)
+    scaling = RotaryScaling(factor=1.0, factors=tuple(factors), original_sequence=64)
+    ours = torch.tensor(scaling.frequencies([1e4 ** (-i / 32) for i in range(32)]))
+    torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +53,9 @@ def test_frequencies_are_those_of_transformers(kind: str, name: str) -> None:
         ({"factor": 0.0}, "factor=0.0 must be greater than zero"),
         ({"low_frequency_factor": -1.0}, "low_frequency_factor=-1.0 must be greater than zero"),
         ({"high_frequency_factor": 1.0}, "high_frequency_factor=1.0 must be greater than low_"),
+        ({"magnitude": 0.0}, "magnitude=0.0 must be greater than zero"),
+        ({"factors": (1.0, -1.0)}, "factors=[1.0, -1.0] must be greater than zero"),
+        ({"factors": (1.0,), "original_sequence": None}, "factors need original_sequence"),
         ({"original_sequence": 0}, "original_sequence=0 must be greater than zero"),
     ],
 )
