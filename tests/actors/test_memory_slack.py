@@ -49,9 +49,9 @@ def held(outcome: Outcome) -> int:
 def test_a_bound_is_kept() -> None:
     alone, free = activations("megatron", None), activations("braid", None)
     assert free > 1.3 * alone, "without a bound, units of layers hold more: there is something to bound"
-    bounded = [activations("braid", slack) for slack in (0.15, 0.3)]
+    bounded = [activations("braid", slack) for slack in (0.15, 0.4)]
     assert bounded[0] <= 1.15 * alone
-    assert bounded[0] < bounded[1] <= 1.3 * alone, "what is allowed is used"
+    assert bounded[0] < bounded[1] <= 1.4 * alone, "what is allowed is used where that is quicker"
     assert activations("braid", 100.0) == free
 
 
