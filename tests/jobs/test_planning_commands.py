@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braid.jobs.planning import work as planning
-from braid.scheduling.planner.decide import modelled
+from braid.scheduling.planner.decide import ALIKE, modelled
 from tests.end_to_end.forked import Command
 
 pytestmark = pytest.mark.slow
@@ -149,16 +150,19 @@ def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
 
 
 def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:
-    """What was taken is said; asked for by its own name, it takes as long."""
+    """Of those that are alike it takes the leanest, and says so; by its own name it takes as long."""
     arguments = ("--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}")
     best, *single = (
         as_json("simulate", "small.yaml", *arguments, "--schedule", name, cwd=folder)
         for name in ("braid", "braid_w", "braid_eager", "braid_v")
     )
     assert best["fits"]
-    by_pipeline = {one["pipeline"]: one["step_seconds"] for one in single}
+    by_pipeline = {one["pipeline"]: one for one in single}
     assert set(by_pipeline) == {"w", "eager_w", "v"}
-    assert best["step_seconds"] == min(by_pipeline.values()) == by_pipeline[best["pipeline"]]
+    alike = (1 + ALIKE) * min(one["step_seconds"] for one in single)
+    leanest = min((one for one in single if one["step_seconds"] <= alike), key=itemgetter("peak_bytes"))
+    assert best["pipeline"] == leanest["pipeline"]
+    assert best["step_seconds"] == leanest["step_seconds"]
     shown = braid("simulate", "small.yaml", *arguments, "--schedule", "braid", cwd=folder)
     assert f"braid ({best['pipeline']}), tp 4 x pp 2" in shown.stdout
     planned = braid(
