@@ -32,7 +32,13 @@ from braid.scheduling.sizes import part_sizes
 from braid.scheduling.validate import check, linked
 
 ALIKE = 0.02
-"""Steps that differ by less the simulator cannot tell apart (docs/log.md): memory decides then."""
+"""Steps that differ by less the simulator cannot tell apart (docs/log.md)."""
+
+EQUAL = 0.005
+"""Pipelines of one schedule whose steps differ by less are taken by memory: what is held costs time too.
+
+Not `ALIKE`: of one schedule's pipelines the simulator tells less (1.1 % told, 1 to 5 measured, docs/log.md).
+"""
 
 Over = Callable[[Simulation], float]
 """Bytes by which a simulated step exceeds what is allowed; 0 within."""
@@ -134,13 +140,13 @@ def decide(
             refused = error
     if not found:
         raise refused or ValueError("no schedule suits this layout and number of micro-batches")
-    taken = _leanest(found)
+    taken = _leanest(found, ALIKE)
     check(taken.code)
     return [taken, *(one for one in sorted(found, key=rank) if one is not taken)]
 
 
-def _leanest(found: Sequence[Outcome]) -> Outcome:
-    """What needs least memory of the quickest that fits and of those that are alike (`ALIKE`).
+def _leanest(found: Sequence[Outcome], alike: float) -> Outcome:
+    """What needs least memory of the quickest that fits and of those that are slower by no more than a part.
 
     Where nothing fits, what misses least.
     """
@@ -149,7 +155,7 @@ def _leanest(found: Sequence[Outcome]) -> Outcome:
     if len(fitting) == 1:
         return fitting[0]  # not simulated: memory costs a tenth of what times do
     quickest = min(one.step_ns for one in fitting)
-    near = [one for one in fitting if one.step_ns <= quickest * (1 + ALIKE)]
+    near = [one for one in fitting if one.step_ns <= quickest * (1 + alike)]
     return min(near, key=lambda one: max(held.total_bytes for held in one.simulation.memory))
 
 
@@ -177,7 +183,7 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: 
             refused = error
     if not found:
         raise refused or ValueError("there is nothing to choose from")
-    best = _leanest(found)
+    best = _leanest(found, EQUAL)
     return with_cuts(best, bench_of, over) if cut else best
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from braid.jobs.planning import work as planning
-from braid.scheduling.planner.decide import ALIKE, modelled
+from braid.scheduling.planner.decide import EQUAL, modelled
 from tests.end_to_end.forked import Command
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:
     assert best["fits"]
     by_pipeline = {one["pipeline"]: one for one in single}
     assert set(by_pipeline) == {"w", "eager_w", "v"}
-    alike = (1 + ALIKE) * min(one["step_seconds"] for one in single)
+    alike = (1 + EQUAL) * min(one["step_seconds"] for one in single)
     leanest = min((one for one in single if one["step_seconds"] <= alike), key=itemgetter("peak_bytes"))
     assert best["pipeline"] == leanest["pipeline"]
     assert best["step_seconds"] == leanest["step_seconds"]

@@ -10,7 +10,7 @@ from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.plan import Plan, parse_plan
 from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.planner.cluster import LEAST, DoesNotFitError, plan_layout, plan_of
-from braid.scheduling.planner.decide import ALIKE, best_of, evaluate, modelled, replay, within
+from braid.scheduling.planner.decide import EQUAL, best_of, evaluate, modelled, replay, within
 from braid.scheduling.planner.explain import explain
 from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
 from braid.scheduling.planner.tiers import TIERS
@@ -218,7 +218,7 @@ def test_what_is_left_out_for_its_memory_would_not_have_been_taken(share: float)
     needs = [one.missing_bytes for one in alone]
     limit = min(needs) + share * (max(needs) - min(needs))
     fitting = [one.step_ns for one in alone if one.missing_bytes <= limit]
-    assert best_of(tried, modelled(spec), within(limit)).step_ns <= min(fitting) * (1 + ALIKE)
+    assert best_of(tried, modelled(spec), within(limit)).step_ns <= min(fitting) * (1 + EQUAL)
 
 
 def test_what_is_fixed_stays() -> None:
