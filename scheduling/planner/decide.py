@@ -37,7 +37,7 @@ ALIKE = 0.02
 EQUAL = 0.005
 """Pipelines of one schedule whose steps differ by less are taken by memory: what is held costs time too.
 
-Not `ALIKE`: of one schedule's pipelines the simulator tells less (1.1 % told, 1 to 5 measured, docs/log.md).
+Less than `ALIKE`, as such a pair shares most of its errors, and what fits in memory costs nothing.
 """
 
 Over = Callable[[Simulation], float]
