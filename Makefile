@@ -28,8 +28,8 @@ demo: setup  ## see what hiding communication is worth: two ranks over an emulat
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run all tests but benchmarks', in two processes; of cases each with each a fifth, drawn anew
-	$(PYTEST) --durations 40 -m "not benchmarks" --turns 5
+test: setup  ## run all tests but benchmarks', in two processes; of cases each with each an eighth, drawn anew
+	$(PYTEST) --durations 40 -m "not benchmarks" --turns 8
 
 test-all: setup  ## run all tests
 	$(PYTEST) --durations 40
