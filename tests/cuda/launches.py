@@ -6,6 +6,7 @@ times are those of the analytic profile of an H100, host times of the counts at 
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import braid
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Kind
 from braid.scheduling.presets.library import cluster_preset, model_preset
@@ -28,6 +30,8 @@ PRICES_US = {"dispatches": 5.0, "events": 1.0, "waits": 0.5, "collectives": 12.0
 """Of one each, on a host of 2023: an eager operator of PyTorch on CUDA from Python to the driver, an event, a
 wait, a call of NCCL through torch, a call of a Python function. Assumed, not measured: no GPU was there."""
 MICRO_BATCHES = 4
+OWN = os.path.join(os.path.dirname(braid.__file__), "")
+"""Where modules of the project are. Not any path with braid in it: the checkout, too, may be called that."""
 
 
 def counts(schedule: str, gpt: bool = False) -> dict[str, float]:
@@ -55,7 +59,7 @@ def _calls(found: Counter[str]) -> Iterator[None]:
     """Count calls of the project's own Python functions."""
 
     def count(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and "/braid/" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
             found["python"] += 1
 
     sys.setprofile(count)
