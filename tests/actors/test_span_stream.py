@@ -153,6 +153,22 @@ def test_steps_are_left_out_when_streaming_costs_too_much() -> None:
     assert taken.batches[-1].every >= 4
 
 
+def test_no_step_is_left_out_for_labels_which_are_told_once() -> None:
+    """A large model has thousands of labels, and telling them takes more than the first second's budget."""
+    taken = Taken()
+    stream = SpanStream(0, 1, taken, budget=0.02)
+    labels = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(100_000)]
+    stream.put(labels, records_of(1, 10), 1)
+    until(lambda: len(taken.records) == 10)
+    looked = time.monotonic() + 1.6  # it looks at its costs once a second
+    while time.monotonic() < looked:
+        assert stream.every == 1
+        time.sleep(0.01)
+    stream.put(labels, records_of(3, 10), 3)
+    stream.close()
+    assert len(taken.records) == 20
+
+
 def test_files_rotate_within_their_budget_and_each_can_be_read_alone(tmp_path: Path) -> None:
     files = SpanFiles(tmp_path / "trace", bytes_per_rank=1)  # the least: 64 KiB a file
     for sequence in range(40):
