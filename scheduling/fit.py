@@ -48,10 +48,15 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
 def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
     if layout.ep == 1:
         return
-    if shape.experts % layout.ep or not shape.experts:
+    if not shape.experts:
+        raise ValueError(
+            f"parallel.ep={layout.ep} cuts experts, but model.experts=0; set parallel.ep to 1, or "
+            f"model.family to moe and model.experts to a multiple of {layout.ep}"
+        )
+    if shape.experts % layout.ep:
         raise ValueError(
             f"parallel.ep={layout.ep} does not divide model.experts={shape.experts}; "
-            f"set parallel.ep to one of {_divisors(shape.experts or 1)}"
+            f"set parallel.ep to one of {_divisors(shape.experts)}"
         )
     ranks = layout.dp * layout.cp
     fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and 0 in (ep % layout.cp, layout.cp % ep)]

@@ -140,6 +140,11 @@ class ModelShape:
                         f"model.{key}={str(value).lower()} needs experts, and with them model.family moe"
                     )
             return
+        if not self.experts:
+            raise ValueError(
+                "model.family moe routes among experts, but model.experts=0; set model.experts, or another "
+                "model.family"
+            )
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "

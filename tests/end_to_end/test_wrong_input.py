@@ -241,6 +241,16 @@ CASES = [
         {"model": {"family": "moe", "experts": 6, "top_k": 2}, "parallel": {"dp": 4, "ep": 4}},
     ),
     Case(
+        "ranks for experts of a dense model",
+        ("parallel.ep=2", "model.experts=0", "parallel.ep to 1", "multiple of 2"),
+        {"parallel": {"dp": 2, "ep": 2}},
+    ),
+    Case(
+        "a mixture without experts",
+        ("model.family moe", "model.experts=0", "set model.experts"),
+        {"model": {"family": "moe", "top_k": 2}},
+    ),
+    Case(
         "more ranks for experts than there are",
         ("parallel.ep=4", "parallel.dp x parallel.cp = 2 x 1", "one of 1, 2"),
         {"model": {"family": "moe", "experts": 8, "top_k": 2}, "parallel": {"dp": 2, "ep": 4}},
