@@ -309,6 +309,9 @@ def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
     if problem["type"] in ("string_type", "path_type") and isinstance(value, bool | int | float):
         text = f'"{json.dumps(value)}"'
         return f"{key}={value!r}: must be text; write it in quotes: {text}, or --set '{key}={text}'"
+    if problem["type"] == "tuple_type" and isinstance(value, str | bool | int | float):
+        text = f"[{json.dumps(value)}]"
+        return f"{key}={value!r}: must be a list; write it in brackets: {text}, or --set '{key}={text}'"
     message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
     if not path:  # a check over sections names the keys itself
         return message

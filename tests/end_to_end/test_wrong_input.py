@@ -241,6 +241,11 @@ CASES = [
         {"model": {"family": "moe", "experts": 6, "top_k": 2}, "parallel": {"dp": 4, "ep": 4}},
     ),
     Case(
+        "one glob, not in a list",
+        ("data.files='*.txt'", "must be a list", '["*.txt"]'),
+        {"data": {"files": "*.txt"}},
+    ),
+    Case(
         "ranks for experts of a dense model",
         ("parallel.ep=2", "model.experts=0", "parallel.ep to 1", "multiple of 2"),
         {"parallel": {"dp": 2, "ep": 2}},
