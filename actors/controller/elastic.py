@@ -47,30 +47,38 @@ def best_degrees(
     """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
 
     Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
-    ``runs``: whether model and batch fit a layout. None if nothing from ``elastic.min_ranks`` on does.
+    ``runs``: whether model and batch fit a layout, and planning accepts it; the best layouts are asked first,
+    and none after the answer. None if nothing from ``elastic.min_ranks`` on does.
     """
     now = degrees_of(config)
     limit = min(capacity, elastic.max_ranks or capacity)
-    fitting = [
-        one
-        for one in degrees_up_to(limit, now.cp, now.ep)
-        if one.ranks >= (elastic.min_ranks or 1) and runs(one.of(config))
-    ]
-    return max(
-        fitting,
-        key=lambda one: (one.ranks, one.tp == now.tp, one.pp == now.pp, one.ep, one.dp, one.tp),
-        default=None,
-    )
+    for samples in range(limit // now.cp, 0, -1):
+        if samples * now.cp < (elastic.min_ranks or 1):
+            break
+        best_first = sorted(
+            degrees_with(samples, now.cp, now.ep),
+            key=lambda one: (one.tp == now.tp, one.pp == now.pp, one.ep, one.dp, one.tp),
+            reverse=True,
+        )
+        for degrees in best_first:
+            if runs(degrees.of(config)):
+                return degrees
+    return None
 
 
 def degrees_up_to(limit: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degrees]:
     """Every way to lay out so many ranks, and every smaller number, with ``cp`` and up to ``most_ep``."""
-    for ranks in range(1, limit // cp + 1):
-        for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            for pp in (n for n in range(1, ranks // tp + 1) if ranks // tp % n == 0):
-                dp = ranks // tp // pp
-                for ep in (n for n in range(1, most_ep + 1) if dp * cp % n == 0):
-                    yield Degrees(dp, tp, pp, cp, ep)
+    for samples in range(1, limit // cp + 1):
+        yield from degrees_with(samples, cp, most_ep)
+
+
+def degrees_with(samples: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degrees]:
+    """Every way to lay out ``samples`` times ``cp`` ranks with up to ``most_ep``."""
+    for tp in (n for n in range(1, samples + 1) if samples % n == 0):
+        for pp in (n for n in range(1, samples // tp + 1) if samples // tp % n == 0):
+            dp = samples // tp // pp
+            for ep in (n for n in range(1, most_ep + 1) if dp * cp % n == 0):
+                yield Degrees(dp, tp, pp, cp, ep)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,19 @@ class Membership:
         self._seen: tuple[int, float] | None = None
         """A capacity, and since when it is there."""
         self.cost_s = _GUESSED_COST_S
+        self._found: dict[tuple[Degrees, int], Degrees | None] = {}
+        """Best layouts by the present one and the capacity: a search takes as long as the ranks are many."""
+
+    def best(self, config: Config, capacity: int) -> Degrees | None:
+        """`best_degrees`, searched for once."""
+        key = degrees_of(config), capacity
+        if key not in self._found:
+            self._found[key] = best_degrees(config, capacity, self._runs, self._elastic)
+        return self._found[key]
+
+    def forget(self) -> None:
+        """Search anew: other layouts fit now."""
+        self._found.clear()
 
     def look(
         self, config: Config, capacity: int, leaving: bool, now: float, step_s: float, steps_left: int
@@ -130,7 +151,7 @@ class Membership:
             self._seen = capacity, now
         if not leaving and not self._settled(now):
             return None
-        best = best_degrees(config, capacity, self._runs, self._elastic)
+        best = self.best(config, capacity)
         here = degrees_of(config)
         if best is None or best == here:
             return None
@@ -165,7 +186,7 @@ class Membership:
         if not self._settled(now):
             return None
         here = degrees_of(config)
-        best = best_degrees(config, min(capacity, here.ranks), self._runs, self._elastic)
+        best = self.best(config, min(capacity, here.ranks))
         if best is None or best.ranks * straggler.times <= here.ranks * _WORTH:
             return None
         if steps_left * step_s * (1 - here.ranks / (best.ranks * straggler.times)) <= self.cost_s:

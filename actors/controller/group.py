@@ -1,8 +1,9 @@
 """The ranks of a run as the controller sees them, wherever they run."""
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,6 +12,7 @@ from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
 from braid.actors.controller.health import Vigil
 from braid.actors.controller.span_files import SpanCounts
 from braid.actors.stage.rank import Pulse, Rank
+from braid.actors.stage.reading import UnreadableError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,7 +26,29 @@ _INTERRUPT_SECONDS, _GPU_INTERRUPT_SECONDS = 5.0, 30.0
 _STEADY = frozenset(
     method.__name__ for method in (Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
 )
-"""Calls during which ranks count what they do, or tell that they work by themselves."""
+"""Calls during which ranks count what they do, or tell that they work by themselves: lack of progress bounds
+them. All other calls have a limit of time."""
+_LONG = frozenset(
+    method.__name__
+    for method in (
+        Rank.setup,
+        Rank.profile,
+        Rank.activation_bytes,
+        Rank.damage,
+        Rank.load,
+        Rank.load_initial,
+        Rank.restore_copies,
+        Rank.rescue,
+        Rank.begin_save,
+    )
+)
+"""Calls that read, write, send or measure as much as a model has."""
+_CALL_SECONDS, _LONG_SECONDS = 120.0, 1200.0
+"""Limits of a call and of a long call, at least; ``cluster.group_timeout_s`` beyond 120 s raises both."""
+
+
+class StoppedError(RuntimeError):
+    """The run was asked to stop while it waited for ranks that were not training."""
 
 
 class WorkerError(RuntimeError):
@@ -49,6 +73,13 @@ class WorkerError(RuntimeError):
 
 def _worker_error(rank: int, message: str, user_error: bool, trace: str, died: bool) -> WorkerError:
     return WorkerError(rank, message, user_error=user_error, trace=trace, died=died)
+
+
+def raised(rank: int, error: BaseException, trace: str) -> WorkerError:
+    """What a rank's exception is to the controller: a message for the user, or a failure with its trace."""
+    if isinstance(error, ValueError | UnreadableError):
+        return WorkerError(rank, str(error), user_error=True, trace=trace)
+    return WorkerError(rank, f"{type(error).__name__}: {error}", trace=trace)
 
 
 class WorkerGroup(Protocol):
@@ -91,8 +122,12 @@ class WorkerGroup(Protocol):
     def expect(self, stall_s: float) -> None:
         """From now on, ranks that do not get on for so long in a step have failed."""
 
-    def interrupt(self) -> list[int]:
-        """Make all ranks drop what they are at; returns those that are gone: dead, or killed for silence."""
+    def heeding(self, stopped: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Meanwhile a call that waits raises `StoppedError` once ``stopped`` says so."""
+
+    def interrupt(self, generation: int) -> list[int]:
+        """Make all ranks drop what they are at in a generation; returns the ranks that are gone: dead, or
+        killed as they did not drop it. The others have acknowledged it."""
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start ranks that are gone anew; `ConfigError` if there is no room for them."""
@@ -106,6 +141,13 @@ class WorkerGroup(Protocol):
 
 Outcome = tuple[Any] | WorkerError
 """What a call came to."""
+Answer = tuple[int, str, Any]
+"""A rank, what it was asked beside its call, and its answer."""
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
 
 
 class NoRoomError(ConfigError):
@@ -123,6 +165,9 @@ class WatchedGroup(ABC):
         self._interrupt_s = _GPU_INTERRUPT_SECONDS if on_gpus else _INTERRUPT_SECONDS
         self._silence_s = failure.silence_s
         self._stall_s = cluster.group_timeout_s
+        self._limit_s = max(_CALL_SECONDS, cluster.group_timeout_s)
+        self._long_limit_s = max(_LONG_SECONDS, cluster.group_timeout_s * (_LONG_SECONDS / _CALL_SECONDS))
+        self._stopped: Callable[[], bool] = never
         self._busy: set[int] = set()
         """Ranks that have not answered their last call yet."""
         self._gone: set[int] = set()
@@ -165,17 +210,31 @@ class WatchedGroup(ABC):
         """From now on, ranks that do not get on for so long in a step have failed."""
         self._stall_s = stall_s
 
-    def interrupt(self) -> list[int]:
-        """Make all ranks drop what they are at; whoever does not is killed."""
-        for rank in self._busy - self._gone:
-            self._ask(rank, "interrupt")
+    @contextlib.contextmanager
+    def heeding(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Meanwhile a call that waits raises `StoppedError` once ``stopped`` says so."""
+        before, self._stopped = self._stopped, stopped
+        try:
+            yield
+        finally:
+            self._stopped = before
+
+    def interrupt(self, generation: int) -> list[int]:
+        """Make all ranks drop what they are at in a generation; a rank that does not is killed.
+
+        A rank's own `interrupt` may end later than the call that it breaks off, and the next generation
+        begins after both.
+        """
+        told = self._busy - self._gone
+        for rank in told:
+            self._ask(rank, "interrupt", generation)
         deadline = time.monotonic() + self._interrupt_s
-        while (left := self._busy - self._gone) and time.monotonic() < deadline:
-            outcomes, _ = self._poll(left, _PULSE_SECONDS)
+        while (left := (self._busy | told) - self._gone) and time.monotonic() < deadline:
+            outcomes, answers = self._poll(left & self._busy, _PULSE_SECONDS)
             for rank, outcome in outcomes:
                 self._answered(rank, outcome)
-        for rank in self._busy - self._gone:
-            self._gone.add(rank)
+            told -= {rank for rank, question, _ in answers if question == "interrupt"}
+        self._gone |= self._busy | told
         for rank in self._gone:
             self._kill(rank)
         self._busy.clear()
@@ -193,20 +252,23 @@ class WatchedGroup(ABC):
             self._busy.add(rank)
             self._submit(rank, method, arguments)
         stall_s = self._stall_s if method in _STEADY else None
-        vigil = Vigil(waiting, self._awake, time.monotonic(), self._silence_s, stall_s)
+        limit_s = None if stall_s else self._long_limit_s if method in _LONG else self._limit_s
+        vigil = Vigil(waiting, self._awake, time.monotonic(), self._silence_s, stall_s, limit_s)
         results: dict[int, Any] = {}
         asked = 0.0
         while waiting:
+            if self._stopped():
+                raise StoppedError
             if (now := time.monotonic()) > asked + _PULSE_SECONDS:
                 asked = now
                 for rank in waiting:
                     self._ask(rank, "pulse")
             polled = time.monotonic()
-            outcomes, beats = self._poll(waiting, _PULSE_SECONDS)
+            outcomes, answers = self._poll(waiting, _PULSE_SECONDS)
             now = time.monotonic()
             vigil.forgive(max(0.0, now - polled - _PULSE_SECONDS))  # reading large answers takes long
-            for rank, pulse in beats:
-                progress, awaits = pulse or Pulse(None)
+            for rank, question, answer in answers:
+                progress, awaits = answer if question == "pulse" and answer else Pulse(None)
                 vigil.beat(rank, progress, now, awaits)
                 self._awake.add(rank)
             errors = []
@@ -225,7 +287,8 @@ class WatchedGroup(ABC):
             if (trouble := vigil.verdict(time.monotonic())) is not None:
                 if trouble.silent:
                     self._gone.add(trouble.rank)
-                error = WorkerError(trouble.rank, trouble.text, died=trouble.silent)
+                doing = "" if trouble.silent or method in _STEADY else f" ({method})"
+                error = WorkerError(trouble.rank, trouble.text + doing, died=trouble.silent)
                 error.unwell_seconds = trouble.seconds
                 raise error
         return results
@@ -257,14 +320,14 @@ class WatchedGroup(ABC):
         """Call a rank, without waiting until it takes the call; its outcome comes out of `_poll`."""
 
     @abstractmethod
-    def _ask(self, rank: int, question: str) -> None:
-        """Call ``pulse`` or ``interrupt`` of a rank that is at work, unless such a call is unanswered."""
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        """Call ``pulse`` or ``interrupt`` of a rank that is at work; no pulse while an answer is due."""
 
     @abstractmethod
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
-        """Wait for something; returns outcomes of the ranks waited for, and answers with progress."""
+    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+        """Wait for something; returns outcomes of the ranks waited for, and answers to questions."""
 
     @abstractmethod
     def _kill(self, rank: int) -> None:
@@ -301,8 +364,14 @@ class Launcher(Protocol):
     def hosts(self, ranks: int) -> Sequence[str]:
         """Where so many ranks would be, by rank, as things stand; only the ranks themselves know."""
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
-        """Start that many ranks, not on the nodes of some addresses; `ConfigError` if there is no room."""
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
+        """Start that many ranks, not on the nodes of some addresses.
+
+        Raises `NoRoomError` if there is no room, `WorkerError` if a rank does not start, `StoppedError` once
+        ``stopped`` says so.
+        """
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """Ranks there is room for, those of a group included, but not on the nodes of some addresses; and

@@ -33,14 +33,18 @@ class Vigil:
         now: float,
         silence_s: float,
         stall_s: float | None,
+        limit_s: float | None = None,
     ) -> None:
-        """``awake``: ranks that have answered before. ``stall_s`` None: no steady progress is expected."""
-        self._silence_s, self._stall_s = silence_s, stall_s
+        """``awake``: ranks that have answered before. ``stall_s``: the call has failed after so long without
+        progress; None: it tells no progress. ``limit_s``: the call has failed after so long; None: never.
+        """
+        self._silence_s, self._stall_s, self._limit_s = silence_s, stall_s, limit_s
         self._heard = {rank: now if rank in awake else None for rank in ranks}
         """When a rank last answered; None before its first answer, which its start may delay."""
         self._progress: dict[int, int | None] = {}
         self._awaits: dict[int, str] = {}
         self._advanced = self._begun = now
+        self._forgiven = 0.0
 
     def last_heard(self, rank: int) -> float:
         """When a rank last gave a sign of life, at the latest when the call began."""
@@ -61,6 +65,7 @@ class Vigil:
         """For so long nobody listened, as the controller was busy itself: no rank's silence."""
         self._heard = {rank: None if at is None else at + seconds for rank, at in self._heard.items()}
         self._advanced += seconds
+        self._forgiven += seconds
 
     def done(self, rank: int, now: float) -> None:
         """A rank has finished its call."""
@@ -81,6 +86,10 @@ class Vigil:
                 f"no rank has got on for {now - self._advanced:.1f} s: a link may be cut, or a rank may hang"
             )
             return Trouble(behind, text + self._awaited(behind), now - self._advanced, silent=False)
+        taken = now - self._begun - self._forgiven
+        if self._limit_s is not None and self._heard and taken > self._limit_s:
+            text = f"has not finished within {self._limit_s:g} s, though it answers"
+            return Trouble(min(self._heard), text, taken, silent=False)
         return None
 
     def _awaited(self, behind: int) -> str:

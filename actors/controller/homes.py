@@ -16,6 +16,10 @@ Verify = Callable[[Path], None]
 """Reads all files of a checkpoint; `CheckpointError` if one is not what was saved."""
 
 
+class AwayError(CheckpointError):
+    """No home has a checkpoint to look at, or one did not answer: that may change."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A checkpoint to go on from, and what was wrong with newer ones."""
@@ -36,16 +40,21 @@ class Found:
 class Homes:
     """All places that a run can go on from."""
 
-    def __init__(self, store: CheckpointStore, mirror: Mirror | None, run: str) -> None:
-        """run: its mark, by which its checkpoints are told from others'."""
+    def __init__(
+        self, store: CheckpointStore, mirror: Mirror | None, run: str, *, unmarked: bool = True
+    ) -> None:
+        """run: the mark that this run's checkpoints have. unmarked: checkpoints without a mark, which older
+        versions wrote, are this run's too: not in a folder whose run is being replaced."""
         self.store, self.mirror, self.run = store, mirror, run
+        self._own = (run, "") if unmarked else (run,)
 
     @classmethod
-    def of(cls, config: Config, run: RunIdentity) -> "Homes":
-        """Those that a configuration names; `MirrorError` if no file system answers to the mirror's URL."""
+    def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
+        """The homes in a configuration; `MirrorError` if no file system answers to the mirror's URL."""
         url = config.checkpoint.mirror
         mirror = Mirror(url, run) if url is not None else None
-        return cls(CheckpointStore(config.run_directory / "checkpoints"), mirror, run.mark)
+        store = CheckpointStore(config.run_directory / "checkpoints")
+        return cls(store, mirror, run.mark, unmarked=resume)
 
     @property
     def spare(self) -> CheckpointStore | None:
@@ -53,12 +62,17 @@ class Homes:
         return self.mirror.store if self.mirror is not None else None
 
     def steps(self) -> list[int]:
-        """Steps of this run's checkpoints, good or not, without asking another machine; oldest first."""
-        return sorted({*self.store.steps(), *(self.spare.steps() if self.spare is not None else ())})
+        """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first."""
+        here = [step for step in self.store.steps() if self.store.run_of(step) in self._own]
+        return sorted({*here, *(self.spare.steps() if self.spare is not None else ())})
 
     def begun(self) -> bool:
         """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""
-        return bool(self.store.steps() or (self.mirror is not None and self.mirror.steps()))
+        return bool(self._here() or (self.mirror is not None and self.mirror.steps()))
+
+    def _here(self) -> list[int]:
+        """Steps in the run's own directory that are not known to be another run's."""
+        return [step for step in self.store.steps() if self.store.run_of(step) in (*self._own, None)]
 
     def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
         """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model.
@@ -80,11 +94,12 @@ class Homes:
     def newest_good(self, verify: Verify | None = None) -> Found:
         """The newest checkpoint that nothing is wrong with, and what there is to tell of it.
 
-        `CheckpointError` if there is none. Of the same step the run's own is taken, else the mirror's.
+        `CheckpointError` if there is none: `AwayError` where none was there to be looked at. Of the same step
+        the one in the run's directory is taken, else the mirror's.
         """
         complaints: list[str] = []
-        self.store.undo_replacements()
-        here, there = set(self.store.steps()), self._copies(complaints)
+        here, there = self._steps_here(complaints), self._copies(complaints)
+        away = bool(complaints) or not (here or there)
         for step in sorted(here | there, reverse=True):
             if step in here:
                 try:
@@ -102,10 +117,12 @@ class Homes:
                     return Found(place, manifest, ("; ".join([*complaints, self._brought(step)]),))
                 except (CheckpointError, MirrorError, OSError) as error:
                     complaints.append(str(error))
-        nowhere = f"no older checkpoint is left to fall back to; there is none in {self._places()}"
         if complaints:
-            raise CheckpointError("; ".join([*complaints, nowhere]))
-        raise CheckpointError(f"there is no checkpoint in {self._places()}; start without --resume")
+            nowhere = f"no older checkpoint is left to fall back to; there is none in {self._places()}"
+            raise (AwayError if away else CheckpointError)("; ".join([*complaints, nowhere]))
+        others = set(self.store.steps()) - here
+        text = f"; step-{max(others)} there is another run's" if others else ""
+        raise AwayError(f"there is no checkpoint in {self._places()}{text}; start without --resume")
 
     def _bring(self, mirror: Mirror, step: int, verify: Verify | None) -> tuple[str, Manifest]:
         """A copy as one of this machine's folders: in place, or fetched into the run's own directory."""
@@ -122,6 +139,14 @@ class Homes:
             return str(self.store.adopt(folder, manifest)), manifest
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _steps_here(self, complaints: list[str]) -> set[int]:
+        try:
+            self.store.undo_replacements()
+            return set(self._here())
+        except OSError as error:
+            complaints.append(f"{self.store.directory} cannot be read: {error.strerror}")
+            return set()
 
     def _copies(self, complaints: list[str]) -> set[int]:
         try:

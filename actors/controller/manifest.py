@@ -6,6 +6,7 @@ overwritten, and nothing is loaded that does not match its manifest (docs/design
 """
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.stage.digests import MANIFEST, Digests, damage
+from braid.actors.stage.reading import read_text
 
 VERSION = 1
 STEP_NAME = re.compile(r"step-(\d+)")
@@ -61,6 +63,13 @@ class CheckpointStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._trouble: list[str] = []
+
+    def trouble(self) -> list[str]:
+        """What could not be removed or written beside published checkpoints since the last question: nothing
+        that makes a checkpoint worse. Removals are tried again with the next checkpoint."""
+        told, self._trouble = self._trouble, []
+        return told
 
     def begin(self, step: int, generation: int) -> Path:
         """A fresh directory for the ranks to write into."""
@@ -108,20 +117,38 @@ class CheckpointStore:
 
     def _give_name(self, written: Path, step: int) -> Path:
         final = self.directory / f"step-{step}"
-        if final.exists():
+        aside = self.directory / f"step-{step}.replaced-{os.getpid()}"
+        if replaces := final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
             for leftover in self.directory.glob(f"step-{step}.replaced-*"):
-                shutil.rmtree(leftover)  # or a crash would leave two, and nobody knew which one is whole
-            aside = self.directory / f"step-{step}.replaced-{os.getpid()}"
+                self._remove(leftover)  # or a crash would leave two, and nobody knew which one is whole
             os.rename(final, aside)
-            os.rename(written, final)
-            _sync(self.directory)
-            shutil.rmtree(aside)
-        else:
-            os.rename(written, final)
+        os.rename(written, final)
         _sync(self.directory)
-        write_durably(self.directory / "latest", final.name)
+        # It is published. What follows may fail without harm to it.
+        if replaces:
+            self._remove(aside)
+        try:
+            write_durably(self.directory / "latest", final.name)
+        except OSError as error:
+            self._trouble.append(f"{self.directory / 'latest'} cannot be written: {error.strerror}")
         return final
+
+    def _remove(self, path: Path) -> None:
+        """Remove a folder, or tell in `trouble` why that failed.
+
+        The folder loses its name first: a checkpoint that is removed half-way must not look like one.
+        """
+        names = (self.directory / f"{path.name.split('.')[0]}.tmp-old{n or ''}" for n in itertools.count())
+        try:
+            if ".tmp-" not in path.name:
+                gone = next(name for name in names if not name.exists())
+                os.rename(path, gone)
+                path = gone
+            shutil.rmtree(path)
+        except OSError as error:
+            what = error.filename or path
+            self._trouble.append(f"{what} cannot be removed: {error.strerror}; it is tried again")
 
     def collect(
         self,
@@ -134,7 +161,7 @@ class CheckpointStore:
         spared: Collection[int] = (),
     ) -> None:
         """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
-        saves that never finished.
+        saves that never finished. What cannot be removed is told by `trouble`.
 
         newest      the step that was saved last. Those beyond it belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
@@ -143,19 +170,16 @@ class CheckpointStore:
         spared      steps that are in use and stay for now
         """
         for path in self.directory.glob("step-*.replaced-*"):
-            shutil.rmtree(path)
+            self._remove(path)
         for path in self.directory.glob("step-*.tmp-*"):
             writer = path.name.rpartition("-")[2]
             if generation is None or not writer.isdecimal() or int(writer) <= generation:
-                shutil.rmtree(path)
+                self._remove(path)
         steps = [step for step in self.steps() if newest is None or step <= newest]
         own = [step for step in steps if self.run_of(step) in (None, "", run)]
         for step in to_be_removed(own, keep, keep_every):
             if step not in spared:
-                # By a name that is none first: what is removed half-way must not look like a checkpoint.
-                gone = self.directory / f"step-{step}.tmp-old"
-                os.rename(self.directory / f"step-{step}", gone)
-                shutil.rmtree(gone)
+                self._remove(self.directory / f"step-{step}")
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, oldest first."""
@@ -240,7 +264,7 @@ def verify(path: Path) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """What the manifest of a checkpoint says; `CheckpointError` if it cannot be."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
+        return Manifest.from_json(read_text(path / MANIFEST))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
 

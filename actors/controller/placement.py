@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,26 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config
-from braid.actors.controller.group import NoRoomError, Outcome, WatchedGroup, WorkerError, WorkerGroup
+from braid.actors.controller.group import (
+    Answer,
+    NoRoomError,
+    Outcome,
+    StoppedError,
+    WatchedGroup,
+    WorkerError,
+    WorkerGroup,
+    never,
+    raised,
+)
 from braid.actors.controller.rank_environment import rank_environment
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
-from braid.actors.stage.rank import Pulse
 
 _EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 """Between two looks at the places of ranks that are being started."""
+_START_SECONDS = 300.0
+"""Limit for the start of an actor that has a place: it fetches the package and imports PyTorch."""
 
 
 class RayLauncher:
@@ -63,24 +74,32 @@ class RayLauncher:
                 ray.get(actor.close.remote(), timeout=_EXIT_SECONDS)
             ray.kill(actor)
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
         """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
         if self._places:
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(self._places))
         strategy = "SPREAD" if self._cluster.spread else "PACK"
-        group = placement_group(self._bundles(ranks, avoid), strategy=strategy, name=self._places)
-        if not group.wait(self._cluster.placement_timeout_s):
+        bundles = self._bundles(ranks, avoid, stopped)
+        group = placement_group(bundles, strategy=strategy, name=self._places)
+        try:
+            if not _placed(group, self._cluster.placement_timeout_s, stopped):
+                raise NoRoomError(self._too_small(ranks))
+        except (NoRoomError, StoppedError):
             remove_placement_group(group)
-            raise NoRoomError(self._too_small(ranks))
-        return ActorGroup(group, ranks, self._bundle, self._config)
+            raise
+        return ActorGroup(group, ranks, self._bundle, self._config, stopped)
 
-    def _bundles(self, ranks: int, avoid: Sequence[str]) -> list[dict[str, float]]:
+    def _bundles(
+        self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
+    ) -> list[dict[str, float]]:
         """What every rank reserves; Ray puts them on nodes in an order of its own."""
         bundles = [dict(self._bundle) for _ in range(ranks)]
         if avoid:
-            for bundle, address in zip(bundles, self._places_without(avoid, ranks), strict=True):
+            for bundle, address in zip(bundles, self._places_without(avoid, ranks, stopped), strict=True):
                 bundle[f"node:{address}"] = 0.001  # every node has one of it
         return bundles
 
@@ -111,7 +130,7 @@ class RayLauncher:
         """Ranks that fit into resources."""
         return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
 
-    def _places_without(self, avoid: Sequence[str], ranks: int) -> list[str]:
+    def _places_without(self, avoid: Sequence[str], ranks: int, stopped: Callable[[], bool]) -> list[str]:
         """The address for each rank, none of those to avoid; `NoRoomError` where there are too few.
 
         Places that were given back a moment ago may not be free yet.
@@ -123,6 +142,8 @@ class RayLauncher:
                 return free[:ranks]
             if time.monotonic() > deadline:
                 raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
+            if stopped():
+                raise StoppedError
             time.sleep(_LOOK_SECONDS / 4)
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
@@ -180,20 +201,29 @@ class ActorCollector:
 class ActorGroup(WatchedGroup):
     """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
 
-    def __init__(self, group: PlacementGroup, ranks: int, bundle: dict[str, float], config: Config) -> None:
+    def __init__(
+        self,
+        group: PlacementGroup,
+        ranks: int,
+        bundle: dict[str, float],
+        config: Config,
+        stopped: Callable[[], bool],
+    ) -> None:
         super().__init__(ranks, config.failure, config.cluster, on_gpus="GPU" in bundle)
         self._group, self._bundle, self._config = group, bundle, config
         self._timeout_s = config.cluster.placement_timeout_s
         self._calls: dict[int, Any] = {}
-        self._pulses: dict[int, Any] = {}
-        """Calls under way, and unanswered questions, by rank."""
+        """Calls under way, by rank."""
+        self._questions: dict[Any, tuple[int, str]] = {}
+        """Questions without an answer yet, by their calls: the rank and what it was asked."""
         self._bundle_of = list(range(ranks))
         """The place of every rank in the placement group."""
         self._actors = [self._start(rank) for rank in range(ranks)]
         self._nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
         try:
-            self._number(range(ranks))
-        except NoRoomError:
+            with self.heeding(stopped):
+                self._number(range(ranks))
+        except (NoRoomError, StoppedError, WorkerError):
             self.shutdown()
             raise
 
@@ -223,15 +253,25 @@ class ActorGroup(WatchedGroup):
         self.hosts = host_names(self.addresses, self.node_ids)
 
     def _find_nodes(self) -> None:
-        """Where all ranks run, once they do; `NoRoomError` if a place is lost before its rank has started.
+        """Where all ranks run, once they do.
+
+        `NoRoomError` if a place is lost before its rank has started, `WorkerError` for a rank that has a
+        place and does not start.
 
         A node may be gone, with its ranks, before Ray takes it to be: a rank that is started there meanwhile
         waits for another place, which may never come.
         """
         ranks = {actor.node.remote(): rank for rank, actor in enumerate(self._actors)}
         waiting = list(ranks)
+        deadline = time.monotonic() + max(_START_SECONDS, self._timeout_s)
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS)
+            if waiting and time.monotonic() > deadline:
+                late = ranks[waiting[0]]
+                self._gone.update(ranks[call] for call in waiting)
+                raise WorkerError(late, "its actor has a place and has not started", died=True)
+            if self._stopped():
+                raise StoppedError
             if waiting and not self._group.wait(self._timeout_s):
                 homeless = [ranks[call] for call in waiting]
                 self._gone.update(homeless)  # they will never answer
@@ -246,39 +286,34 @@ class ActorGroup(WatchedGroup):
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._calls[rank] = getattr(self._actors[rank], method).remote(*arguments)
 
-    def _ask(self, rank: int, question: str) -> None:
-        if question == "interrupt" or rank not in self._pulses:
-            self._pulses[rank] = (
-                getattr(self._actors[rank], question).options(concurrency_group=BESIDE).remote()
-            )
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        if question != "pulse" or (rank, question) not in self._questions.values():
+            call = getattr(self._actors[rank], question).options(concurrency_group=BESIDE)
+            self._questions[call.remote(*arguments)] = rank, question
 
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
+    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
         calls = {self._calls[rank]: rank for rank in waiting}
-        pulses = {reference: rank for rank, reference in self._pulses.items()}
-        everything = [*calls, *pulses]
+        everything = [*calls, *self._questions]
+        if not everything:  # the rank that a question is due from cannot be reached
+            time.sleep(timeout_s)
+            return [], []
         ray.wait(everything, num_returns=1, timeout=timeout_s)
         ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
-        beats: list[tuple[int, Pulse | None]] = []
-        for reference in (r for r in ready if r in pulses):
-            del self._pulses[pulses[reference]]
+        answers: list[Answer] = []
+        for reference in (r for r in ready if r in self._questions):
+            rank, question = self._questions.pop(reference)
             with contextlib.suppress(RayError):
-                beats.append((pulses[reference], ray.get(reference)))
-        return [(calls[r], self._outcome(calls[r], r)) for r in ready if r in calls], beats
+                answers.append((rank, question, ray.get(reference)))
+        return [(calls[r], self._outcome(calls[r], r)) for r in ready if r in calls], answers
 
     @staticmethod
     def _outcome(rank: int, reference: Any) -> Outcome:
         try:
             return (ray.get(reference),)
         except RayTaskError as error:
-            cause = error.cause
-            return WorkerError(
-                rank,
-                str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}",
-                user_error=isinstance(cause, ValueError),
-                trace=str(error),
-            )
+            return raised(rank, error.cause, trace=str(error))
         except RayError as error:  # it died, or its node cannot be reached
             text = f"its actor died: {str(error).splitlines()[0]}"
             return WorkerError(rank, text, died=True)
@@ -288,12 +323,12 @@ class ActorGroup(WatchedGroup):
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
     def _kill(self, rank: int) -> None:
-        self._pulses.pop(rank, None)
+        self._questions = {call: asked for call, asked in self._questions.items() if asked[0] != rank}
         ray.kill(self._actors[rank])
 
     def _restart(self, ranks: Sequence[int]) -> None:
         # Ray finds another node for the places of a lost one; until then the group is not ready.
-        if not self._group.wait(self._timeout_s):
+        if not _placed(self._group, self._timeout_s, self._stopped):
             raise NoRoomError(_no_place(ranks))
         for rank in ranks:
             self._actors[rank] = self._start(rank)
@@ -334,6 +369,17 @@ def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[i
             waiting.remove(actor)
     taken |= dict(zip(free, waiting, strict=True))
     return [taken[rank] for rank in ranks]
+
+
+def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
+    """Wait for a placement group; False after ``timeout_s`` without room. `StoppedError` once ``stopped``."""
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if stopped():
+            raise StoppedError
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:

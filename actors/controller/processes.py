@@ -9,9 +9,11 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -19,11 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
+from braid.actors.controller.group import (
+    Answer,
+    Collector,
+    Outcome,
+    WatchedGroup,
+    WorkerError,
+    WorkerGroup,
+    never,
+    raised,
+)
 from braid.actors.controller.parent import die_with
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
-from braid.actors.stage.rank import Pulse
 
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["braid.actors.stage.worker", "torch._dynamo"]
@@ -32,6 +42,9 @@ _EXIT_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 0.3
 """From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
 _CLONE_NEWNET = 0x40000000
+_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that whoever ends a run may send to all of its processes (``timeout``, systemd, ``scancel``, a
+terminal that closes). Only the controller obeys them."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,10 @@ class ProcessLauncher:
         """Machines do not grow, and there is one."""
         return int(len(os.sched_getaffinity(0)) / self._cpus_per_rank), False
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
-        """Start the processes; there is one machine, so nothing can be avoided."""
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
+        """Start the processes, which waits for nothing; there is one machine, so nothing can be avoided."""
         self.check(ranks)
         return ProcessGroup(self._placed(ranks), self._config, self._serve)
 
@@ -126,8 +141,8 @@ class ProcessGroup(WatchedGroup):
         self.hosts = [place.host for place in places]
         self._places, self._serve = places, serve
         self._environment = {**os.environ, **rank_environment(config, os.environ)}
-        self._asked: set[int] = set()
-        """Ranks whose pulse was asked for."""
+        self._asked: dict[int, deque[str]] = {}
+        """Questions that ranks have not answered yet, the oldest first."""
         self._owed = [0] * len(places)
         """Calls that a rank has not answered; more than one after a call that another rank's error ended."""
         self._children = [self._start(rank) for rank in range(len(places))]
@@ -142,7 +157,8 @@ class ProcessGroup(WatchedGroup):
             name=f"braid rank {rank}",
             daemon=True,
         )
-        process.start()
+        with _signals_held():
+            process.start()
         theirs.close()
         their_pulse.close()
         return _Child(process, _Line(calls), _Line(pulse))
@@ -151,23 +167,26 @@ class ProcessGroup(WatchedGroup):
         self._owed[rank] += 1
         self._children[rank].calls.send((method, arguments))
 
-    def _ask(self, rank: int, question: str) -> None:
-        if question == "interrupt" or rank not in self._asked:
-            self._children[rank].pulse.send(question)
-            self._asked.add(rank)
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        if question != "pulse" or rank not in self._asked:
+            self._children[rank].pulse.send((question, arguments))
+            self._asked.setdefault(rank, deque()).append(question)
 
     def _poll(
         self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[tuple[int, Pulse | None]]]:
+    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
         calls = {self._children[rank].calls.connection: rank for rank in waiting}
         pulses = {self._children[rank].pulse.connection: rank for rank in self._asked}
         ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
-        beats: list[tuple[int, Pulse | None]] = []
+        answers: list[Answer] = []
         for connection, rank in pulses.items():
             if connection in ready:
-                self._asked.discard(rank)
-                with contextlib.suppress(EOFError, OSError):
-                    beats.append((rank, connection.recv()))
+                try:
+                    answers.append((rank, self._asked[rank].popleft(), connection.recv()))
+                except (EOFError, OSError):  # its process ends, as its other pipe will tell
+                    self._asked[rank].clear()
+                if not self._asked[rank]:
+                    del self._asked[rank]
         outcomes = []
         for connection, rank in calls.items():
             if connection in ready:
@@ -175,7 +194,7 @@ class ProcessGroup(WatchedGroup):
                 self._owed[rank] -= 1
                 if not self._owed[rank] or (isinstance(outcome, WorkerError) and outcome.died):
                     outcomes.append((rank, outcome))  # else the answer to a call that nobody waits for
-        return outcomes, beats
+        return outcomes, answers
 
     def _receive(self, rank: int) -> Outcome:
         child = self._children[rank]
@@ -189,15 +208,11 @@ class ProcessGroup(WatchedGroup):
         return outcome
 
     def _kill(self, rank: int) -> None:
-        child = self._children[rank]
-        child.process.kill()
-        child.process.join()
-        child.calls.close()
-        child.pulse.close()
+        self._children[rank].kill()
 
     def _restart(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self._asked.discard(rank)
+            self._asked.pop(rank, None)
             self._owed[rank] = 0
             self._children[rank] = self._start(rank)
 
@@ -217,11 +232,7 @@ class ProcessGroup(WatchedGroup):
             child.calls.send(("close", ()))
         for child in self._children:
             child.process.join(_EXIT_SECONDS)
-            if child.process.is_alive():
-                child.process.kill()
-                child.process.join()
-            child.calls.close()
-            child.pulse.close()
+            child.kill()
 
 
 class _Line:
@@ -248,7 +259,7 @@ class _Line:
     def close(self) -> None:
         """The other side has ended."""
         self._unsent.put(None)
-        self._thread.join()
+        self._thread.join(_EXIT_SECONDS)
         self.connection.close()
 
 
@@ -259,6 +270,25 @@ class _Child:
     process: BaseProcess
     calls: _Line
     pulse: _Line
+
+    def kill(self) -> None:
+        """End the process, if it lives, and close the pipes. A process that the kernel does not let go of, as
+        one that waits for a disk, is not waited for."""
+        self.process.kill()
+        self.process.join(_EXIT_SECONDS)
+        self.calls.close()
+        self.pulse.close()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Processes that this thread starts meanwhile, and theirs, do not receive `_HELD`; here these signals
+    come when the block is over. So the fork server, which knows nothing of them, outlives them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 Serve = Callable[[int, str], Any]
@@ -286,8 +316,9 @@ def _serve(
         enter_namespace(place.namespace)
     if place.cpus is not None:
         os.sched_setaffinity(0, place.cpus)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when to end, and closes the pipe
+    for number in _HELD:  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)  # what is ignored is ignored by a rank's children, too
     served: list[Any] = []
     threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)
@@ -299,10 +330,8 @@ def _serve(
             break
         try:
             outcome: Any = (getattr(worker, method)(*arguments),)
-        except ValueError as error:
-            outcome = WorkerError(rank, str(error), user_error=True, trace=traceback.format_exc())
         except Exception as error:
-            outcome = WorkerError(rank, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+            outcome = raised(rank, error, traceback.format_exc())
         try:
             calls.send(outcome)
         except OSError:
@@ -315,9 +344,9 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
     """Call ``pulse`` and ``interrupt`` beside the main loop; what is served need not have them."""
     while True:
         try:
-            question = pulse.recv()
+            question, arguments = pulse.recv()
             method = getattr(served[0], question, None) if served else None
-            pulse.send(_answer_to(method) if method is not None else None)
+            pulse.send(_answer_to(partial(method, *arguments)) if method is not None else None)
         except (EOFError, OSError):
             return
 

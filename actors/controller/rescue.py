@@ -1,4 +1,4 @@
-"""Lost ranks that cannot be replaced: what survivors hold of all ranks becomes a checkpoint."""
+"""The end of a run, or of its layout, without a save: what ranks hold in memory becomes a checkpoint."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import newest_common
 from braid.actors.controller.saving import Saver
-from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, Written
 from braid.actors.stage.rank import Rank
 
 _NOTHING = CopiesHeld(own=(), partner=None, partners=())
@@ -26,8 +26,9 @@ def rescue(
 ) -> Iterator[Saved | Incident]:
     """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
 
-    Without it a run whose layout changes would go on from the newest checkpoint, which it still does where
-    this fails. ``done``: steps that are on record. ``describe``: a manifest's facts from those of the data.
+    Without it the run, in another layout or resumed by its user, would go on from the newest checkpoint,
+    which it still does where this fails. ``done``: steps that are on record. ``describe``: makes a manifest's
+    facts of the data's.
     """
     layout, left = config.layout(), group.left()
     try:
@@ -37,17 +38,15 @@ def rescue(
             return
         step, sources = common
         facts = describe(group.call(left[0], Rank.data_facts))
-        group.call_some(left, Rank.leave)
-        port = group.call(left[0], Rank.open_store, config.cluster.group_timeout_s)
-        plan = Rescue(
-            meeting=Rendezvous(address=group.addresses[left[0]], port=port, generation=generation),
-            survivors=tuple(left),
-            step=step,
-            sources=tuple(sources),
-        )
-        yield from saver.rescue(
-            step, generation, facts, lambda folder: group.call_some(left, Rank.rescue, folder, plan)
-        )
+
+        def write(folder: str) -> list[Written]:
+            group.call_some(left, Rank.leave)
+            port = group.call(left[0], Rank.open_store, config.cluster.group_timeout_s)
+            meeting = Rendezvous(address=group.addresses[left[0]], port=port, generation=generation)
+            plan = Rescue(meeting=meeting, survivors=tuple(left), step=step, sources=tuple(sources))
+            return group.call_some(left, Rank.rescue, folder, plan)
+
+        yield from saver.rescue(step, generation, facts, write)
         kind, text = "rescued", f"{_names(left)} held the states of all ranks after step {step} in memory"
     except (WorkerError, CheckpointError, OSError) as error:
         kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
-from braid.actors.config import Config, ConfigError
-from braid.actors.controller.elastic import Change, Membership, Quarantine, best_degrees
-from braid.actors.controller.group import Launcher, NoRoomError, WorkerGroup
+from braid.actors.config import Config
+from braid.actors.controller.elastic import Change, Degrees, Membership, Quarantine, degrees_of
+from braid.actors.controller.group import Launcher, NoRoomError, StoppedError, WorkerGroup
+from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident
 from braid.scheduling.stragglers import Straggler
 
@@ -24,6 +25,7 @@ class Resizing:
             Membership(config.elastic, self._fits) if config.elastic.max_ranks is not None else None
         )
         self._quarantine = Quarantine(config.elastic.quarantine_s)
+        self._refused: set[Degrees] = set()
         self._asked = 0.0
         self.leaving = False
         """Whether a node that has ranks is being drained."""
@@ -77,22 +79,36 @@ class Resizing:
         while True:
             avoid = self._quarantine.active(time.monotonic())
             capacity = max(left, self._launcher.capacity(None, avoid)[0])
-            best = best_degrees(config, capacity, self._fits, self._elastic)
+            best = self.membership.best(config, capacity)
             if best is not None:
                 return Change(best, f"{why}: {text}", avoid)
             if avoid:
                 self._quarantine.lift()  # better slow than not at all
                 continue
-            if time.monotonic() > deadline or stopped():
+            if stopped():
+                raise StoppedError
+            if time.monotonic() > deadline:
                 raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
             if not told:
                 told = True
                 yield Incident(kind="waiting", text=f"{text}; waiting for nodes", step=step)
             time.sleep(_NODES_SECONDS)
 
+    def refuse(self, degrees: Degrees) -> None:
+        """Planning refuses a layout, for a reason that only measured costs show: it is not proposed again."""
+        self._refused.add(degrees)
+        if self.membership is not None:
+            self.membership.forget()
+
     def _fits(self, config: Config) -> bool:
+        """Whether model and batch fit a layout, and its schedule can be planned."""
+        if degrees_of(config) in self._refused:
+            return False
         try:
-            config.check(self._vocabulary)
-        except ConfigError:
+            shape = config.check(self._vocabulary)
+            # Schedules that are searched for are planned from measured costs: of another schedule's run.
+            measured = config.with_schedule("megatron") if config.overlap.needs_profile else config
+            build_schedule(measured, shape)
+        except ValueError:
             return False
         return True

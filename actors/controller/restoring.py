@@ -1,16 +1,32 @@
 """Brings the ranks of a new generation to the state that training goes on from."""
 
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.group import WorkerGroup
-from braid.actors.controller.homes import Homes
+from braid.actors.controller.group import StoppedError, WorkerGroup
+from braid.actors.controller.homes import AwayError, Found, Homes, Verify
 from braid.actors.controller.manifest import CheckpointError
+from braid.actors.controller.records import Incident
 from braid.actors.controller.recovery import Failure, newest_common
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
+from braid.scheduling.spec import ModelShape
+
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
+"""Between two looks for a home of checkpoints that is away: doubled each time, up to the second number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a run waits for a home of its checkpoints that is away."""
+
+    seconds: float
+    stopped: Callable[[], bool]
 
 
 def restore(
@@ -21,11 +37,13 @@ def restore(
     failure: Failure | None,
     *,
     goes_on: bool,
-) -> tuple[int, tuple[str, ...]]:
+    patience: Patience,
+) -> Generator[Incident, None, tuple[int, tuple[str, ...]]]:
     """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
 
     After a failure that is the newest one among the copies in memory and the good checkpoints; else the
     newest good checkpoint if the run ``goes_on``, or initial weights. ``facts``: of the data.
+    `CheckpointError` if the run goes on and no home has a good checkpoint, or none comes back in time.
     """
     config = plan.config
     copies = config.checkpoint.copies_every
@@ -40,7 +58,8 @@ def restore(
     done = 0
     notes: tuple[str, ...] = ()
     if goes_on:
-        found = homes.newest_of(plan.shape, partial(_verify, group))
+        step = failure.step if failure is not None else 0
+        found = yield from _newest(homes, plan.shape, partial(_verify, group), patience, step)
         if failure is not None:
             failure.source = f"checkpoint step-{found.manifest.step}"
         found.check_data(data_cursor(config, facts))
@@ -51,6 +70,32 @@ def restore(
     if copies:
         group.call_all(Rank.keep_copy, done)
     return done, notes
+
+
+def _newest(
+    homes: Homes, shape: ModelShape, verify: Verify, patience: Patience, step: int
+) -> Generator[Incident, None, Found]:
+    """`Homes.newest_of`, waiting while every home is away: a disk that is not mounted comes back, a run that
+    begins anew does not."""
+    deadline, pause, told = time.monotonic() + patience.seconds, _LOOK_SECONDS, False
+    while True:
+        try:
+            return homes.newest_of(shape, verify)
+        except AwayError as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                waited = f"; waited for it for {patience.seconds:g} s (elastic.wait_s)"
+                raise CheckpointError(f"{error}{waited if patience.seconds else ''}") from None
+            if not told:
+                told = True
+                text = f"{str(error).partition('; start without')[0]}; waiting for it to come back"
+                yield Incident(kind="waiting", text=text, step=step)
+        again = time.monotonic() + min(pause, left)
+        while time.monotonic() < again:
+            if patience.stopped():
+                raise StoppedError
+            time.sleep(min(_LOOK_SECONDS, max(0.0, again - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
 
 
 def data_cursor(config: Config, facts: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import CheckpointConfig
-from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointStore, disk_is_full
 from braid.actors.controller.records import Incident, RunDirectory, Saved
@@ -63,6 +63,10 @@ class Saver:
         self._failed_at: float | None = None
         self.why_not = ""
         """What became of the save that failed last."""
+        self.published = False
+        """Whether a checkpoint of this run has been published since this controller began."""
+        self._told_of: set[str] = set()
+        """Trouble with old checkpoints that was told."""
 
     def step_done(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
@@ -129,6 +133,7 @@ class Saver:
     def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[Saved | Incident]:
         """See how the save under way gets on; a step passes between two looks."""
         yield from self._look_after_late_ones()
+        yield from self._look_after_old_ones()
         if (save := self._save) is None:
             return
         if save.published is None:
@@ -155,6 +160,7 @@ class Saver:
         if self._uploads is not None:
             self._uploads.wait()
         yield from self._look_after_late_ones()
+        yield from self._look_after_old_ones()
 
     def abandon(self) -> None:
         """The ranks have failed: what they have written whole is still published, the rest is removed.
@@ -180,22 +186,45 @@ class Saver:
         for one in self._uploads.trouble() if self._uploads is not None else ():
             yield self._incident("save-failed", one.step, one.generation, one.text)
 
+    def _look_after_old_ones(self) -> Iterator[Incident]:
+        """Tell, once each, what could not be removed of old checkpoints."""
+        homes = (self._homes.store, self._homes.spare)
+        for text in (text for home in homes if home is not None for text in home.trouble()):
+            if text not in self._told_of:
+                self._told_of.add(text)
+                yield self._incident("failed", self.last_step or 0, 0, text)
+
     def rescue(
         self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
     ) -> Iterator[Saved | Incident]:
-        """Publish at once what ``write(folder)`` writes; raises what goes wrong with it."""
-        home, begun = self._homes.store, time.perf_counter()
-        save = _Save(step, generation, facts, home, begun, home.begin(step, generation))
+        """Publish at once what ``write(folder)`` writes; in the mirror, if that is another disk, where the
+        run's own directory takes nothing. Raises what goes wrong with it."""
+        begun = time.perf_counter()
+        save = _Save(step, generation, facts, self._homes.store, begun)
         try:
-            path = self._publish(save, _files(write(str(save.folder))))
-        except Exception:
-            shutil.rmtree(save.folder, ignore_errors=True)
-            raise
+            try:
+                path = self._publish_now(save, write)
+            except (OSError, ValueError, WorkerError):
+                if self._homes.spare is None:
+                    raise
+                save.home = self._homes.spare
+                path = self._publish_now(save, write)
+        finally:
+            if save.folder.name:
+                shutil.rmtree(save.folder, ignore_errors=True)  # published, it has another name
         save.stalled_s = time.perf_counter() - begun
         yield from self._told(save, path)
 
+    def _publish_now(self, save: _Save, write: Callable[[str], Sequence[Written]]) -> Path:
+        save.folder = save.home.begin(save.step, save.generation)
+        written = write(str(save.folder))
+        if failures := [one.failure for one in written if one.failure]:
+            raise OSError("; ".join(failures))
+        return self._publish(save, _files(written))
+
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Nothing is under way any more: what the ranks have not written whole is removed."""
+        self.abandon()
         self._publisher.shutdown()
         if self._uploads is not None:
             self._uploads.close()
@@ -228,7 +257,7 @@ class Saver:
         return path
 
     def _told(self, save: _Save, path: Path) -> Iterator[Saved | Incident]:
-        self.last_step = save.step
+        self.last_step, self.published = save.step, True
         seconds = time.perf_counter() - save.begun
         if not self._keeping.asynchronous:  # told before `begin` is over
             save.stalled_s = seconds

@@ -21,6 +21,10 @@ class SpikeError(WorkerError):
     """A step is to be repeated because of its loss: nothing is wrong with the ranks."""
 
 
+class GuardError(WorkerError):
+    """A guard ends the run, as the configuration asks: nothing is wrong with the ranks."""
+
+
 class StepClock:
     """Wall-clock from the end of a step to the end of the next, and what it went to; seconds since 1970."""
 
@@ -124,7 +128,7 @@ class Stepper:
                 f"the gradient norm of step {step + 1} is {result.gradient_norm}; the run ends as "
                 f"failure.on_nan=stop asks; --resume goes on from the newest checkpoint"
             )
-            raise WorkerError(0, text, user_error=True)
+            raise GuardError(0, text, user_error=True)
         told = []
         if result.discarded:
             what = "repeated" if result.applied else "skipped on all ranks"

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from braid.actors.stage.reading import UnreadableError, read_text
+
 INDEX_FILE = "index.json"
 INDEX_FORMAT = "braid-tokens"
 INDEX_VERSION = 1
@@ -88,14 +90,14 @@ class DataIndex:
 def read_index(directory: Path) -> DataIndex:
     """Read a prepared folder's index and check it against the sizes of the shards.
 
-    Raises ValueError, naming the path and the remedy, if the folder is not a prepared data set, was written
-    by another version, is damaged, or has a shard that is missing or of another size.
+    Raises `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data
+    set, was written by another version, is damaged, or has a shard of another size. Both name the remedy.
     """
     path = directory / INDEX_FILE
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(read_text(path))
     except OSError as fault:
-        raise ValueError(
+        raise UnreadableError(
             f"data set {directory}: cannot read {INDEX_FILE} ({fault.strerror}); run `braid prepare`, "
             "and put the folder where every node sees it"
         ) from None
@@ -149,7 +151,7 @@ def _check_size(directory: Path, shard: Shard, itemsize: int) -> None:
     try:
         size = (directory / shard.file).stat().st_size
     except OSError as fault:
-        raise ValueError(f"data set {directory}: {shard.file}: {fault.strerror}; {_AGAIN}") from None
+        raise UnreadableError(f"data set {directory}: {shard.file}: {fault.strerror}; {_AGAIN}") from None
     if size != wanted:
         raise ValueError(f"data set {directory}: {shard.file} has {size} bytes, not {wanted}; {_AGAIN}")
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 
+from braid.actors.stage.reading import open_regular, read_text
+
 MANIFEST = "manifest.json"
 """The file of a checkpoint that says what all others are (`braid.actors.controller.manifest`)."""
 
@@ -23,7 +25,7 @@ def damage(directory: Path, files: Digests) -> str | None:
     """The first file that differs from its digest, and how; None if none does."""
     for name, (size, digest) in files.items():
         try:
-            with (directory / name).open("rb") as file:
+            with open_regular(directory / name) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != size:
                     return f"file {name} has {found} bytes instead of {size}"
@@ -36,7 +38,10 @@ def damage(directory: Path, files: Digests) -> str | None:
 
 def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
     """`damage` in one rank's share of the files in a checkpoint's manifest: of about as many bytes each."""
-    files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+    try:
+        files = json.loads(read_text(directory / MANIFEST))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the controller could read it a moment ago
+        return f"{MANIFEST} cannot be read ({error})"
     largest_first = sorted(files, key=lambda name: (-files[name][0], name))
     return damage(directory, {name: (files[name][0], files[name][1]) for name in largest_first[rank::ranks]})
 

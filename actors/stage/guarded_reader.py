@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from braid.actors.stage.reading import UnreadableError, open_regular
+
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -60,7 +62,8 @@ class GuardedReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents, read once; `ValueError` if it is anything else."""
+        """The table of contents, read once; `ValueError` if it is anything else, `UnreadableError` if the
+        file cannot be read."""
         if self._metadata is None:
             self._metadata = self._read()
         assert self._metadata.storage_meta is not None
@@ -82,10 +85,10 @@ class GuardedReader(FileSystemReader):
     def _read(self) -> Metadata:
         path = self._directory / ".metadata"
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 metadata = _Unpickler(file).load()
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+            raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # a damaged pickle raises whatever it happens to run into
             raise ValueError(f"{path} is refused: {error}") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

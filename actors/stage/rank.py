@@ -33,8 +33,11 @@ class Rank(ABC):
         """How much was done so far, and what is waited for."""
 
     @abstractmethod
-    def interrupt(self) -> None:
-        """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
+    def interrupt(self, generation: int | None = None) -> None:
+        """Make the method that waits for other ranks raise; the process groups are of no use afterwards.
+
+        generation: the one that is broken off, and no later one; None: the present one.
+        """
 
     @abstractmethod
     def open_log(self, run: str, generation: int) -> None:
@@ -85,6 +88,13 @@ class Rank(ABC):
     @abstractmethod
     def keep_copy(self, step: int) -> None:
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
+
+    @abstractmethod
+    def pair_copies(self, shift: int) -> None:
+        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks are asked.
+
+        Copies of the state of another rank than the new partner's are forgotten.
+        """
 
     @abstractmethod
     def copies_held(self) -> CopiesHeld:

@@ -93,7 +93,7 @@ class Worker(Logged, Rank):
         recorder: Recorder | None = getattr(self, "_recorder", None)
         return Pulse(None) if recorder is None else Pulse(*recorder.pulse())
 
-    def interrupt(self) -> None:
+    def interrupt(self, generation: int | None = None) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
         self._membership.break_off()
 
@@ -124,7 +124,10 @@ class Worker(Logged, Rank):
         self._mesh.warm_up()
         self._build(plan, schedule)
         self._recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, self._mesh.groups))
-        self._join_others(config, rendezvous, timeout)
+        if config.checkpoint.copies_every:
+            self.pair_copies(rendezvous.copies_shift)
+        beside = dist.new_group(backend="gloo", timeout=timeout) if config.checkpoint.asynchronous else None
+        self._saves = Saves(self._optimizer, beside)
         self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         if plan.data:
@@ -137,16 +140,6 @@ class Worker(Logged, Rank):
     @property
     def _device(self) -> torch.device:
         return self._membership.device
-
-    def _join_others(self, config: Config, rendezvous: Rendezvous, timeout: timedelta) -> None:
-        """Groups for what travels beside training."""
-        keeping = config.checkpoint
-        if keeping.copies_every:
-            limit = keeping.copies_mb << 20 if keeping.copies_mb is not None else None
-            layout, shift = self._layout, rendezvous.copies_shift
-            self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
-        group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
-        self._saves = Saves(self._optimizer, group)
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout
@@ -300,6 +293,13 @@ class Worker(Logged, Rank):
     def keep_copy(self, step: int) -> None:
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
         self._copies.keep(self._optimizer, step, wait=self._config.checkpoint.copies_wait)
+
+    def pair_copies(self, shift: int) -> None:
+        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks call this."""
+        megabytes, layout = self._config.checkpoint.copies_mb, self._layout
+        limit = megabytes << 20 if megabytes is not None else None
+        timeout = timedelta(seconds=self._config.cluster.group_timeout_s)
+        self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
 
     def copies_held(self) -> CopiesHeld:
         """What this rank could restore."""

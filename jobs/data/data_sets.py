@@ -13,6 +13,7 @@ from pathlib import Path
 from braid.actors.config import Config
 from braid.actors.controller.records import Incident
 from braid.actors.stage.data import DataIndex, read_index
+from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.files import MissingSourcesError
@@ -143,7 +144,7 @@ def _folders(parent: Path) -> list[Path]:
 def _data_sets(places: Iterator[Path]) -> Iterator[DataSet]:
     """Those that are whole."""
     for place in places:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, UnreadableError):
             yield DataSet(place, read_index(place))
 
 

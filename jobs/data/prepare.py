@@ -30,6 +30,7 @@ from braid.actors.stage.data import (
     Shard,
     read_index,
 )
+from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.corpus import Corpus, WorkItem, cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
@@ -262,7 +263,8 @@ def _summary(output: Path, index: DataIndex, *, reused: bool, duration_ns: int) 
 
 
 def existing(output: Path) -> Prepared:
-    """The data set in ``output``, whatever it was made from; `ValueError` if there is none."""
+    """The data set in ``output``, whatever it was made from. `UnreadableError` or `ValueError` if there
+    is none."""
     began_ns = time.monotonic_ns()
     index = read_index(output)
     return _summary(output.resolve(), index, reused=True, duration_ns=time.monotonic_ns() - began_ns)
@@ -272,7 +274,7 @@ def _fitting(request: Request, output: Path, executor: Executor) -> Prepared | N
     """The data set in ``output``, if it is whole and was made from ``request``."""
     try:
         found = existing(output)
-    except ValueError:
+    except (ValueError, UnreadableError):
         return None
     if not request.fits(found.index, executor):
         return None

@@ -89,7 +89,7 @@ class Ranks:
         for rank in ranks:
             with pytest.raises(WorkerError, match="its process"):
                 self.group.call(rank, Rank.copies_held)
-        assert self.group.interrupt() == sorted(ranks)
+        assert self.group.interrupt(self._generation) == sorted(ranks)
 
     def lose(self, ranks: Sequence[int], shift: int) -> list[CopiesHeld]:
         """Kill ranks and replace them; what all hold then."""

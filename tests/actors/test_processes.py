@@ -90,7 +90,7 @@ def test_an_answer_that_nobody_waits_for_is_no_others(tmp_path: Path) -> None:
                 group.call_all(Rank.one_fails, str(gate))
         gate.touch()
         assert group.call(1, Rank.echo, "third") == "third 1"
-        assert group.interrupt() == [], "nobody is busy"
+        assert group.interrupt(1) == [], "nobody is busy"
     finally:
         group.shutdown()
 
@@ -114,7 +114,7 @@ def test_answers_that_come_together_all_count(
         with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
             group.call_all(Rank.both_fail, first)
         assert caught.value.died
-        assert group.interrupt() == [first]
+        assert group.interrupt(1) == [first]
         group.replace([first])
         assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
     finally:
@@ -128,7 +128,7 @@ def test_an_end_that_takes_long_is_told_before_it_is_over(tmp_path: Path) -> Non
         with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
             group.call(0, Rank.closes)
         assert caught.value.died
-        assert group.interrupt() == [0]
+        assert group.interrupt(1) == [0]
         group.replace([0])
         assert group.call(0, Rank.echo, "second") == "second 0"
     finally:
@@ -160,7 +160,7 @@ def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match="rank 1: has not answered"):
             group.call_all(Rank.size, large)
-        assert group.interrupt() == [1]
+        assert group.interrupt(1) == [1]
         group.replace([1])
         assert group.call_all(Rank.size, large) == [32 << 20] * 2
     finally:

@@ -169,7 +169,7 @@ class KeptRanks:
         """One host."""
         return self._fresh.hosts(ranks)
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""
         return _Lent(self._idle.pop(ranks, None) or self._fresh.start(ranks), self._idle)
 
@@ -191,6 +191,7 @@ class _Lent:
         self.addresses, self.hosts, self.describe = group.addresses, group.hosts, group.describe
         self.call, self.call_all = group.call, group.call_all
         self.expect, self.interrupt, self.replace = group.expect, group.interrupt, group.replace
+        self.heeding = group.heeding
 
     def shutdown(self) -> None:
         """Leave the run's process groups and wait for the next run."""

@@ -158,7 +158,7 @@ def test_a_place_that_is_lost_while_its_rank_starts(
             [
                 group.call(rank, Rank.process_id) for _ in range(100_000)
             ]  # it lives a little longer than its node
-        assert group.interrupt() == [rank]
+        assert group.interrupt(1) == [rank]
         while any(node["Alive"] and node["NodeID"] == lost.node_id for node in ray.nodes()):
             time.sleep(0.1)
         wait, answers = PlacementGroup.wait, iter([True])  # what Ray says before it knows

@@ -65,7 +65,7 @@ class Changing(ProcessLauncher):
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         return self.room, self.leaving
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         group = super().start(ranks)
 
         def replace(lost: Sequence[int]) -> None:

@@ -142,7 +142,7 @@ class Shrinking(ProcessLauncher):
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         return self.room, False
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         self.room = max(self.room - 1, 1)
         if ranks > self.room:
             raise NoRoomError(f"room for {self.room} of {ranks}")

@@ -171,7 +171,7 @@ def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
             bundles = super()._bundles(ranks, avoid)
             return [{**bundle, f"place{node}": 0.01} for bundle, node in zip(bundles, SCRAMBLED, strict=True)]
 
-        def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+        def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
             self.group = super().start(ranks, avoid)
             return self.group
 

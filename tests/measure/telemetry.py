@@ -154,7 +154,7 @@ class _KeepingLauncher(ProcessLauncher):
 
     group: WorkerGroup
 
-    def start(self, ranks: int, avoid: Sequence[str] = ()) -> WorkerGroup:
+    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         self.group = super().start(ranks, avoid)
         return self.group
 
