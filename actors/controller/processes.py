@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.variables import inherited
 from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.parent import die_with
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
@@ -125,7 +126,8 @@ class ProcessGroup(WatchedGroup):
         self.addresses = [place.address for place in places]
         self.hosts = [place.host for place in places]
         self._places, self._serve = places, serve
-        self._environment = {**os.environ, **rank_environment(config, os.environ)}
+        secret = inherited(config.cluster.env, os.environ)
+        self._environment = {**os.environ, **rank_environment(config, os.environ), **secret}
         self._asked: set[int] = set()
         """Ranks whose pulse was asked for."""
         self._owed = [0] * len(places)
