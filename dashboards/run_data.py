@@ -24,6 +24,7 @@ from braid.dashboards.run_files import (
     numbers_in,
     read_json,
     read_text,
+    shown_config,
 )
 from braid.dashboards.step_columns import StepColumns
 from braid.dashboards.timeline_view import (
@@ -283,7 +284,7 @@ def _describe(directory: Path) -> _Described:
     predicted = directory / "trace" / "predicted.json"
     spans = tried(read_trace, predicted) if file_facts(predicted) else None
     report = found["report"] if isinstance(found["report"], dict) else {}
-    config = config if isinstance(config, dict) else {}
+    config = shown_config(config) if isinstance(config, dict) else {}
     train = config.get("train")
     content = {
         "name": str(config.get("name") or directory.name),

@@ -96,6 +96,15 @@ def value_of(line: Mapping[str, Any], field: str) -> Any:
     return value_of(value, inside) if isinstance(value, Mapping) else None
 
 
+def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as pages and trackers may show it: of ``cluster.env`` the names."""
+    cluster = config.get("cluster")
+    variables = cluster.get("env") if isinstance(cluster, Mapping) else None
+    if not isinstance(cluster, Mapping) or not isinstance(variables, Mapping):
+        return dict(config)
+    return {**config, "cluster": {**cluster, "env": sorted(variables)}}
+
+
 @dataclass
 class GrowingLines:
     """A file with a JSON object per line, read from where the last reading stopped.

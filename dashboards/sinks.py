@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from braid.dashboards.run_files import value_of
+from braid.dashboards.run_files import shown_config, value_of
 
 SCALARS = (
     "loss",
@@ -161,7 +161,7 @@ class Sinks:
                 self._open["tensorboard"] = TensorBoardSink(folder / "tensorboard")
         if self._wandb is not None:
             with self._survived("wandb"):
-                self._open["wandb"] = WandbSink(folder, self._wandb, mark, name, config)
+                self._open["wandb"] = WandbSink(folder, self._wandb, mark, name, shown_config(config))
 
     def step(self, line: Mapping[str, Any]) -> None:
         """A step is over."""

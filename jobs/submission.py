@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from braid import __version__
 from braid.actors.config import NAME_PATTERN, Config, ConfigError
 from braid.actors.config.paths import BYTES, anchored
+from braid.actors.config.variables import looks_secret
 from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.doors import check_job_server
 from braid.jobs.session import package
@@ -43,7 +44,6 @@ _LAYOUT, _VERSION, _DIRECTORY, _STOP = (
 )
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.IGNORECASE)
 
 
 class JobError(RuntimeError):
@@ -224,7 +224,7 @@ def environment_of(settings: list[str]) -> dict[str, str]:
         name, separator, value = setting.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"--env {name!r} must be written NAME=VALUE, such as --env NCCL_DEBUG=WARN")
-        if _SECRET.search(name):
+        if looks_secret(name, value):
             raise ConfigError(
                 f"--env {name} looks like a secret, and Ray shows a job's environment to whoever may list "
                 f"jobs; set it on the nodes instead, or let the program read it from a file"

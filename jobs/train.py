@@ -12,6 +12,7 @@ from typing import Any
 
 from braid.actors.config import Config, TelemetryConfig
 from braid.actors.config.paths import anchored
+from braid.actors.config.variables import inherited
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
@@ -88,6 +89,7 @@ def train(
     # ranks do not share the command's folder
     config, options = anchored(config, Path.cwd()), options or RunOptions()
     check_lasting(config)
+    inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)

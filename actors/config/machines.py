@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from braid.actors.config.model import Positive, Section
+from braid.actors.config.variables import check_variables
 
 
 class NcclLimits(Section):
@@ -50,8 +51,8 @@ class ClusterConfig(Section):
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     nccl: NcclConfig = NcclConfig()
-    # variables of ranks' processes, such as NCCL_SOCKET_IFNAME
-    env: dict[str, str] = Field(default_factory=dict)
+    # variables of ranks' processes, such as NCCL_SOCKET_IFNAME; null: as where the run is started, for secrets
+    env: Annotated[dict[str, str | None], BeforeValidator(check_variables)] = Field(default_factory=dict)
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
     # each connection between ranks sends at this rate at most, as if hosts were joined by a slow link: to see

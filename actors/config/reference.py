@@ -103,7 +103,7 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         return ", or ".join("null" if one is type(None) else in_words(one) for one in inner)
     if origin is dict:
-        return f"{in_words(inner[1])}s by name"
+        return f"{in_words(inner[1])}, by name"
     if dataclasses.is_dataclass(kind):
         return f"keys {', '.join(field.name for field in dataclasses.fields(kind))}"
     if origin is tuple:

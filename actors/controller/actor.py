@@ -1,11 +1,13 @@
 """The Ray shell around the controller."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import Controller, Replan, RunOptions
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.placement import RayLauncher
@@ -16,7 +18,11 @@ from braid.actors.stage.messages import RunPlan
 class ControllerActor:
     """Runs one `Controller`; `run` streams its events, `stop` may be called meanwhile (two threads)."""
 
-    def __init__(self, plan: RunPlan, options: RunOptions, replan: Replan | None) -> None:
+    def __init__(
+        self, plan: RunPlan, options: RunOptions, replan: Replan | None, inherited: Mapping[str, str]
+    ) -> None:
+        """``inherited``: variables of the run's command, which ranks get from here."""
+        os.environ.update(inherited)
         places = f"braid {plan.config.run_directory}"
         self._controller = Controller(plan, RayLauncher(plan.config, places), options, replan)
 
@@ -36,4 +42,5 @@ def start_controller(plan: RunPlan, options: RunOptions, replan: Replan | None) 
     """Start the controller's actor on this node, whose files it writes; returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     settings = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": here}
-    return ray.remote(ControllerActor).options(**settings).remote(plan, options, replan)
+    secret = inherited(plan.config.cluster.env, os.environ)
+    return ray.remote(ControllerActor).options(**settings).remote(plan, options, replan, secret)

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config
+from braid.actors.config.variables import inherited
 from braid.actors.controller.group import (
     Answer,
     NoRoomError,
@@ -237,7 +238,7 @@ class ActorGroup(WatchedGroup):
             "scheduling_strategy": place,
             "runtime_env": {"env_vars": rank_environment(self._config, {})},
         }
-        return start_stage(rank, options)
+        return start_stage(rank, options, inherited(self._config.cluster.env, os.environ))
 
     def _number(self, ranks: Sequence[int]) -> None:
         """Give ranks that have just been started their numbers."""

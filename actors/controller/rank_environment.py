@@ -40,9 +40,11 @@ def default_environment(outside: Mapping[str, str], *, deterministic: bool) -> d
 
 
 def rank_environment(config: "Config", outside: Mapping[str, str]) -> dict[str, str]:
-    """What is set for ranks: defaults, unless the environment ``outside`` has them, then ``cluster.env``."""
+    """What is set for ranks: defaults, unless the environment ``outside`` has them, then what ``cluster.env``
+    gives; what it inherits (`inherited`) is handed over apart, as this may be shown."""
     chosen = default_environment(outside, deterministic=config.train.deterministic)
-    return {**chosen, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank), **config.cluster.env}
+    given = {name: value for name, value in config.cluster.env.items() if value is not None}
+    return {**chosen, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank), **given}
 
 
 _DRIVER: Final = Path("/proc/driver/nvidia/gpus")

@@ -1,6 +1,8 @@
 """The Ray shell around a rank: the only Ray import of the stage."""
 
 import contextlib
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -20,7 +22,9 @@ BESIDE = "beside"
 class StageActor(Worker):
     """One rank as an actor; its methods are those of `Worker`."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
+        """``inherited``: variables of the run's command, which Ray would show as a runtime environment."""
+        os.environ.update(inherited)
         super().__init__(rank, ray.util.get_node_ip_address())
 
     def _span_sink(self, target: Any) -> Sink:
@@ -40,11 +44,11 @@ class StageActor(Worker):
         self.rank = rank
 
 
-def start_stage(rank: int, options: dict[str, Any]) -> Any:
+def start_stage(rank: int, options: dict[str, Any], inherited: Mapping[str, str]) -> Any:
     """Start a rank's actor, with Ray's options; returns its handle."""
     settings: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {BESIDE: 1}}
     remote: Any = ray.remote(**settings)
-    return remote(StageActor).options(**options).remote(rank)
+    return remote(StageActor).options(**options).remote(rank, dict(inherited))
 
 
 class ActorSink:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from braid.actors.config import Config
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.checkpoint import Saves, load_checkpoint

@@ -7,6 +7,7 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import anchored
+from braid.scheduling.yaml_text import parse_yaml
 
 
 def written(folder: Path, text: str, *overrides: str) -> Config:
@@ -165,3 +166,35 @@ def test_what_belongs_to_the_configuration_begins_at_its_folder(
     assert (config.runs, config.data.files) == (Path("runs"), ("python-stdlib",))
     model = parse_config(PATHS).model
     assert (model.layer, model.initial) == ("mine.py:Layer", Path("weights")), "no file, no folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_API_KEY", "canary"),
+        ("HF_TOKEN", "canary"),
+        ("AWS_SECRET_ACCESS_KEY", "canary"),
+        ("PGPASSWORD", "canary"),
+        ("DB_CREDENTIALS", "canary"),
+        ("API_KEY", 1234567),
+        ("HTTPS_PROXY", "http://user:canary@proxy:3128"),
+    ],
+)
+def test_secrets_have_no_value_in_a_configuration(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"cluster": {"env": {name: value}}})
+    assert f"{name} looks like a secret" in str(refused.value)
+    assert f"write {name}: null" in str(refused.value)
+    assert "canary" not in str(refused.value)
+    assert "1234567" not in str(refused.value)
+    config = written(tmp_path, f"cluster: {{env: {{{name}: null}}}}")
+    assert config.cluster.env == {name: None}
+    assert parse_config(parse_yaml(config.to_yaml(), "it")) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "MONKEY", "KEYBOARD", "HTTPS_PROXY"]
+)
+def test_other_variables_have(name: str) -> None:
+    config = parse_config({"cluster": {"env": {name: "http://proxy:3128"}}})
+    assert config.cluster.env == {name: "http://proxy:3128"}

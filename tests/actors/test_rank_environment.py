@@ -11,6 +11,7 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.config.machines import NcclConfig
+from braid.actors.config.variables import inherited
 from braid.actors.controller import processes
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
@@ -37,6 +38,25 @@ def test_users_have_the_last_word() -> None:
     found = rank_environment(config_of(env=own), outside)
     assert "CUDA_MODULE_LOADING" not in found
     assert own.items() <= found.items()
+
+
+def test_names_without_a_value_are_inherited_and_not_shown() -> None:
+    config = config_of(env={"API_TOKEN": None, "NCCL_DEBUG": "WARN"})
+    outside = {"API_TOKEN": "canary", "OTHER": "x"}
+    assert inherited(config.cluster.env, outside) == {"API_TOKEN": "canary"}
+    assert "API_TOKEN" not in rank_environment(config, outside)
+    with pytest.raises(ConfigError, match=r"^cluster\.env\.API_TOKEN=null: .* not set; set it there"):
+        inherited(config.cluster.env, {"OTHER": "x"})
+
+
+def test_ranks_that_are_processes_inherit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(processes.ProcessGroup, "_start", lambda self, rank: None)
+    monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
+    group = processes.ProcessGroup(
+        [processes.Place()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
+    )
+    assert group._environment["OMP_NUM_THREADS"] == "7"
 
 
 def test_the_same_bits_need_the_same_algorithms() -> None:

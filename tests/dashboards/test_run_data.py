@@ -221,6 +221,16 @@ def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
     json.dumps(answer, allow_nan=False)
 
 
+def test_variables_are_shown_by_name(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 1)
+    (run.path / "config.yaml").write_text(
+        "name: x\ncluster: {env: {TWO: canary, ONE: canary}, spread: true}\n"
+    )
+    state = read(run.path).state()
+    assert state["config"]["cluster"] == {"env": ["ONE", "TWO"], "spread": True}
+    assert "canary" not in json.dumps(state)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -109,6 +109,15 @@ def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
         assert word in content
 
 
+def test_trackers_are_told_names_of_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("braid.dashboards.sinks.WandbSink", lambda *arguments: given.append(arguments[-1]))
+    sinks = Sinks(tensorboard=False, wandb=WandbRun(mode="offline", project="mine"), tell=print)
+    sinks.begin(tmp_path, "", "run", {"cluster": {"env": {"TWO": "canary", "ONE": None}, "spread": True}})
+    assert given == [{"cluster": {"env": ["ONE", "TWO"], "spread": True}}]
+
+
 @needs_tensorboard
 def test_a_sink_that_cannot_begin_is_told_of_once_and_left_out(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()

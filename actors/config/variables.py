@@ -1,0 +1,48 @@
+"""Variables of ranks (``cluster.env``): secrets are inherited and never written down."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from braid.actors.config.model import ConfigError
+
+_WORDS = {"key", "keys", "token", "tokens", "pass", "pwd", "private", "passphrase"}
+_PARTS = ("secret", "passw", "credential", "apikey", "accesskey", "privatekey")
+
+
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a variable is not for everybody: by its name (``WANDB_API_KEY``), or a URL with a password."""
+    word = name.lower()
+    return (
+        bool(_WORDS & set(re.split(r"[^a-z0-9]+", word)))
+        or any(part in word for part in _PARTS)
+        or _PASSWORD_IN_URL.search(value) is not None
+    )
+
+
+def check_variables(given: Any) -> Any:
+    """``given``, unless it gives a value to what looks like a secret: `ValueError` without the value."""
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        if value is not None and looks_secret(str(name), str(value)):
+            raise ValueError(
+                f"{name} looks like a secret, and a configuration is written down and shown; write "
+                f"{name}: null, and set the variable where the run is started"
+            )
+    return given
+
+
+def inherited(wanted: Mapping[str, str | None], outside: Mapping[str, str]) -> dict[str, str]:
+    """Values from the environment ``outside`` for names without one; `ConfigError` for a name that is unset.
+
+    To be handed from process to process, and never to be written down.
+    """
+    names = [name for name, value in wanted.items() if value is None]
+    if missing := next((name for name in names if name not in outside), None):
+        raise ConfigError(
+            f"cluster.env.{missing}=null: the variable comes from the environment of the run's command, where "
+            f"it is not set; set it there, or leave it out"
+        )
+    return {name: outside[name] for name in names}
