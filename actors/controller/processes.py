@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.variables import inherited
 from braid.actors.controller.group import (
     Answer,
     Collector,
@@ -140,7 +141,8 @@ class ProcessGroup(WatchedGroup):
         self.addresses = [place.address for place in places]
         self.hosts = [place.host for place in places]
         self._places, self._serve = places, serve
-        self._environment = {**os.environ, **rank_environment(config, os.environ)}
+        secret = inherited(config.cluster.env, os.environ)
+        self._environment = {**os.environ, **rank_environment(config, os.environ), **secret}
         self._asked: dict[int, deque[str]] = {}
         """Questions that ranks have not answered yet, the oldest first."""
         self._owed = [0] * len(places)

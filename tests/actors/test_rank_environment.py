@@ -122,7 +122,7 @@ def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.Capture
     thread.start()
     answers = []
     for _ in range(2):
-        ours.send("pulse")
+        ours.send(("pulse", ()))
         assert ours.poll(10)
         answers.append(ours.recv())
     assert answers == [None, 2]
