@@ -22,6 +22,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
 from braid.actors.controller.group import Collector, Outcome, WatchedGroup, WorkerError, WorkerGroup
 from braid.actors.controller.parent import die_with
+from braid.actors.controller.private_folders import shorten_multiprocessing
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 from braid.actors.stage.rank import Pulse
@@ -135,6 +136,7 @@ class ProcessGroup(WatchedGroup):
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "_Child":
+        shorten_multiprocessing()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()
