@@ -5,16 +5,19 @@ import json
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import braid
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.private_folders import private_folder
 from braid.jobs.doors import check_cluster
+from braid.jobs.guardian import MARK, guarded
 
 _CONNECT_SECONDS = 20.0
+_SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
+"""Bytes of the longest path of a socket below the folder of a Ray cluster."""
 
 
 WORKERS = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
@@ -52,10 +55,10 @@ def ray_session(config: Config) -> Iterator[None]:
                     f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
                 ) from None
         else:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
             stack.enter_context(environment({**WORKERS, **os.environ}))
+            directory = stack.enter_context(session_folder())
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
-                stack.enter_context(own_token(Path(directory)))
+                stack.enter_context(own_token(directory))
             ray.init(
                 address="local",
                 num_cpus=len(os.sched_getaffinity(0)),
@@ -68,6 +71,14 @@ def ray_session(config: Config) -> Iterator[None]:
         if address and not named:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
         yield
+
+
+@contextlib.contextmanager
+def session_folder() -> Iterator[Path]:
+    """A private folder for Ray clusters; what is started here meanwhile ends with this process, however it
+    ends, and so does the folder."""
+    with private_folder(_SESSION_ROOM) as folder, environment({MARK: str(folder)}), guarded(folder):
+        yield folder
 
 
 @contextlib.contextmanager

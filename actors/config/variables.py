@@ -42,7 +42,7 @@ def inherited(wanted: Mapping[str, str | None], outside: Mapping[str, str]) -> d
     names = [name for name, value in wanted.items() if value is None]
     if missing := next((name for name in names if name not in outside), None):
         raise ConfigError(
-            f"cluster.env.{missing}=null: it comes from the environment of the run's command, where "
-            f"it is not set; set it there, or leave it out"
+            f"cluster.env.{missing}=null: the variable comes from the environment of the run's command, "
+            f"where it is not set; set it there, or leave it out"
         )
     return {name: outside[name] for name in names}

@@ -33,6 +33,7 @@ from braid.actors.controller.group import (
     raised,
 )
 from braid.actors.controller.parent import die_with
+from braid.actors.controller.private_folders import shorten_multiprocessing
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
 
@@ -150,6 +151,7 @@ class ProcessGroup(WatchedGroup):
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "_Child":
+        shorten_multiprocessing()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()

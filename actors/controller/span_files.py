@@ -3,9 +3,7 @@
 import contextlib
 import os
 import selectors
-import shutil
 import socket
-import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from braid.actors.controller.private_folders import private_folder
 from braid.scheduling.span_batches import Batch, decode
 from braid.scheduling.trace import Label
 
@@ -148,23 +147,14 @@ class SocketCollector:
         return self.files.counts()
 
 
-_FOLDER = "braid-spans-"
-
-
-def _remove_orphans() -> None:
-    """Remove folders of processes that were killed before they could: the names hold their ids."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
-        maker = path.name.removeprefix(_FOLDER).split("-")[0]
-        if maker.isdecimal() and not Path(f"/proc/{maker}").exists():
-            shutil.rmtree(path, ignore_errors=True)
+_SOCKET = "/spans"
 
 
 @contextlib.contextmanager
 def socket_collector(files: SpanFiles) -> Iterator[SocketCollector]:
     """Collect for as long as the context lasts; then everything that has arrived is in the files."""
-    _remove_orphans()
-    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
-        path = os.path.join(folder, "spans")
+    with private_folder(room=len(_SOCKET)) as folder:
+        path = f"{folder}{_SOCKET}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen()

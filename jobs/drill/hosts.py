@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from braid.actors.controller.processes import Place, enter_namespace, separate_places
-from braid.jobs.session import WORKERS
+from braid.jobs.guardian import MARK
+from braid.jobs.session import WORKERS, session_folder
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -291,14 +291,14 @@ def ray_cluster(
     page = [f"--include-dashboard={str(job_server).lower()}"]
     if job_server:
         page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with tempfile.TemporaryDirectory(prefix="brd", dir="/tmp") as folder, _ended(hosts):
+    with session_folder() as folder, _ended(hosts):
         starts = (
             (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
         )
         for host, options in starts:
             command = (*ray, f"--node-ip-address={host.address}", *options)
-            result = host.run(*command, timeout=_START_SECONDS, env={**WORKERS, **env})
+            result = host.run(*command, timeout=_START_SECONDS, env={**WORKERS, MARK: str(folder), **env})
             if result.returncode:
                 raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
         yield address

@@ -3,10 +3,8 @@
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
@@ -15,7 +13,7 @@ from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
-from braid.jobs.session import WORKERS, environment, own_token
+from braid.jobs.session import WORKERS, environment, own_token, session_folder
 
 STEPS = 1_000_000
 """Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""
@@ -186,10 +184,9 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
     Its settings stand in the environment meanwhile, so that commands started here can join it.
     """
     with contextlib.ExitStack() as stack:
-        # Ray names its newest cluster in this folder, and sockets there: their paths have to be short.
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-", dir="/tmp"))
-        stack.enter_context(environment({**_SETTINGS, "RAY_TMPDIR": folder}))
-        stack.enter_context(own_token(Path(folder)))
+        folder = stack.enter_context(session_folder())  # Ray names its newest cluster there
+        stack.enter_context(environment({**_SETTINGS, "RAY_TMPDIR": str(folder)}))
+        stack.enter_context(own_token(folder))
         from ray.cluster_utils import Cluster
 
         nodes = Nodes(Cluster())

@@ -1,10 +1,7 @@
 """From a rank's ring to files in the run directory: order, drops, budgets, a full disk, nobody there."""
 
 import errno
-import os
 import socket
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -284,19 +281,3 @@ def _batch(generation: int, sequence: int, records: Records, labels: list[Label]
         labels=tuple(labels),
         records=records,
     ).encode()
-
-
-def test_folders_of_the_dead_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that was killed leaves its socket's folder; the next one clears it away."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    dead, living = (tmp_path / f"braid-spans-{process}-x" for process in (ended.pid, os.getpid()))
-    for folder in (dead, living):
-        folder.mkdir()
-        (folder / "spans").touch()
-    with socket_collector(SpanFiles(tmp_path / "trace", 1 << 20)) as collector:
-        assert not dead.exists()
-        assert living.exists()
-        assert Path(collector.target).exists()
-    assert not Path(collector.target).exists()

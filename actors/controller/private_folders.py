@@ -1,0 +1,112 @@
+"""Private folders outside of a run's own, for sockets and Ray's sessions.
+
+A Unix socket's path has 107 bytes at most, and ``$TMPDIR`` may be long, read-only or missing: the first place
+that will do is taken. The process that makes a folder holds a lock in it to its end; the next start removes
+folders whose lock nobody holds.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from multiprocessing import util
+from pathlib import Path
+
+from braid.actors.config import ConfigError
+from braid.actors.controller.locks import FileHold
+
+_LONGEST_SOCKET = 107
+_NAME = re.compile(r"braid-(\d+)-[a-z0-9_]{8}")
+_LOCK = ".lock"
+_LONGEST_NAME = len("braid-4194304-abcdefgh")
+_MULTIPROCESSING_ROOM = len("/pymp-abcdefgh/listener-abcdefgh")
+_OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+@contextlib.contextmanager
+def private_folder(room: int) -> Iterator[Path]:
+    """A folder that only this user reads, for the length of the block.
+
+    ``room``: bytes that paths of sockets in it add to its own. `ConfigError` where there is no place for it.
+    """
+    places = _places()
+    for place in places:
+        _remove_orphans(place)
+    folder, lock = _make(places, room)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+def _places() -> list[Path]:
+    """Where temporary files may go, the user's choice first."""
+    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
+    return list(dict.fromkeys(Path(place).absolute() for place in (*chosen[:1], *_OTHERS, *chosen[1:])))
+
+
+def _make(places: Iterable[Path], room: int) -> tuple[Path, FileHold]:
+    refused = []
+    for place in places:
+        if len(os.fsencode(place)) + 1 + _LONGEST_NAME + room > _LONGEST_SOCKET:
+            refused.append(f"{place} is too long a path for sockets")
+            continue
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f"braid-{os.getpid()}-", dir=place))
+        except OSError as error:
+            refused.append(f"{place}: {error.strerror}")
+            continue
+        lock = FileHold(folder / _LOCK)
+        try:
+            lock.take()
+        except ConfigError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            refused.append(str(error))
+            continue
+        return folder, lock
+    raise ConfigError(
+        f"there is no folder for sockets ({'; '.join(refused)}); set TMPDIR to a folder that can be written "
+        f"and whose path has at most {_LONGEST_SOCKET - 1 - _LONGEST_NAME - room} characters"
+    )
+
+
+def _remove_orphans(place: Path) -> None:
+    """Remove folders whose makers were killed before they could."""
+    with contextlib.suppress(OSError):
+        for path in place.iterdir():
+            if (match := _NAME.fullmatch(path.name)) and _is_ours(path):
+                _remove_if_orphan(path, maker=match[1])
+
+
+def _is_ours(path: Path) -> bool:
+    """A folder of this user's, and no link to one: others may plant names."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
+    return False
+
+
+def _remove_if_orphan(folder: Path, maker: str) -> None:
+    if not (folder / _LOCK).exists() and Path(f"/proc/{maker}").exists():
+        return  # it is being made
+    lock = FileHold(folder / _LOCK)
+    with contextlib.suppress(ConfigError):  # somebody holds it
+        lock.take(0)
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
+@functools.cache
+def shorten_multiprocessing() -> None:
+    """Let this process' multiprocessing make its sockets in a private folder, which lasts as long as it."""
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(private_folder(_MULTIPROCESSING_ROOM))
+    util.Finalize(None, stack.close, exitpriority=-101)  # after multiprocessing's own, at -100
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        util.get_temp_dir()  # remembers the folder that it makes in `tempfile`'s
+    finally:
+        tempfile.tempdir = before

@@ -1,0 +1,60 @@
+"""Ends a command's private Ray cluster with the command, however that ends: `python guardian.py FOLDER`.
+
+The guardian is a process of its own that imports nothing of Braid. It waits until its standard input ends, as
+the command holds the other end, then ends the cluster's processes and removes their folder.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = "BRAID_SESSION"
+"""Variable of all processes of a private cluster: its folder."""
+_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """Processes with `MARK`, or whose output goes below ``folder``, end with the block at last."""
+    command = [sys.executable, "-I", "-S", __file__, str(folder)]
+    guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert guardian.stdin is not None
+    try:
+        yield
+    finally:
+        guardian.stdin.close()
+        guardian.wait()
+
+
+def members(folder: str) -> list[int]:
+    """Processes of the cluster in ``folder``: by variable, or, where a title overwrites those, by output."""
+    mark, below = f"{MARK}={folder}".encode(), f"{folder}/"
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            named = mark in (process / "environ").read_bytes().split(b"\0")
+            if named or any(os.readlink(process / "fd" / number).startswith(below) for number in "12"):
+                found.append(int(process.name))
+    return [process for process in found if process != os.getpid()]
+
+
+def end(folder: str) -> None:
+    """SIGKILL for the cluster's processes until there are none, then remove the folder."""
+    deadline = time.monotonic() + _SECONDS
+    while (left := members(folder)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    end(sys.argv[1])
