@@ -1,5 +1,6 @@
 """The command line. Errors that the user can mend are one message on standard error and exit code 2."""
 
+import contextlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
+from braid.jobs.output import background, complain, surviving
 from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
@@ -78,9 +80,8 @@ def train(
         from braid.jobs.planning.work import with_plan
 
         resolved = with_plan(resolved, plan)
-    console = Console()
     if dry_run:
-        _dry_run(console, resolved)
+        _dry_run(Console(), resolved)
         return
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
@@ -93,8 +94,11 @@ def train(
     options = RunOptions(
         resume=resume or resume_if_begun, overwrite=overwrite, again=resume_if_begun, until=until
     )
-    with Display(console, live=resolved.telemetry.progress).running() as display:
-        result = run(resolved, options, display.show)
+    with (
+        background(sys.stdout) as output,
+        Display(Console(file=output), live=resolved.telemetry.progress).running() as display,
+    ):
+        result = run(resolved, options, surviving(display.show))
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
@@ -215,8 +219,12 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
         sys.exit(app(args=arguments, standalone_mode=False))
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        complain(str(error) or "interrupted")
         sys.exit(_INTERRUPT_EXIT)
+    except BrokenPipeError:  # whoever read this command's output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_FAILURE_EXIT)
     except Exception as error:
         sys.exit(_report(error))
 
@@ -227,20 +235,25 @@ def _report(error: Exception) -> int:
         error.show()
         return _ERROR_EXIT
     if isinstance(error, ValueError):
-        print(f"braid: {error}", file=sys.stderr)
+        complain(str(error))
         return _ERROR_EXIT
-    from braid.actors.controller.group import WorkerError
+    from braid.actors.controller.group import StoppedError, WorkerError
     from braid.jobs.submission import JobError
 
-    if isinstance(error, JobError):
-        print(f"braid: {error}", file=sys.stderr)
+    if isinstance(error, StoppedError):
+        complain("stopped before the first step; nothing is lost")
+        return _INTERRUPT_EXIT
+    if isinstance(error, JobError | OSError):
+        complain(str(error))
         return _FAILURE_EXIT
     if isinstance(error, WorkerError):
         if error.user_error:
-            print(f"braid: {error.user_message}", file=sys.stderr)
+            complain(error.user_message)
             return _ERROR_EXIT
-        lines = [error.trace, f"braid: {error}", *getattr(error, "__notes__", ())]
-        print("\n".join(lines).lstrip(), file=sys.stderr)
+        if error.trace:
+            with contextlib.suppress(OSError, ValueError):
+                print(error.trace, file=sys.stderr)
+        complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return _FAILURE_EXIT
     raise error
 

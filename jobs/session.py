@@ -4,13 +4,16 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import braid
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.parent import signals_held
 from braid.actors.controller.private_folders import private_folder
 from braid.jobs.doors import check_cluster
 from braid.jobs.guardian import MARK, guarded
@@ -48,7 +51,7 @@ def ray_session(config: Config) -> Iterator[None]:
             if named := address not in ("auto", "local"):
                 check_cluster(address, config.cluster.allow_unauthenticated)
             try:
-                with _native_messages_dropped():
+                with _native_messages_dropped(), _handlers_kept():
                     ray.init(address=address, runtime_env=_environment(), **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
@@ -59,14 +62,15 @@ def ray_session(config: Config) -> Iterator[None]:
             directory = stack.enter_context(session_folder())
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
                 stack.enter_context(own_token(directory))
-            ray.init(
-                address="local",
-                num_cpus=len(os.sched_getaffinity(0)),
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=f"{directory}/ray",  # Ray opens its own folder to everybody; they do not get there
-                **quiet,
-            )
+            with signals_held(), _handlers_kept():
+                ray.init(
+                    address="local",
+                    num_cpus=len(os.sched_getaffinity(0)),
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=f"{directory}/ray",  # Ray opens its folder to everybody; they do not get there
+                    **quiet,
+                )
         stack.callback(ray.shutdown)
         if address and not named:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
@@ -77,8 +81,25 @@ def ray_session(config: Config) -> Iterator[None]:
 def session_folder() -> Iterator[Path]:
     """A private folder for Ray clusters; what is started here meanwhile ends with this process, however it
     ends, and so does the folder."""
-    with private_folder(_SESSION_ROOM) as folder, environment({MARK: str(folder)}), guarded(folder):
+    with (
+        private_folder(_SESSION_ROOM) as folder,
+        environment({MARK: str(folder)}),
+        contextlib.ExitStack() as stack,
+    ):
+        with signals_held():
+            stack.enter_context(guarded(folder))
         yield folder
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, to exit at once; this command wants to end its run first."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -2,21 +2,21 @@
 
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, TelemetryConfig
+from braid.actors.config import Config, ConfigError, TelemetryConfig
 from braid.actors.config.paths import anchored
 from braid.actors.config.variables import inherited
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
+from braid.actors.controller.locks import FileHold
+from braid.actors.controller.manifest import CheckpointStore
 from braid.actors.controller.mirror import check_url
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
@@ -34,8 +34,12 @@ from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
 from braid.jobs.session import check_lasting, ray_session
+from braid.jobs.stopping import SecondSignalError, StopSignals
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
+
+_TIDY_SECONDS = 10.0
+"""For the processes of a run that was stopped at once to end."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ def train(
     faults: tuple[Fault, ...] = (),
     places: Sequence[Place] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or until SIGINT or SIGTERM, and return the report (what ``report.json`` holds).
+    """Train to the end, or until SIGINT, SIGTERM or SIGHUP, and return the report (what ``report.json``
+    holds). A signal that comes before the first step raises `StoppedError`; a second one
+    `SecondSignalError`, a `KeyboardInterrupt`: then the checkpoint under way is given up.
 
     ``faults``: of a drill. ``places``: where the ranks of plain processes run, if not all on this host.
 
@@ -106,13 +112,15 @@ def train(
     events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
     telemetry = config.telemetry
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_tidied(config.run_directory))
+        signals = stack.enter_context(StopSignals().heard())
         sinks = _sinks(telemetry, lambda text: show(Incident(kind="telemetry", text=text, step=0)))
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
         stack.enter_context(_pointing_to_logs(config.run_directory))
         begun = False
-        for event in events(config, options, plan, show):
+        for event in events(config, options, plan, show, signals):
             show(event)
             match event:
                 case Started() if begun:
@@ -130,6 +138,23 @@ def train(
                 case Finished():
                     report = event.report
     return report
+
+
+@contextlib.contextmanager
+def _tidied(run: Path) -> Iterator[None]:
+    """After a second signal: remove what the save under way has left, once the run's processes are gone."""
+    try:
+        yield
+    except SecondSignalError:
+        store, lock = CheckpointStore(run / "checkpoints"), FileHold(run / ".lock")
+        newest = "there is no checkpoint"
+        with contextlib.suppress(ConfigError, OSError):
+            lock.take(_TIDY_SECONDS)
+            store.remove_unfinished()
+            lock.release()
+        if steps := store.steps():
+            newest = f"the newest checkpoint is of step {steps[-1]}; go on with --resume"
+        raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
 
 
 @contextlib.contextmanager
@@ -208,7 +233,12 @@ def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
 
 
 def _in_processes(
-    places: Sequence[Place] | None, config: Config, options: RunOptions, plan: MakePlan, show: Show
+    places: Sequence[Place] | None,
+    config: Config,
+    options: RunOptions,
+    plan: MakePlan,
+    show: Show,
+    signals: StopSignals,
 ) -> Iterator[Event]:
     launcher = ProcessLauncher(config, places)
     if not config.parallel.auto:
@@ -216,17 +246,19 @@ def _in_processes(
     prepared = prepare_data(config, local_map, show, resume=options.resume)
     config = _laid_out(config, launcher, show)
     controller = Controller(plan(config, prepared, launcher), launcher, options)
-    with _stopping(controller.stop):
+    with signals.calling(controller.stop):
         yield from controller.run()
 
 
-def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> Iterator[Event]:
+def _on_ray(
+    config: Config, options: RunOptions, plan: MakePlan, show: Show, signals: StopSignals
+) -> Iterator[Event]:
     with ray_session(config):
         import ray.util.metrics
         from ray.exceptions import RayActorError
 
-        from braid.actors.controller.actor import start_controller
         from braid.actors.controller.placement import RayLauncher
+        from braid.jobs.controllers import Controllers
         from braid.jobs.data.prepare_ray import ray_map
         from braid.jobs.ray_metrics import ray_metrics  # a run of processes starts without a web server
 
@@ -236,22 +268,18 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
         prepared = prepare_data(config, ray_map, show, resume=options.resume)
         config = _laid_out(config, launcher, show)
         made = plan(config, prepared, launcher)
-        controllers = [start_controller(made, options, partial(replan, made))]
+        controllers = Controllers(made, options, partial(replan, made))
         budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
-        with (
-            _stopping(lambda: ray.get(controllers[-1].stop.remote())),
-            ray_metrics(config, ray.util.metrics) as tell,
-        ):
+        with ray_metrics(config, ray.util.metrics) as tell:
             while True:
+                controllers.start()
                 try:
-                    for reference in controllers[-1].run.options(num_returns="streaming").remote():
-                        event = ray.get(reference)
-                        if isinstance(event, BaseException):
-                            raise event
-                        if isinstance(event, StepDone):
-                            budget.step_done(event.record.step)
-                        tell(event)
-                        yield event
+                    with signals.calling(controllers.stop):
+                        for event in controllers.events():
+                            if isinstance(event, StepDone):
+                                budget.step_done(event.record.step)
+                            tell(event)
+                            yield event
                     return
                 except RayActorError as error:
                     if not budget.spend():
@@ -259,42 +287,3 @@ def _on_ray(config: Config, options: RunOptions, plan: MakePlan, show: Show) -> 
                         raise WorkerError(0, text, user_error=True) from None
                 # Its ranks have ended with it. The run's directory tells the next one where to go on.
                 yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)
-                again = replace(options, resume=True, overwrite=False, again=True)
-                controllers.append(start_controller(made, again, partial(replan, made)))
-
-
-@contextlib.contextmanager
-def _stopping(stop: Callable[[], None]) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``stop``, called from another thread; a second interrupts.
-
-    Python hears signals in its main thread only; beside one that does something else they stay what they are.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = threading.Event()
-    over = threading.Event()
-
-    def wait() -> None:
-        asked.wait()
-        if not over.is_set():
-            stop()
-
-    def handle(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    thread = threading.Thread(target=wait, name="stopping", daemon=True)
-    thread.start()
-    # None: a handler that is not Python's, and could not be put back.
-    ours = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not None]
-    previous = {number: signal.signal(number, handle) for number in ours}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        over.set()
-        asked.set()
-        thread.join()

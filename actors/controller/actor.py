@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import Controller, Replan, RunOptions
-from braid.actors.controller.group import WorkerError
+from braid.actors.controller.group import StoppedError, WorkerError
 from braid.actors.controller.placement import RayLauncher
 from braid.actors.controller.records import Event
 from braid.actors.stage.messages import RunPlan
@@ -26,11 +26,11 @@ class ControllerActor:
         places = f"braid {plan.config.run_directory}"
         self._controller = Controller(plan, RayLauncher(plan.config, places), options, replan)
 
-    def run(self) -> Iterator[Event | ValueError | WorkerError]:
+    def run(self) -> Iterator[Event | ValueError | OSError | WorkerError | StoppedError]:
         """Events as they happen; an error that is for the user comes as the last of them."""
         try:
             yield from self._controller.run()
-        except (ValueError, WorkerError) as error:
+        except (ValueError, OSError, WorkerError, StoppedError) as error:
             yield error
 
     def stop(self) -> None:

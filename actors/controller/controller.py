@@ -48,6 +48,8 @@ class RunOptions:
     """Stop, with a checkpoint, after this step instead of ``train.steps``."""
     again: bool = False
     """Where no home has a checkpoint, ``resume`` begins anew: for whoever starts a run again by itself."""
+    takes_over: bool = False
+    """Another controller of the same command has died; this one goes on with its run."""
 
 
 Replan = Callable[[Config, Launcher], RunPlan]
@@ -89,16 +91,22 @@ class Controller:
         try:
             run.generation = directory.last_generation
             run.interruptions.failure = directory.unfinished() if resume else None
-            run.trained = options.again and run.interruptions.failure is not None
+            run.trained = options.takes_over and run.interruptions.failure is not None
             homes = Homes.of(config, directory.identity, resume=resume)
             saver = Saver(homes, directory, config.checkpoint)
             try:
                 run.resumed = resume and (homes.begun() or not options.again)
-                if run.resumed:  # what is wrong shows before anything starts; what is good, ranks find out
+                if run.trained:  # its home may be away for a while
+                    run.step = run.interruptions.failure.step if run.interruptions.failure else 0
+                elif run.resumed:  # what is wrong shows before anything starts; what is good, ranks find out
                     run.step = homes.newest_of(run.plan.shape).manifest.step
                 budget = config.telemetry.trace_mb_per_rank << 20
                 with self._launcher.collector(directory.path / "trace", budget) as collector:
-                    yield from self._generations(Places(directory, homes, saver, collector))
+                    try:
+                        yield from self._generations(Places(directory, homes, saver, collector))
+                    except StoppedError:
+                        if not run.step:
+                            raise
                 yield from self._finish(directory)
             finally:
                 saver.close()
@@ -151,12 +159,7 @@ class Controller:
                     failure.gone = tuple(group.interrupt(self._run.generation))
                 places.saver.abandon()
                 yield from self._restarts(failure, places)
-            except StoppedError:
-                yield from self._rescue(group, places)
-                if not self._run.step:
-                    raise
-                return None
-            except (ValueError, OSError):
+            except (StoppedError, ValueError, OSError):
                 yield from self._rescue(group, places)
                 raise
 

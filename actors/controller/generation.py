@@ -98,6 +98,7 @@ class Generation:
             facts = group.call(0, Rank.data_facts)
         plan, layout = run.plan, run.config.layout()
         failure = run.interruptions.failure
+        yield from saver.late_ones()
         goes_on = run.resumed or saver.published or bool(places.homes.steps())
         patience = Patience(
             seconds=run.config.elastic.wait_s if run.trained else 0.0, stopped=run.stop.is_set

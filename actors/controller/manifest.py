@@ -181,6 +181,11 @@ class CheckpointStore:
             if step not in spared:
                 self._remove(self.directory / f"step-{step}")
 
+    def remove_unfinished(self) -> None:
+        """Remove what saves have left that nobody will finish; no run may be writing."""
+        for path in self.directory.glob("step-*.tmp-*"):
+            self._remove(path)
+
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, oldest first."""
         if not self.directory.is_dir():

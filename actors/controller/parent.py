@@ -1,11 +1,30 @@
-"""Processes that must not outlive the one that started them."""
+"""Processes between a command and its ranks: they end with the command, and not before it."""
 
 import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that whoever ends a run may send to all of its processes (``timeout``, systemd, ``scancel``, a
+terminal that closes). Only the command obeys them."""
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Processes that this thread starts meanwhile, and theirs, do not receive `HELD`. For this thread the
+    signals come when the block is over.
+
+    A process inherits which signals are held, so that programs which know nothing of this, such as
+    multiprocessing's fork server and Ray's daemons, survive them too.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with(parent: int) -> None:

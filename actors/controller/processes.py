@@ -1,6 +1,5 @@
 """Ranks as plain processes of this machine, for use without Ray and as the yardstick of Ray's price."""
 
-import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -10,10 +9,11 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -32,7 +32,7 @@ from braid.actors.controller.group import (
     never,
     raised,
 )
-from braid.actors.controller.parent import die_with
+from braid.actors.controller.parent import HELD, die_with, signals_held
 from braid.actors.controller.private_folders import shorten_multiprocessing
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.controller.span_files import SpanFiles, socket_collector
@@ -44,9 +44,6 @@ _EXIT_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 0.3
 """From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
 _CLONE_NEWNET = 0x40000000
-_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that whoever ends a run may send to all of its processes (``timeout``, systemd, ``scancel``, a
-terminal that closes). Only the controller obeys them."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,9 @@ class ProcessGroup(WatchedGroup):
             name=f"braid rank {rank}",
             daemon=True,
         )
-        with _signals_held():
+        with signals_held():
+            resource_tracker.ensure_running()  # which ends by letting this thread receive signals again
+        with signals_held():
             process.start()
         theirs.close()
         their_pulse.close()
@@ -284,17 +283,6 @@ class _Child:
         self.pulse.close()
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Processes that this thread starts meanwhile, and theirs, do not receive `_HELD`; here these signals
-    come when the block is over. So the fork server, which knows nothing of them, outlives them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 Serve = Callable[[int, str], Any]
 """Makes, in a rank's process, the object whose methods are called: from the rank and its address."""
 
@@ -320,9 +308,9 @@ def _serve(
         enter_namespace(place.namespace)
     if place.cpus is not None:
         os.sched_setaffinity(0, place.cpus)
-    for number in _HELD:  # the controller decides when to end, and closes the pipe
+    for number in HELD:  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)  # what is ignored is ignored by a rank's children, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # what is ignored is ignored by a rank's children, too
     served: list[Any] = []
     threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.json_lines import backwards, cut_off, last_line, lines_of
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
@@ -127,8 +128,6 @@ _WAITING_LINES = 100_000
 """Lines of a file that wait for room on the disk; older ones are lost."""
 
 
-_CHUNK_BYTES = 1 << 16
-
 _MARK = "run-mark"
 
 WINDOW = 20
@@ -153,6 +152,8 @@ class RunDirectory:
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
+        self._description: dict[str, str] = {}
+        """Files that `describe` wrote."""
         self.identity = _identity(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
         self._waiting: dict[str, list[str]] = {}
@@ -196,18 +197,35 @@ class RunDirectory:
         if self._replaces:
             self._empty()
             self._replaces = False
-        self._write(_MARK, "\n".join([self.identity.mark, *self.identity.replaces]))
-        self._write("config.yaml", config.to_yaml())
-        self._write("schedule.txt", schedule)
-        self._write("cluster.json", json.dumps(cluster, indent=1))
-        self._write("model.json", json.dumps(asdict(shape), indent=1))
-        for name, text in files.items():
+        self._description = {
+            _MARK: "\n".join([self.identity.mark, *self.identity.replaces]),
+            "config.yaml": config.to_yaml(),
+            "schedule.txt": schedule,
+            "cluster.json": json.dumps(cluster, indent=1),
+            "model.json": json.dumps(asdict(shape), indent=1),
+            **files,
+        }
+        for name, text in self._description.items():
             self._write(name, text)
         self._described = True
+
+    def _make_anew(self) -> None:
+        """Write the description again where somebody has removed the directory: the run goes on in it.
+
+        `ConfigError` if another run has begun there.
+        """
+        if not (self.path / ".lock").exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.release()
+            self._lock = self._acquire()
+        for name, text in self._description.items():
+            self._write(name, text)
+        self.trouble = f"{self.path} was removed during the run; records of earlier steps are lost"
 
     def _write(self, name: str, text: str) -> None:
         """Replace a file; a run that is under way goes on where there is no room for it."""
         path = self.path / name
+
         try:
             path.parent.mkdir(exist_ok=True)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -223,7 +241,7 @@ class RunDirectory:
         if self._replaces:
             return 0
         newest = 0
-        for line, _ in _backwards(self.path / "events.jsonl"):  # what an older one left may be told late
+        for line, _ in backwards(self.path / "events.jsonl"):  # what an older one left may be told late
             newest = max(newest, line.get("generation", 0))
             if line.get("kind") == "started":
                 break
@@ -250,11 +268,11 @@ class RunDirectory:
     def rewind(self, first_step: int) -> list[StepRecord]:
         """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
-            _cut_off(self.path / name, first_step)
+            cut_off(self.path / name, first_step)
             waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
             self._waiting[name] = waiting
         waiting = [json.loads(line) for line in self._waiting["metrics.jsonl"][-WINDOW:]]
-        older = [line for line, _ in islice(_backwards(self.metrics), WINDOW)]
+        older = [line for line, _ in islice(backwards(self.metrics), WINDOW)]
         return [_record(line) for line in [*reversed(older), *waiting][-WINDOW:]]
 
     def records(self) -> Iterator[StepRecord]:
@@ -264,6 +282,8 @@ class RunDirectory:
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
+        if not (self.path / _MARK).exists():
+            self._make_anew()
         content = asdict(record)
         if record.experts is None:
             del content["experts"]
@@ -317,13 +337,6 @@ class RunDirectory:
         self._lock.release()
 
 
-def _cut_off(path: Path, first_step: int) -> None:
-    """End a file after the last line of a step before ``first_step``; needs no space."""
-    path.touch()
-    keep = next((end for line, end in _backwards(path) if line.get("step", first_step) < first_step), 0)
-    os.truncate(path, keep)
-
-
 def _record(content: dict[str, Any]) -> StepRecord:
     experts = numbers_of(content.get("experts"))
     return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"]), "experts": experts})
@@ -331,47 +344,7 @@ def _record(content: dict[str, Any]) -> StepRecord:
 
 def read_metrics(path: Path) -> Iterator[StepRecord]:
     """The records of a metrics file; a last line that a crash cut short is left out."""
-    return (_record(content) for content in _lines(path))
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """The last whole object of a file with one per line; empty if there is none."""
-    return next((content for content, _ in _backwards(path)), {})
-
-
-def _backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Objects of a file with one per line and their ends, the last one first: long runs have long files."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        position = end = file.seek(0, os.SEEK_END)
-        unread, whole = b"", False  # what follows the last line's end was cut short by a crash
-        while position:
-            begin = max(0, position - _CHUNK_BYTES)
-            file.seek(begin)
-            lines = (file.read(position - begin) + unread).split(b"\n")
-            position, unread = begin, lines[0]
-            for line in reversed(lines[1:] if begin else lines):
-                if whole:
-                    with contextlib.suppress(ValueError):
-                        content = json.loads(line)
-                        if isinstance(content, dict):
-                            yield content, end + 1
-                end -= len(line) + 1
-                whole = True
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one per line; a last one that was cut short is left out."""
-    return list(_lines(path))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                with contextlib.suppress(json.JSONDecodeError):
-                    yield json.loads(line)
+    return (_record(content) for content in lines_of(path))
 
 
 def _identity(directory: Path, name: str, mark: str) -> RunIdentity:

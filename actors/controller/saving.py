@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from braid.actors.stage.rank import Rank
 
 _TRIES = 3
 """Of one save; then training goes on to the next one."""
+_LATE_SECONDS = 30.0
+"""For publications that are under way, where what comes next needs them."""
 _AGAIN_SECONDS = 60.0
 """After a save that failed, until the next one is due whatever the configuration says."""
 
@@ -175,6 +178,12 @@ class Saver:
         else:
             self._late.append(save)
 
+    def late_ones(self) -> Iterator[Saved | Incident]:
+        """Wait until saves that were abandoned, but written whole, are published: a state to go on from. That
+        takes a moment, unless the disk hangs."""
+        wait_for([save.published for save in self._late if save.published is not None], _LATE_SECONDS)
+        yield from self._look_after_late_ones()
+
     def _look_after_late_ones(self) -> Iterator[Saved | Incident]:
         for save in [save for save in self._late if save.published is not None and save.published.done()]:
             self._late.remove(save)
@@ -200,6 +209,8 @@ class Saver:
         """Publish at once what ``write(folder)`` writes; in the mirror, if that is another disk, where the
         run's own directory takes nothing. Raises what goes wrong with it."""
         begun = time.perf_counter()
+        # What is published beside this would remove its folder, as one that nobody writes to.
+        wait_for([self._publisher.submit(lambda: None)], _LATE_SECONDS)
         save = _Save(step, generation, facts, self._homes.store, begun)
         try:
             try:

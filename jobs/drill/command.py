@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from braid.actors.controller.json_lines import last_line, read_lines
 from braid.actors.controller.locks import FileHold, HeldError
-from braid.actors.controller.records import last_line, read_lines
 from braid.jobs.drill.child import Spec
 
 PATIENCE_S = 300.0

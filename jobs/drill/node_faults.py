@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from braid.actors.controller.records import read_lines
+from braid.actors.controller.json_lines import read_lines
 from braid.jobs.drill.command import Command, DrillError
 from braid.jobs.drill.nodes import Nodes
 from braid.jobs.drill.plan import Planned

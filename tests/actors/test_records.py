@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from braid.actors.controller import records
-from braid.actors.controller.records import RunDirectory, StepRecord, last_line, read_lines, read_metrics
+from braid.actors.controller import json_lines, records
+from braid.actors.controller.json_lines import last_line, read_lines
+from braid.actors.controller.records import RunDirectory, StepRecord, read_metrics
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.steps import StepClock
 from tests.end_to_end.runs import small_config
@@ -27,7 +28,7 @@ def lines_of(steps: list[int], texts: list[str]) -> list[str]:
 def test_a_file_is_cut_before_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(records, "_CHUNK_BYTES", data.draw(st.integers(1, 50), label="chunk"))
+    monkeypatch.setattr(json_lines, "_CHUNK_BYTES", data.draw(st.integers(1, 50), label="chunk"))
     steps = sorted(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))))
     lines = lines_of(steps, texts)
     last = data.draw(st.sampled_from(["", '{"step": 0', *lines]), label="a line that was cut short")
@@ -35,7 +36,7 @@ def test_a_file_is_cut_before_a_step(
     path.write_text("".join(f"{line}\n" for line in lines) + last)
     assert last_line(path) == (json.loads(lines[-1]) if lines else {})
     first = data.draw(st.integers(0, 11), label="cut before")
-    records._cut_off(path, first)
+    json_lines.cut_off(path, first)
     kept = [line for line, step in zip(lines, steps, strict=True) if step < first]
     assert path.read_text() == "".join(f"{line}\n" for line in kept)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from braid.actors.config import CheckpointConfig
 from braid.actors.controller.homes import Homes
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import CheckpointStore
-from braid.actors.controller.records import Incident, RunDirectory, Saved, read_lines
+from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.rescue import rescue
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.checkpoint import read_tensors

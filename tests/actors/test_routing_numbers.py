@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braid.actors.controller.records import RunDirectory, StepRecord, read_lines, read_metrics
+from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records import RunDirectory, StepRecord, read_metrics
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
 from braid.actors.stage.messages import RoutingSums

@@ -13,9 +13,10 @@ import pytest
 from braid.actors.config import parse_config
 from braid.actors.controller import saving
 from braid.actors.controller.homes import Homes
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import disk_is_full
 from braid.actors.controller.mirror import Mirror
-from braid.actors.controller.records import Incident, RunDirectory, Saved, read_lines
+from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import cost_of_a_failure
 from braid.actors.controller.saving import Saver
 from braid.actors.stage import digests as stage_digests

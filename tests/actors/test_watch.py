@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.controller import watch as module
-from braid.actors.controller.records import RunDirectory, read_lines
+from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.span_files import SpanCounts
 from braid.actors.controller.watch import Watch
 from braid.scheduling.spec import ParallelLayout

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
-from braid.actors.controller.records import read_lines
+from braid.actors.controller.json_lines import read_lines
 from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
 from tests.end_to_end.command import braid, write_config, write_corpus

@@ -16,7 +16,7 @@ import pytest
 
 from braid.actors.config import load_config
 from braid.actors.controller.group import NoRoomError, WorkerError
-from braid.actors.controller.records import read_lines
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.stage.rank import Rank
 from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.command import braid, environment, write_config, write_corpus

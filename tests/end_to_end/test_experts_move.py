@@ -13,9 +13,10 @@ import torch
 from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import NoRoomError, WorkerGroup
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Started, StepDone, StepRecord, read_lines
+from braid.actors.controller.records import Event, Started, StepDone, StepRecord
 from braid.actors.stage.messages import RunPlan
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config

@@ -15,9 +15,10 @@ import torch
 from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Launcher, NoRoomError, WorkerError, WorkerGroup
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Incident, Saved, StepDone, read_lines
+from braid.actors.controller.records import Event, Incident, Saved, StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone, read_lines
+from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage import checkpoint
 from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import read_tensors

@@ -1,0 +1,65 @@
+"""The controllers of one run on Ray: each takes over from the one that died."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from braid.actors.controller.actor import start_controller
+from braid.actors.controller.controller import Replan, RunOptions
+from braid.actors.controller.records import Event, Saved, Started, read_identity
+from braid.actors.stage.messages import RunPlan
+
+_STOP_SECONDS = 30.0
+"""A controller that has not heard of a stop by then is ended: its actor hangs, or was never started."""
+
+
+class Controllers:
+    """Starts controllers, passes on their events, and tells each of them that the run should stop."""
+
+    def __init__(self, plan: RunPlan, options: RunOptions, replan: Replan) -> None:
+        self._plan, self._replan = plan, replan
+        self._options = options
+        self._before = read_identity(plan.config.run_directory)
+        """What the run's directory holds before this run is written down there."""
+        self._saved = False
+        """Whether there is a checkpoint to go on from."""
+        self._actor: Any = None
+
+    def start(self) -> None:
+        """Start the first controller, or another one in place of a dead one."""
+        options = self._options if self._actor is None else self._next_options()
+        self._actor = start_controller(self._plan, options, self._replan)
+
+    def _next_options(self) -> RunOptions:
+        """Go on with the run, once it is written down; else begin it as its user asked: what lies in the
+        directory until then is another run's."""
+        here = read_identity(self._plan.config.run_directory)
+        begun = here is not None and (self._before is None or here.mark != self._before.mark)
+        if not begun and not self._options.resume:
+            return self._options
+        again = self._options.again or begun
+        return replace(
+            self._options, resume=True, overwrite=False, again=again and not self._saved, takes_over=True
+        )
+
+    def events(self) -> Iterator[Event]:
+        """What the present controller tells. Raises its errors, and `RayActorError` if it dies."""
+        for reference in self._actor.run.options(num_returns="streaming").remote():
+            event = ray.get(reference)
+            if isinstance(event, BaseException):
+                raise event
+            self._saved |= isinstance(event, Saved) or (isinstance(event, Started) and event.first_step > 1)
+            yield event
+
+    def stop(self) -> None:
+        """Ask the present controller to end the run. If it is dead, the next one is asked."""
+        actor = self._actor
+        try:
+            ray.get(actor.stop.remote(), timeout=_STOP_SECONDS)
+        except GetTimeoutError:
+            ray.kill(actor)
+        except RayError:
+            pass

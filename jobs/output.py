@@ -1,0 +1,129 @@
+"""A command's standard output, written by a thread of its own: whoever reads it cannot hold training up."""
+
+import contextlib
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+_MOST_BYTES = 1 << 20
+"""Output that waits for its reader; what comes beyond that is left out."""
+_LAST_SECONDS = 5.0
+"""At the end, for a reader that does not read."""
+
+
+def complain(text: str) -> None:
+    """One line on standard error, if there is one."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"braid: {text}", file=sys.stderr, flush=True)
+
+
+class BackgroundOutput(io.TextIOBase):
+    """A text stream over the file of another one. Writing to it never waits and never fails: where the file
+    cannot be written to any more, that is told once on standard error, and further output is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """``stream``: what has a file descriptor, such as ``sys.stdout``."""
+        stream.flush()
+        self._stream, self._file = stream, stream.fileno()
+        self._waiting = bytearray()
+        self._left_out = 0
+        self._broken = self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        """Whether a terminal shows it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's."""
+        return self._file
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take text; returns its length."""
+        data = text.encode(self.encoding, self._stream.errors or "strict")
+        with self._changed:
+            if self._broken:
+                pass
+            elif len(self._waiting) + len(data) > _MOST_BYTES:
+                self._left_out += len(data)
+            else:
+                if self._left_out:
+                    note = f"\n... {self._left_out} bytes were left out, as nobody read them ...\n"
+                    self._waiting += note.encode()
+                    self._left_out = 0
+                self._waiting += data
+            self._changed.notify_all()
+        return len(text)
+
+    def finish(self) -> None:
+        """Wait, for some seconds, until all is written; then end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_LAST_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                data = bytes(self._waiting[:65536])
+            if not data:
+                return
+            try:
+                written = os.write(self._file, data)
+            except BlockingIOError:
+                written = 0
+                time.sleep(0.05)
+            except OSError as error:
+                with self._changed:
+                    self._broken = True
+                    self._waiting.clear()
+                complain(f"standard output cannot be written ({error.strerror}); training goes on without it")
+                return
+            with self._changed:
+                del self._waiting[:written]
+
+
+@contextlib.contextmanager
+def background(stream: TextIO) -> Iterator[TextIO]:
+    """``stream`` as a `BackgroundOutput` for the length of the block; itself, if it is no file."""
+    try:
+        output = BackgroundOutput(stream)
+    except (OSError, ValueError):
+        yield stream
+        return
+    try:
+        yield output  # type: ignore[misc]
+    finally:
+        output.finish()
+
+
+def surviving(show: Callable[..., None]) -> Callable[..., None]:
+    """``show``, whose errors are told, the first one of them, and end nothing."""
+    failed = False
+
+    def shown(event: object) -> None:
+        nonlocal failed
+        try:
+            show(event)
+        except Exception as error:
+            if not failed:
+                complain(f"an event cannot be shown ({type(error).__name__}: {error}); training goes on")
+            failed = True
+
+    return shown

@@ -1,0 +1,86 @@
+"""Signals that ask a run to stop, from the start of a command to its end."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from braid.actors.controller.group import StoppedError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SECONDS = 1.0
+"""Signals this close together are one wish: ``timeout`` sends one to the command and one to its group,
+a terminal that closes sends several."""
+
+
+class SecondSignalError(KeyboardInterrupt):
+    """A second signal: whoever sent it does not want to wait for a checkpoint."""
+
+
+class StopSignals:
+    """Hears SIGINT, SIGTERM and SIGHUP while it is entered.
+
+    Before there is something to stop, the first signal raises `StoppedError`: nothing is lost then. Once
+    there is (`calling`), it calls ``stop`` in a thread; and when that is over, the command ends anyway. A
+    second signal raises `SecondSignalError`.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        """Set by the first signal."""
+        self._stop: Callable[[], None] | None = None
+        self._begun = False
+        self._asked_at = 0.0
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator["StopSignals"]:
+        """Hear signals. Python does in its main thread only: beside one that does something else they stay
+        what they are. SIGHUP that is ignored (``nohup``) stays ignored."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        ours = {
+            number: handler
+            for number, handler in before.items()
+            if handler is not None  # else it is not Python's, and could not be put back
+            and not (number == signal.SIGHUP and handler == signal.SIG_IGN)
+        }
+        for number in ours:
+            signal.signal(number, self._handle)
+        try:
+            yield self
+        finally:
+            for number, handler in ours.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def calling(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile the first signal calls ``stop``; at once if it has come."""
+        self._stop, self._begun = stop, True
+        try:
+            if self.asked.is_set():
+                self._call()
+            yield
+        finally:
+            self._stop = None
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.asked.is_set():
+            if now - self._asked_at > _SAME_SECONDS:
+                raise SecondSignalError
+            return
+        self._asked_at = now
+        self.asked.set()
+        if not self._begun:
+            raise StoppedError
+        if self._stop is not None:
+            self._call()
+
+    def _call(self) -> None:
+        """In a thread: a signal may have come anywhere, also while a lock is held."""
+        assert self._stop is not None
+        threading.Thread(target=self._stop, name="stopping", daemon=True).start()

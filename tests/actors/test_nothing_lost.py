@@ -1,0 +1,458 @@
+"""The real controller over stand-in ranks: which state a run goes on from, whatever fails on the way."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config import Config
+from braid.actors.controller import group as groups
+from braid.actors.controller import restoring
+from braid.actors.controller.controller import RunOptions
+from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
+from braid.actors.controller.homes import Homes
+from braid.actors.controller.manifest import CheckpointError, CheckpointStore
+from braid.actors.controller.records import Event, Incident, Saved, StepDone, read_identity
+from braid.actors.controller.resizing import Resizing
+from braid.actors.stage.messages import RunPlan
+from tests.actors.stand_ins import StandInLauncher, controller_of, losses, states, told
+from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
+
+DIED = "its process ended"
+
+
+def config_of(path: Path, **sections: Any) -> Config:
+    """Two ranks, 12 steps, no validation, retries at once."""
+    return small_config(
+        path,
+        **{
+            "parallel": {"tp": 2},
+            **sections,
+            "train": {"steps": 12, "validation_samples": 1, **sections.get("train", {})},
+            "data": {"validation_fraction": 0.0},
+            "failure": {"backoff_s": 0.0, **sections.get("failure", {})},
+        },
+    )
+
+
+class Once:
+    """Raises at the n-th call of a method of a rank."""
+
+    def __init__(self, method: str, nth: int, error: Callable[[int], Exception], rank: int = 1) -> None:
+        self._method, self._left, self._error, self._rank = method, nth, error, rank
+        self.calls = 0
+        self.done = False
+
+    def __call__(self, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == self._method and (rank == self._rank or method in ("start",)):
+            self.calls += 1
+            if self.calls == self._left:
+                self.done = True
+                raise self._error(rank)
+
+
+def died(rank: int) -> WorkerError:
+    return WorkerError(rank, DIED, died=True)
+
+
+def run(config: Config, launcher: StandInLauncher, options: RunOptions | None = None) -> list[Event]:
+    return list(controller_of(config, launcher, options).run())
+
+
+def all_of(*hooks: Callable[..., None]) -> Callable[..., None]:
+    def hook(*call: Any) -> None:
+        for one in hooks:
+            one(*call)
+
+    return hook
+
+
+# -- R1: whose checkpoints they are --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["setup", "open_log", "data_facts"])
+def test_a_run_that_replaces_another_never_reads_its_checkpoints(tmp_path: Path, method: str) -> None:
+    """A rank dies before the new run is written down: until then the old one's folder is untouched."""
+    config = config_of(tmp_path, checkpoint={"every": 4})
+    old = run(config, StandInLauncher())
+    assert losses(old) == states(12)
+    kept = sorted(path.name for path in (config.run_directory / "checkpoints").iterdir())
+    seen: list[list[str]] = []
+
+    def look(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if name == "replace":
+            seen.append(sorted(path.name for path in (config.run_directory / "checkpoints").iterdir()))
+
+    dying = Once(method, 1, died, rank=0 if method == "data_facts" else 1)
+    new = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    events = run(new, StandInLauncher(all_of(dying, look)), RunOptions(overwrite=True))
+    assert dying.done
+    assert seen == [kept]
+    assert losses(events) == states(5)
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    assert store.steps() == [4, 5]
+    identity = read_identity(config.run_directory)
+    assert identity is not None
+    assert {store.run_of(step) for step in store.steps()} == {identity.mark}
+
+
+def test_checkpoints_of_another_run_are_no_homes(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 4})
+    run(config, StandInLauncher())
+    identity = read_identity(config.run_directory)
+    assert identity is not None
+    assert Homes.of(config, identity).steps() == [8, 12]
+    other = type(identity)(identity.name, "0" * 16)
+    homes = Homes.of(config, other)
+    assert (homes.steps(), homes.begun()) == ([], False)
+    shape = config.check(BYTES_VOCABULARY)
+    with pytest.raises(CheckpointError, match="step-12 there is another run's"):
+        homes.newest_of(shape)
+
+
+# -- R2: a home that is away ---------------------------------------------------------------------------------
+
+
+class HomeGone:
+    """Removes the run's checkpoints, or all of its folder, when a rank dies; brings them back when asked."""
+
+    def __init__(self, config: Config, *, what: str, after: int) -> None:
+        self._place = config.run_directory / "checkpoints" if what == "checkpoints" else config.run_directory
+        self._aside = config.runs / ".aside"
+        self._after = after
+        self.gone = False
+
+    def __call__(self, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "train_step" and rank == 1 and arguments[0] == self._after and not self.gone:
+            self.gone = True
+            self._place.rename(self._aside)
+            raise died(rank)
+
+    def back(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._aside.rename(self._place)
+
+
+def test_a_run_whose_checkpoints_vanish_waits_and_never_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 10 of 12: the newest checkpoint is of step 8."""
+    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
+    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 0.2})
+    home = HomeGone(config, what="checkpoints", after=9)
+    events: list[Event] = []
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*elastic\.wait_s"):
+        events.extend(controller_of(config, StandInLauncher(home)).run())
+    home.back()
+    assert len((config.run_directory / "metrics.jsonl").read_text().splitlines()) == 9, "nothing is cut off"
+    again = run(config, StandInLauncher(), RunOptions(resume=True))
+    assert losses(again) == states(12)[8:]
+
+
+def test_a_home_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
+    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 60.0})
+    home = HomeGone(config, what="checkpoints", after=9)
+    events: list[Event] = []
+    for event in controller_of(config, StandInLauncher(home)).run():
+        events.append(event)
+        if isinstance(event, Incident) and event.kind == "waiting":
+            home.back()
+    assert losses(events) == states(12)
+    assert told(events) == ["restarted", "waiting"]
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == [*range(1, 10), *range(9, 13)]
+
+
+def test_a_mirror_is_gone_on_from_where_the_run_s_own_folder_is_lost(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, checkpoint={"every": 4, "asynchronous": False, "mirror": str(tmp_path / "mirror")}
+    )
+    home = HomeGone(config, what="all", after=9)
+    uploaded = tmp_path / "mirror" / config.name
+
+    def wait(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "train_step" and arguments[0] == 9 and not home.gone:
+            while not list(uploaded.glob("*/step-8/manifest.json")):
+                pass
+
+    events = run(config, StandInLauncher(all_of(wait, home)))
+    assert losses(events) == states(12)
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == [*range(1, 10), *range(9, 13)], "step 8 is in the mirror"
+
+
+def test_a_run_without_a_checkpoint_yet_begins_again(tmp_path: Path) -> None:
+    """As it said it would: a failure costs 15 minutes of training."""
+    config = config_of(tmp_path)
+    events = run(config, StandInLauncher(Once("train_step", 4, died)))
+    assert losses(events) == states(12)
+    assert sum(isinstance(event, StepDone) for event in events) == 3 + 12
+
+
+# -- R3: ends that are not wanted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "failure", [{"max_restarts": 0}, {"max_restarts": 1, "max_tries": 1}], ids=["no budget", "spent"]
+)
+def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, failure: Any) -> None:
+    """Of a fixed size: 9 steps are done, the newest checkpoint is of step 5."""
+    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure=failure)
+
+    def dies(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "train_step" and rank == 1 and arguments[0] >= 9:
+            raise died(rank)
+
+    events: list[Event] = []
+    with pytest.raises(WorkerError, match=DIED):
+        events.extend(controller_of(config, StandInLauncher(dies)).run())
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    assert store.steps()[-1] == 9
+    assert (store.directory / "step-9" / "state").read_text() == repr(states(9)[-1])
+    again = run(config, StandInLauncher(), RunOptions(resume=True))
+    assert losses(again) == states(12)[9:]
+
+
+def test_a_fixed_run_whose_node_is_lost_leaves_what_copies_hold(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1})
+
+    def no_room(rank: int) -> Exception:
+        return NoRoomError("there is no room to start rank 1")
+
+    hook = all_of(Once("train_step", 10, died), Once("replace", 1, no_room))
+    with pytest.raises(NoRoomError):
+        run(config, StandInLauncher(hook))
+    assert CheckpointStore(config.run_directory / "checkpoints").steps()[-1] == 9
+
+
+# -- R4: whose mistake it is ---------------------------------------------------------------------------------
+
+
+def mistaken(rank: int) -> WorkerError:
+    return WorkerError(rank, "index.json is not JSON; prepare it again", user_error=True)
+
+
+def test_what_ranks_raise_is_the_user_s_mistake_until_a_step_is_done(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    launcher = StandInLauncher(Once("setup", 1, mistaken))
+    with pytest.raises(WorkerError, match="not JSON") as caught:
+        run(config, launcher)
+    assert caught.value.user_error
+    assert launcher.starts == 1
+
+
+@pytest.mark.parametrize("method", ["setup", "load", "damage", "open_log"])
+def test_after_a_step_it_is_a_failure_like_others(tmp_path: Path, method: str) -> None:
+    """In the middle of a recovery."""
+    config = config_of(tmp_path, checkpoint={"every": 4})
+    dies = Once("train_step", 7, died)
+
+    def then(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dies(name, rank, arguments)
+        if dies.done:
+            odd(name, rank, arguments)
+
+    odd = Once(method, 1, mistaken)
+    events = run(config, StandInLauncher(then))
+    assert odd.done
+    assert losses(events) == states(12)
+    assert told(events) == ["restarted", "restarted"]
+
+
+def test_a_controller_that_takes_over_has_no_user_to_blame(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 4})
+    first = controller_of(config, StandInLauncher())
+    events = first.run()
+    for event in events:
+        if isinstance(event, StepDone) and event.record.step == 6:
+            break
+    del events, event
+    (config.run_directory / "events.jsonl").open("a").close()
+    options = RunOptions(resume=True, again=True, takes_over=True)
+    odd = Once("setup", 1, mistaken)
+    assert losses(run(config, StandInLauncher(odd), options)) == states(12)[4:]
+    assert odd.done
+
+
+# -- R5: starting and planning are parts of a recovery -------------------------------------------------------
+
+
+def test_a_group_that_does_not_start_is_tried_again(tmp_path: Path) -> None:
+    launcher = StandInLauncher(Once("start", 1, lambda _: WorkerError(1, "its actor died", died=True)))
+    events = run(config_of(tmp_path), launcher)
+    assert losses(events) == states(12)
+    assert (told(events), launcher.starts) == (["restarted"], 2)
+
+
+def elastic_config(path: Path) -> Config:
+    return config_of(
+        path,
+        parallel={"dp": 2, "tp": 2},
+        elastic={"max_ranks": 4, "settle_s": 0.0},
+        checkpoint={"every": 1, "asynchronous": False},
+    )
+
+
+def test_a_node_that_is_lost_while_the_run_is_planned_anew_is_one_more_try(tmp_path: Path) -> None:
+    """4 ranks; the second node is lost while 2 are planned for: 1 goes on."""
+    config = elastic_config(tmp_path)
+
+    def no_room(rank: int) -> Exception:
+        launcher.room = 2
+        return NoRoomError("a node is gone")
+
+    launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, no_room)), room=4)
+    tries: list[str] = []
+
+    def replan(config: Config, _: Any) -> RunPlan:
+        tries.append(config.layout().describe())
+        if len(tries) == 1:
+            launcher.room = 1
+            raise WorkerError(0, "its actor died", died=True)
+        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
+
+    events = list(controller_of(config, launcher, None, replan).run())
+    assert losses(events) == states(12)
+    assert len(tries) == 2
+    assert launcher.groups[-1].left() == [0]
+    assert told(events) == ["restarted", "resized", "restarted", "resized"]
+
+
+def test_a_layout_that_planning_refuses_is_not_taken_again(tmp_path: Path) -> None:
+    config = elastic_config(tmp_path)
+
+    def no_room(rank: int) -> Exception:
+        launcher.room = 2
+        return NoRoomError("a node is gone")
+
+    launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, no_room)), room=4)
+    tries: list[int] = []
+
+    def replan(config: Config, _: Any) -> RunPlan:
+        tries.append(config.layout().ranks)
+        if config.layout().ranks == 2:
+            raise ValueError("no order fits into memory")
+        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
+
+    events = list(controller_of(config, launcher, None, replan).run())
+    assert losses(events) == states(12)
+    assert tries[-1] == 1
+    assert len(tries) == len(set(tries)) + tries.count(2) - 1, "each layout once"
+
+
+def test_whether_a_layout_fits_is_asked_of_the_planner(tmp_path: Path) -> None:
+    """A schedule of a pipeline needs more micro-batches than stages: no layout that has too few is taken."""
+    config = config_of(
+        tmp_path,
+        parallel={"pp": 2},
+        model={"layers": 8},
+        train={"global_batch": 4, "micro_batch": 2},
+        overlap={"schedule": "interleaved"},
+        elastic={"max_ranks": 4},
+    )
+    resizing = Resizing(config, StandInLauncher(), BYTES_VOCABULARY)  # type: ignore[arg-type]
+    four = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 4})})
+    four.check(BYTES_VOCABULARY)
+    with pytest.raises(ValueError, match="micro-batch"):
+        controller_of(four, StandInLauncher())
+    assert resizing._fits(config)
+    assert not resizing._fits(four)
+
+
+# -- R13: who keeps whose copies -----------------------------------------------------------------------------
+
+
+def test_copies_change_partners_after_the_state_is_restored(tmp_path: Path) -> None:
+    """Four ranks on hosts a a b b: copies go two ranks on. After rank 3 was replaced they are on a b a b, and
+    the next rank is a better partner: but rank 1 has the lost rank's state."""
+    config = config_of(
+        tmp_path, parallel={"pp": 4}, checkpoint={"copies_every": 1, "every": 100}, model={"layers": 4}
+    )
+
+    class Launcher(StandInLauncher):
+        def start(self, ranks: int, avoid: Any = (), stopped: Any = None) -> Any:
+            group = super().start(ranks)
+            restart = group.replace
+
+            def replace(lost: Any) -> None:
+                group.hosts = ["a", "b", "a", "b"]
+                restart(lost)
+
+            group.replace = replace  # type: ignore[method-assign]
+            return group
+
+    shifts: list[int] = []
+
+    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dying(method, rank, arguments)
+        if method == "pair_copies" and rank == 0:
+            shifts.append(arguments[0])
+
+    dying = Once("train_step", 6, died, rank=3)
+    launcher = Launcher(hook, hosts=("a", "a", "b", "b"))
+    events = run(config, launcher)
+    assert losses(events) == states(12)
+    assert sum(isinstance(event, StepDone) for event in events) == 12, "no step was lost"
+    assert shifts == [1], "on hosts a b a b the next rank is on the other host"
+
+
+# -- B: stopping ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_stopped_before_it_begins_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    controller = controller_of(config, StandInLauncher(lambda *call: stop_in("setup", *call)))
+
+    def stop_in(at: str, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == at:
+            controller.stop()
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        list(controller.run())
+    assert not config.run_directory.exists()
+
+
+def test_a_run_that_is_stopped_in_a_recovery_leaves_its_newest_state(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 100, "copies_every": 1})
+    dying = Once("train_step", 6, died)
+
+    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dying(method, rank, arguments)
+        if dying.done and method == "setup":
+            controller.stop()
+            raise StoppedError
+
+    controller = controller_of(config, StandInLauncher(hook))
+    events = list(controller.run())
+    assert [event.step for event in events if isinstance(event, Saved)] == [5]
+    again = run(config, StandInLauncher(), RunOptions(resume=True))
+    assert losses(again) == states(12)[5:]
+
+
+# -- B11: the run's folder is removed ------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 100})
+    events: list[Event] = []
+    for event in controller_of(config, StandInLauncher()).run():
+        events.append(event)
+        if isinstance(event, StepDone) and event.record.step == 6:
+            shutil.rmtree(config.run_directory)
+    assert losses(events) == states(12)
+    left = {path.name for path in config.run_directory.iterdir()}
+    assert {"config.yaml", "run-mark", "cluster.json", "model.json", "schedule.txt", "report.json"} <= left
+    lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 6, "steps 7 to 12"
+    assert CheckpointStore(config.run_directory / "checkpoints").steps() == [12]
+
+
+# -- R9: every call ends -------------------------------------------------------------------------------------
+
+
+def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
+    assert groups._STEADY.isdisjoint(groups._LONG)
