@@ -1,4 +1,4 @@
-"""Ends a command's private Ray cluster with the command, however that ends: `python guardian.py FOLDER`.
+"""Ends a command's private Ray cluster with the command, however that ends: `python guardian.py FOLDER PID`.
 
 The guardian is a process of its own that imports nothing of Braid. It waits until its standard input ends, as
 the command holds the other end, then ends the cluster's processes and removes their folder.
@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,8 +22,8 @@ _SECONDS = 10.0
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Processes with `MARK`, or whose output goes below ``folder``, end with the block at last."""
-    command = [sys.executable, "-I", "-S", __file__, str(folder)]
+    """Processes with `MARK`, or who write to files below ``folder``, end with the block at last."""
+    command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid())]
     guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert guardian.stdin is not None
     try:
@@ -32,22 +33,30 @@ def guarded(folder: Path) -> Iterator[None]:
         guardian.wait()
 
 
-def members(folder: str) -> list[int]:
-    """Processes of the cluster in ``folder``: by variable, or, where a title overwrites those, by output."""
-    mark, below = f"{MARK}={folder}".encode(), f"{folder}/"
+def members(folder: str, command: int) -> list[int]:
+    """Processes of the cluster in ``folder``: by variable, or, where a title overwrites those, by logs.
+    The command, which writes there as well, is none."""
+    mark = f"{MARK}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            named = mark in (process / "environ").read_bytes().split(b"\0")
-            if named or any(os.readlink(process / "fd" / number).startswith(below) for number in "12"):
+            if mark in (process / "environ").read_bytes().split(b"\0") or _writes(process, f"{folder}/"):
                 found.append(int(process.name))
-    return [process for process in found if process != os.getpid()]
+    return [process for process in found if process not in (os.getpid(), command)]
 
 
-def end(folder: str) -> None:
+def _writes(process: Path, below: str) -> bool:
+    """Whether it has a file open there to write to; who reads logs is not of the cluster."""
+    return any(
+        os.readlink(handle).startswith(below) and handle.lstat().st_mode & stat.S_IWUSR
+        for handle in (process / "fd").iterdir()
+    )
+
+
+def end(folder: str, command: int) -> None:
     """SIGKILL for the cluster's processes until there are none, then remove the folder."""
     deadline = time.monotonic() + _SECONDS
-    while (left := members(folder)) and time.monotonic() < deadline:
+    while (left := members(folder, command)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -57,4 +66,4 @@ def end(folder: str) -> None:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    end(sys.argv[1])
+    end(sys.argv[1], int(sys.argv[2]))

@@ -18,6 +18,7 @@ from braid.actors.controller.private_folders import private_folder
 from braid.jobs.doors import check_cluster
 from braid.jobs.guardian import MARK, guarded
 
+LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 20.0
 _SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
 """Bytes of the longest path of a socket below the folder of a Ray cluster."""
@@ -62,15 +63,22 @@ def ray_session(config: Config) -> Iterator[None]:
             directory = stack.enter_context(session_folder())
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
                 stack.enter_context(own_token(directory))
-            with signals_held(), _handlers_kept():
-                ray.init(
-                    address="local",
-                    num_cpus=len(os.sched_getaffinity(0)),
-                    include_dashboard=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=f"{directory}/ray",  # Ray opens its folder to everybody; they do not get there
-                    **quiet,
-                )
+            stack.enter_context(_loopback_kept())
+            try:
+                with signals_held(), _handlers_kept():
+                    ray.init(
+                        address="local",
+                        num_cpus=len(os.sched_getaffinity(0)),
+                        include_dashboard=False,
+                        _node_ip_address=LOOPBACK,
+                        _temp_dir=f"{directory}/ray",  # open to everybody, who do not get there
+                        **quiet,
+                    )
+            except Exception as error:  # that is what Ray raises for a node that does not start
+                raise ConfigError(
+                    f"cluster.launcher='ray': Ray does not start on this machine ({_first_line(error)}); see "
+                    f"that /dev/shm can be written and memory is free, or use --launcher processes"
+                ) from None
         stack.callback(ray.shutdown)
         if address and not named:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
@@ -136,6 +144,20 @@ def _read_again() -> None:
     raylet: Any = ray._raylet  # compiled, without types
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _loopback_kept() -> Iterator[None]:
+    """Let Ray's servers listen where they are told to: Ray turns 127.0.0.1 into an address that others reach,
+    and listens on all of them then."""
+    import ray._private.services
+
+    services: Any = ray._private.services
+    before, services.resolve_ip_for_localhost = services.resolve_ip_for_localhost, lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = before
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from braid.jobs.guardian import MARK, guarded
 folder = Path(sys.argv[1])
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+own = (folder / "own").open("w")
 with guarded(folder):
     marked = subprocess.Popen(sleep, env={**os.environ, MARK: str(folder)}, start_new_session=True)
     with (folder / "log").open("w") as log:

@@ -52,6 +52,11 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
 
 
 @pytest.mark.usefixtures("token")
+def test_it_listens_on_loopback_only() -> None:
+    assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+
+
+@pytest.mark.usefixtures("token")
 def test_tasks_prepare_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from braid.jobs.data.prepare_ray import ray_map
 
