@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.stage.checked_files import CheckedWriter
-from braid.actors.stage.global_state import GlobalState, LoadPlanner, SavePlanner, global_state
+from braid.actors.stage.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, global_state
 from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
 from braid.actors.stage.messages import Written
@@ -156,7 +156,8 @@ class Saves:
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
         with self._waiting(SaveProgress()) as progress:
-            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors())
+            updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
+            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors(), updates)
             return _write(directory, shards, None, progress)
 
     def take(self, step: int) -> None:
@@ -165,16 +166,15 @@ class Saves:
             self._under_way.finished(wait=True)
         self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
-    def _taken(self) -> list[tuple[str, list[Tensor]]]:
-        assert self._state is not None
-        return split(self._state, [share.shape for share in self._optimizer.shares])
-
     def begin(self, directory: Path) -> None:
         """Begin to write what was taken; training may go on as soon as this returns."""
         assert self._group is not None
         if self._under_way is not None:
             self._under_way.finished(wait=True)
-        shards = global_state(self._optimizer.shares, self._taken())
+        assert self._state is not None
+        shares = self._optimizer.shares
+        taken = split(self._state, [share.shape for share in shares])
+        shards = global_state(shares, taken, self._state.updates)
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
@@ -204,14 +204,20 @@ class Saves:
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
 
+    As many updates were, where the checkpoint does not tell.
+
     `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
-    reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
+    # Refused here, in plain words: torch would only log it and look elsewhere.
+    stored = reader.read_metadata().state_dict_metadata
+    updates = torch.tensor([step], dtype=torch.float64)
+    shards = global_state(optimizer.shares, optimizer.named_tensors(), updates)
+    if UPDATES not in stored:
+        del shards[UPDATES]
     with quietly():
-        shards = global_state(optimizer.shares, optimizer.named_tensors())
         dcp.load(shards, storage_reader=reader, planner=LoadPlanner())
-    optimizer.restored(step)
+    optimizer.restored(int(updates))
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
