@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from braid.actors.config import Config
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
-from braid.actors.stage.checkpoint import Saves, load_checkpoint
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, save_group
 from braid.actors.stage.clocks import clock_ahead_ns
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.devices import hardware, set_arithmetic
@@ -145,8 +144,7 @@ class Worker(Logged, Rank):
             limit = keeping.copies_mb << 20 if keeping.copies_mb is not None else None
             layout, shift = self._layout, rendezvous.copies_shift
             self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
-        group = dist.new_group(backend="gloo", timeout=timeout) if keeping.asynchronous else None
-        self._saves = Saves(self._optimizer, group)
+        self._saves = Saves(self._optimizer, save_group(timeout))
 
     def _build(self, plan: RunPlan, schedule: Schedule) -> None:
         config, layout = plan.config, self._layout

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from braid.actors.controller.recovery import newest_common
-from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.exchange import _boxes, _read
 from braid.actors.stage.global_state import UPDATES
@@ -153,7 +153,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
 
     # A checkpoint, by all ranks, read by this one and by all.
     saved = home / "saved"
-    written = Saves(optimizer, None).save(saved)
+    written = Saves(optimizer, save_group(LIMIT)).save(saved)
     assert not written.failure
     dist.barrier()
     same(read_tensors(saved), states[-1])

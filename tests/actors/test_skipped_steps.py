@@ -1,6 +1,7 @@
 """A skipped step is no update: whatever a state comes back from, training goes on as if nothing had been."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -8,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.global_state import UPDATES, global_state
 from braid.actors.stage.gloo_streams import HostStreams
@@ -64,14 +65,33 @@ class Trained:
         self.optimizer.restored(0)
 
 
-def run_rank(rank: int, folder: str, port: int) -> None:
-    home = Path(folder)
+@contextmanager
+def met(rank: int, port: int) -> Iterator[None]:
+    """As a rank among all."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
     make_world("gloo", dist.PrefixStore("world", store), rank, LAYOUT.ranks, LIMIT)
+    yield
+    dist.destroy_process_group()
+    store.set(f"done {rank}", "")
+    if rank == 0:
+        store.wait([f"done {one}" for one in range(LAYOUT.ranks)], LIMIT)
+
+
+def port_here() -> int:
+    """A free one."""
+    return int(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+
+
+def run_rank(rank: int, folder: str, port: int) -> None:
+    with met(rank, port):
+        saved_and_restored(rank, Path(folder))
+
+
+def saved_and_restored(rank: int, home: Path) -> None:
     trained, copies = Trained(rank), Copies()
     optimizer = trained.optimizer
     copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, None, LIMIT)
-    saves = Saves(optimizer, dist.new_group(backend="gloo", timeout=LIMIT))
+    saves = Saves(optimizer, save_group(LIMIT))
     trained.train(0, SAVED)
     assert optimizer.updates == SAVED - 1
     assert not saves.save(home / "saved").failure
@@ -113,16 +133,9 @@ def run_rank(rank: int, folder: str, port: int) -> None:
     load_checkpoint(home / "of before", optimizer, SAVED)
     assert optimizer.updates == SAVED, "it does not tell: steps count"
     dist.barrier()
-    dist.destroy_process_group()
-    store.set(f"done {rank}", "")
-    if rank == 0:
-        store.wait([f"done {one}" for one in range(LAYOUT.ranks)], LIMIT)
 
 
 def test_a_skipped_step_stays_skipped_in_every_state_that_is_kept(tmp_path: Path) -> None:
     for name in ("saved", "in the background", "of before", "rescued"):
         (tmp_path / name).mkdir()
-    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = free.port
-    del free
-    run_forked(run_rank, (str(tmp_path), port), nprocs=LAYOUT.ranks)
+    run_forked(run_rank, (str(tmp_path), port_here()), nprocs=LAYOUT.ranks)
