@@ -13,6 +13,7 @@ from typing import Any
 
 import braid
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.group import StoppedError
 from braid.actors.controller.parent import signals_held
 from braid.actors.controller.private_folders import private_folder
 from braid.jobs.doors import check_cluster
@@ -74,6 +75,8 @@ def ray_session(config: Config) -> Iterator[None]:
                         _temp_dir=f"{directory}/ray",  # open to everybody, who do not get there
                         **quiet,
                     )
+            except StoppedError:
+                raise
             except Exception as error:  # that is what Ray raises for a node that does not start
                 raise ConfigError(
                     f"cluster.launcher='ray': Ray does not start on this machine ({_first_line(error)}); see "

@@ -9,7 +9,8 @@ import contextlib
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.stage.checked_files import CheckedWriter
-from braid.actors.stage.global_state import GlobalState, LoadPlanner, SavePlanner, global_state
+from braid.actors.stage.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, global_state
 from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
 from braid.actors.stage.messages import Written
@@ -32,40 +33,25 @@ class SaveProgress:
     """How a save gets on, to tell a rank that writes, however slowly, from one that waits for others."""
 
     def __init__(self) -> None:
-        self._done = 0
-        self._at_work = False
+        self._bytes = 0
+        self._plans = False
 
     def read(self) -> int | None:
-        """Parts done so far; None while this rank works by itself. For another thread."""
-        return None if self._at_work else self._done
+        """Bytes written and read back so far; None while this rank plans. For another thread."""
+        return None if self._plans else self._bytes
+
+    def advance(self, count: int) -> None:
+        """So many bytes more."""
+        self._bytes += count
 
     @contextlib.contextmanager
-    def part(self) -> Iterator[None]:
-        """Something that needs no other rank."""
-        self._at_work = True
+    def planning(self) -> Iterator[None]:
+        """Something that needs neither another rank nor a disk."""
+        self._plans = True
         try:
             yield
         finally:
-            self._done += 1
-            self._at_work = False
-
-
-class _Writer(CheckedWriter):
-    """Tells when this rank writes."""
-
-    def __init__(self, directory: Path, progress: SaveProgress) -> None:
-        super().__init__(directory)
-        self._progress = progress
-
-    def write_data(self, *arguments: Any, **named: Any) -> Any:
-        """This rank's files."""
-        with self._progress.part():
-            return super().write_data(*arguments, **named)
-
-    def finish(self, *arguments: Any, **named: Any) -> None:
-        """The table of contents."""
-        with self._progress.part():
-            super().finish(*arguments, **named)
+            self._plans = False
 
 
 class _Planner(SavePlanner):
@@ -77,25 +63,22 @@ class _Planner(SavePlanner):
 
     def create_local_plan(self) -> Any:
         """What this rank has."""
-        with self._progress.part():
+        with self._progress.planning():
             return super().create_local_plan()
 
     def create_global_plan(self, *arguments: Any) -> Any:
         """Who writes what, on the first rank."""
-        with self._progress.part():
+        with self._progress.planning():
             return super().create_global_plan(*arguments)
 
 
-def _write(
-    directory: Path, state: GlobalState, group: dist.ProcessGroup | None, progress: SaveProgress
-) -> Written:
+def _write(directory: Path, state: GlobalState, group: dist.ProcessGroup, progress: SaveProgress) -> Written:
     """Write this rank's share and read it back; raises what is not the files' fault, but the ranks'."""
-    writer = _Writer(directory, progress)
+    writer = CheckedWriter(directory, progress.advance)
     try:
         with quietly():
             dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
-        with progress.part():
-            return Written(files=writer.read_back())
+        return Written(files=writer.read_back())
     except (FailedTogetherError, OSError) as error:
         return Written(failure=str(error))
 
@@ -135,16 +118,32 @@ class _BackgroundSave:
         return self._written
 
 
-class Saves:
-    """The saves of one rank, at most one at a time; every rank of the run makes the same calls."""
+_NO_LIMIT = timedelta(days=365)
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """``group``: of all ranks, for background saves alone; None if there are none."""
+
+def save_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks for `Saves`; ``timeout``: for ranks to meet.
+
+    A rank waits in it for as long as another one writes. Whether that one gets on is the controller's to see
+    (`SaveProgress`); a limit here would call ranks failed whose disks are slow.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
+    return group
+
+
+class Saves:
+    """The saves of one rank, at most one at a time; every rank of the run makes the same calls.
+
+    Where ranks lose touch in a save, the save has failed and no rank has: whether one is lost, its process
+    and its pulse say. The group is of no use afterwards, so the next save raises.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+        """``group``: of all ranks, for saves alone (`save_group`)."""
         self._optimizer, self._group = optimizer, group
+        self._lost_touch = ""
+        """Why the group is of no use; empty as long as it is."""
         self._under_way: _BackgroundSave | None = None
         self._written: Written | None = None
         """What became of the newest background save, once it is over."""
@@ -155,9 +154,11 @@ class Saves:
 
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
+        self._in_touch()
         with self._waiting(SaveProgress()) as progress:
-            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors())
-            return _write(directory, shards, None, progress)
+            updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
+            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors(), updates)
+            return self._outcome(lambda: _write(directory, shards, self._group, progress))
 
     def take(self, step: int) -> None:
         """Copy the state after ``step`` steps to the host, for `begin`."""
@@ -165,32 +166,39 @@ class Saves:
             self._under_way.finished(wait=True)
         self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
-    def _taken(self) -> list[tuple[str, list[Tensor]]]:
-        assert self._state is not None
-        return split(self._state, [share.shape for share in self._optimizer.shares])
-
     def begin(self, directory: Path) -> None:
         """Begin to write what was taken; training may go on as soon as this returns."""
-        assert self._group is not None
+        self._in_touch()
         if self._under_way is not None:
             self._under_way.finished(wait=True)
-        shards = global_state(self._optimizer.shares, self._taken())
+        assert self._state is not None
+        shares = self._optimizer.shares
+        taken = split(self._state, [share.shape for share in shares])
+        shards = global_state(shares, taken, self._state.updates)
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
     def finished(self, *, wait: bool) -> Written | None:
-        """What became of the save that was begun; None while it is under way.
-
-        Raises what went wrong with the ranks rather than with the files.
-        """
+        """What became of the save that was begun; None while it is under way."""
         if self._under_way is None:  # said so before, when other ranks were not done
             return self._written
         with self._waiting(self._under_way.progress):
             if not self._under_way.finished(wait=wait):
                 return None
         over, self._under_way = self._under_way, None
-        self._written = over.written()
+        self._written = self._outcome(over.written)
         return self._written
+
+    def _outcome(self, written: Callable[[], Written]) -> Written:
+        try:
+            return written()
+        except RuntimeError as error:
+            self._lost_touch = str(error)
+            return Written(failure=f"ranks lost touch while they saved: {error}")
+
+    def _in_touch(self) -> None:
+        if self._lost_touch:
+            raise RuntimeError(f"ranks lost touch in the save before: {self._lost_touch}")
 
     @contextlib.contextmanager
     def _waiting(self, progress: SaveProgress) -> Iterator[SaveProgress]:
@@ -204,14 +212,20 @@ class Saves:
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
 
+    As many updates were, where the checkpoint does not tell.
+
     `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
-    reader.read_metadata()  # refused here, in plain words: torch would only log it and look elsewhere
+    # Refused here, in plain words: torch would only log it and look elsewhere.
+    stored = reader.read_metadata().state_dict_metadata
+    updates = torch.tensor([step], dtype=torch.float64)
+    shards = global_state(optimizer.shares, optimizer.named_tensors(), updates)
+    if UPDATES not in stored:
+        del shards[UPDATES]
     with quietly():
-        shards = global_state(optimizer.shares, optimizer.named_tensors())
         dcp.load(shards, storage_reader=reader, planner=LoadPlanner())
-    optimizer.restored(step)
+    optimizer.restored(int(updates))
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
 
@@ -21,15 +21,24 @@ Digests = Mapping[str, tuple[int, str]]
 """Bytes and SHA-256 of files, by their names in a checkpoint's folder."""
 
 
-def damage(directory: Path, files: Digests) -> str | None:
-    """The first file that differs from its digest, and how; None if none does."""
+PIECE_BYTES = 16 << 20
+"""What is read or written between two signs of progress: 2 MB/s are enough for one every 8 seconds."""
+
+
+def damage(
+    directory: Path, files: Digests, progress: Callable[[int], object] = lambda count: None
+) -> str | None:
+    """The first file that differs from its digest, and how; None if none does.
+
+    ``progress`` is told how many bytes were read since it was last told.
+    """
     for name, (size, digest) in files.items():
         try:
             with open_regular(directory / name) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != size:
                     return f"file {name} has {found} bytes instead of {size}"
-                if _sha256(file) != digest:
+                if _sha256(file, progress) != digest:
                     return f"the checksum of file {name} is wrong"
         except OSError as error:
             return f"file {name} cannot be read: {error.strerror}"
@@ -46,8 +55,12 @@ def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
     return damage(directory, {name: (files[name][0], files[name][1]) for name in largest_first[rank::ranks]})
 
 
-def _sha256(file: BufferedReader) -> str:
+def _sha256(file: BufferedReader, progress: Callable[[int], object]) -> str:
     """Of what is on the disk, not of what the kernel still remembers of its writing."""
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+        progress(len(piece))
+    return digest.hexdigest()

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from braid.actors.stage.parameters import ParameterSlice
+from braid.actors.stage.parameters import GlobalParameter, ParameterSlice
 from braid.actors.stage.shares import Share
 
 
@@ -75,18 +75,30 @@ class GlobalSlices:
 
 
 GlobalState = dict[str, GlobalSlices]
-"""By name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``."""
+"""By name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
+
+UPDATES = "updates"
+"""The tensor of one element that tells how many updates led to the state; older checkpoints lack it."""
+_COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
-def global_state(shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]]) -> GlobalState:
-    """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors."""
+def global_state(
+    shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+) -> GlobalState:
+    """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
+
+    ``updates``: one element, the number of updates.
+    """
     state: GlobalState = {}
-    add_state(state, shares, held)
+    add_state(state, shares, held, updates)
     return state
 
 
-def add_state(state: GlobalState, shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]]) -> None:
-    """Add what one rank holds."""
+def add_state(
+    state: GlobalState, shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+) -> None:
+    """Add what one rank holds. All ranks hold the same number of updates."""
+    state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
     for kind, tensors in held:
         for tensor, share in zip(tensors, shares, strict=True):
             for piece in (piece for piece in share.slices if 0 not in piece.sizes):

@@ -12,7 +12,10 @@ from braid.actors.stage.optimizer import STATE_KINDS, Optimizer
 
 @dataclass(frozen=True)
 class HostState:
-    """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor."""
+    """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor.
+
+    Its last element is the number of updates that led to them, which a float tells exactly up to 2^24.
+    """
 
     step: int
     memory: Tensor
@@ -27,10 +30,15 @@ class HostState:
             self.arrived.synchronize()
         return self.memory
 
+    @property
+    def updates(self) -> Tensor:
+        """The number of updates, as a view of one element."""
+        return self.flat[-1:]
+
 
 def state_elements(optimizer: Optimizer) -> int:
-    """Elements of `HostState.flat`: three per parameter that this rank updates."""
-    return sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
+    """Elements of `HostState.flat`: three per parameter that this rank updates, and the number of updates."""
+    return 1 + sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
 
 
 def state_dtype(optimizer: Optimizer) -> torch.dtype:
@@ -44,6 +52,7 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
     From a GPU it is copied beside what follows: the next forward passes hide it, the next update waits.
     """
     flat = into if into is not None else empty_state(optimizer)
+    flat[-1:].fill_(optimizer.updates)
 
     def copy() -> None:
         place = 0
@@ -80,4 +89,4 @@ def put_back(state: HostState, optimizer: Optimizer) -> None:
     for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece)
-    optimizer.restored(state.step)
+    optimizer.restored(int(state.updates))

@@ -78,6 +78,8 @@ class Optimizer:
         """What the step's gradients are multiplied with; None: they are no numbers, and update nothing."""
         self.shares = shares = gradients.shares
         """What of its parameters the rank updates."""
+        self.updates = 0
+        """How many led to the state. AdamW corrects its moments' bias by them, and skipped steps are none."""
         self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         """Of every master."""
@@ -155,11 +157,15 @@ class Optimizer:
             self._accelerator.current().wait_event(self._reading.pop())
 
     @torch.no_grad()
-    def restored(self, steps_done: int) -> None:
-        """Bring what follows from masters and moments in line after those were set from outside."""
+    def restored(self, updates: int) -> None:
+        """Bring what follows from masters and moments in line after those were set from outside.
+
+        ``updates``: how many led to them.
+        """
         self._let_readers_end()
+        self.updates = updates
         for master in self.masters:
-            self.states[master]["step"].fill_(steps_done)
+            self.states[master]["step"].fill_(updates)
         for group in self._groups.values():
             _publish(group)
 
@@ -184,6 +190,7 @@ class Optimizer:
             self._factor = None
             self._gradients.zero()
             return norm, lr
+        self.updates += 1
         limit = self.settings.clip_norm
         self._factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
         for group in self._groups.values():

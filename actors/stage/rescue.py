@@ -47,5 +47,5 @@ def held_slices(
             plans = bucket_plans(model.parameters, place)
             shares = updated_by(plans, model.parameters)
             state = copies.state_of(target, rank, plan.step)
-            add_state(found, shares, split(state, [share.shape for share in shares]))
+            add_state(found, shares, split(state, [share.shape for share in shares]), state.updates)
     return found

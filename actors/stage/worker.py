@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
-from braid.actors.stage.checkpoint import Saves, load_checkpoint
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, save_group
 from braid.actors.stage.clocks import clock_ahead_ns
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.devices import hardware, set_arithmetic
@@ -125,8 +124,7 @@ class Worker(Logged, Rank):
         self._recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, self._mesh.groups))
         if config.checkpoint.copies_every:
             self.pair_copies(rendezvous.copies_shift)
-        beside = dist.new_group(backend="gloo", timeout=timeout) if config.checkpoint.asynchronous else None
-        self._saves = Saves(self._optimizer, beside)
+        self._saves = Saves(self._optimizer, save_group(timeout))
         self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         if plan.data:

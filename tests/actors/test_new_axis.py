@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from braid.actors.controller.recovery import newest_common
-from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.exchange import _boxes, _read
+from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.hub_files import StoredTensor
@@ -95,7 +96,7 @@ class Trained:
 
     def state(self) -> dict[str, Tensor]:
         """As a checkpoint holds it."""
-        found = {}
+        found = {UPDATES: self.adamw.state[self.w]["step"].view(1).double()}
         for name, tensor in (("w", self.w), ("b", self.b)):
             found[f"parameter.{name}"] = tensor.detach()
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -152,7 +153,7 @@ def run_rank(rank: int, folder: str, port: int) -> None:
 
     # A checkpoint, by all ranks, read by this one and by all.
     saved = home / "saved"
-    written = Saves(optimizer, None).save(saved)
+    written = Saves(optimizer, save_group(LIMIT)).save(saved)
     assert not written.failure
     dist.barrier()
     same(read_tensors(saved), states[-1])

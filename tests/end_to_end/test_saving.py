@@ -22,6 +22,7 @@ from braid.actors.controller.records import Event, Finished, Incident, Saved, St
 from braid.actors.stage import checkpoint
 from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import read_tensors
+from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.messages import Fault, RunPlan, Written
 from braid.actors.stage.worker import Worker
 from braid.dashboards.trace_folder import TraceFolder
@@ -84,7 +85,7 @@ def order(events: Sequence[Event]) -> list[tuple[str, int]]:
 
 
 def tensors(saved: Sequence[Event]) -> dict[int, dict[str, torch.Tensor]]:
-    """Of all checkpoints of a run: parameters and moments, by step and name."""
+    """Of all checkpoints of a run: parameters, moments and the number of updates, by step and name."""
     return {event.step: read_tensors(Path(event.path)) for event in saved if isinstance(event, Saved)}
 
 
@@ -102,7 +103,7 @@ def test_in_the_background_or_not_the_same_is_saved(tmp_path: Path, data: Path) 
     for step, ours in found[True].items():
         theirs = found[False][step]
         assert set(ours) == set(theirs)
-        assert {name.partition(".")[0] for name in ours} == {"parameter", "exp_avg", "exp_avg_sq"}
+        assert {name.partition(".")[0] for name in ours} == {"parameter", "exp_avg", "exp_avg_sq", UPDATES}
         assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
     name = "parameter.head.weight" if "parameter.head.weight" in found[True][2] else min(found[True][2])
     assert not torch.equal(found[True][2][name], found[True][4][name])

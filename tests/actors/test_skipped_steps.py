@@ -1,0 +1,141 @@
+"""A skipped step is no update: whatever a state comes back from, training goes on as if nothing had been."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
+from braid.actors.stage.copies import Copies
+from braid.actors.stage.global_state import UPDATES, global_state
+from braid.actors.stage.gloo_streams import HostStreams
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.mesh import build_mesh, make_world
+from braid.actors.stage.messages import Rendezvous, Rescue
+from braid.actors.stage.optimizer import Optimizer
+from braid.actors.stage.parameters import Place
+from braid.actors.stage.rescue import held_slices, write_slices
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.schedule import Reduce
+from braid.scheduling.spec import ParallelLayout
+from tests.actors.test_shares import SETTINGS, SHAPE, held
+from tests.forking import run_forked
+
+LAYOUT: Final = ParallelLayout(tp=2)
+LIMIT: Final = timedelta(seconds=60)
+SKIPPED, SAVED, STEPS = 2, 4, 6
+"""The step whose gradients are no numbers; the steps done when the state is kept, and in the end."""
+
+
+class Trained:
+    """One rank's optimizer, with gradients drawn at random."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        mesh = build_mesh(LAYOUT, rank, timeout=LIMIT)
+        self.model = held(LAYOUT, SHAPE, rank)
+        self.model.initialise(7)
+        streams = HostStreams()
+        recorder = Recorder(streams)
+        self.gradients = GradientBuckets(self.model.parameters, mesh, streams, recorder, 1 << 20)
+        self.optimizer = Optimizer(self.gradients, SETTINGS)
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            for n, share in enumerate(self.gradients.shares):
+                generator = torch.Generator().manual_seed(1000 * step + n)
+                share.gradient.copy_(torch.randn(share.shape, generator=generator))
+            if step == SKIPPED and self.rank == 1:
+                self.gradients.shares[0].gradient.fill_(float("nan"))
+            self.gradients.square()
+            self.gradients.start(Reduce(None, "tp"))
+            self.gradients.wait(Reduce(None, "tp"))
+            self.optimizer.step(step)
+
+    def state(self) -> list[torch.Tensor]:
+        return [one.detach().clone() for _, held in self.optimizer.named_tensors() for one in held]
+
+    def spoil(self) -> None:
+        for master in self.optimizer.masters:
+            master.data.add_(1.0)
+        self.optimizer.restored(0)
+
+
+@contextmanager
+def met(rank: int, port: int) -> Iterator[None]:
+    """As a rank among all."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
+    make_world("gloo", dist.PrefixStore("world", store), rank, LAYOUT.ranks, LIMIT)
+    yield
+    dist.destroy_process_group()
+    store.set(f"done {rank}", "")
+    if rank == 0:
+        store.wait([f"done {one}" for one in range(LAYOUT.ranks)], LIMIT)
+
+
+def port_here() -> int:
+    """A free one."""
+    return int(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+
+
+def run_rank(rank: int, folder: str, port: int) -> None:
+    with met(rank, port):
+        saved_and_restored(rank, Path(folder))
+
+
+def saved_and_restored(rank: int, home: Path) -> None:
+    trained, copies = Trained(rank), Copies()
+    optimizer = trained.optimizer
+    copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, None, LIMIT)
+    saves = Saves(optimizer, save_group(LIMIT))
+    trained.train(0, SAVED)
+    assert optimizer.updates == SAVED - 1
+    assert not saves.save(home / "saved").failure
+    saves.take(SAVED)
+    copies.keep(optimizer, SAVED, wait=True)
+    held_now = optimizer.shares, optimizer.named_tensors()
+    older = {name: one for name, one in global_state(*held_now, torch.zeros(1)).items() if name != UPDATES}
+    write_slices(home / "of before", older)
+    trained.train(SAVED, STEPS)
+    expected = trained.state()
+    saves.begin(home / "in the background")
+    written = saves.finished(wait=True)
+    assert written is not None
+    assert not written.failure
+
+    def rescued() -> None:
+        meeting = Rendezvous(address="", port=0, generation=2)
+        plan = Rescue(meeting=meeting, survivors=(0, 1), step=SAVED, sources=(1, 0))
+
+        def model_of(place: Place, device: torch.device) -> Any:
+            return held(LAYOUT, SHAPE, place.mesh.index(place.position, {"tp"}))
+
+        write_slices(home / "rescued", held_slices(copies, rank, plan, LAYOUT.mesh, model_of))
+        load_checkpoint(home / "rescued", optimizer, SAVED)
+
+    restores: list[Callable[[], None]] = [
+        lambda: load_checkpoint(home / "saved", optimizer, SAVED),
+        lambda: load_checkpoint(home / "in the background", optimizer, SAVED),
+        rescued,
+        lambda: copies.restore(optimizer, SAVED, [1, 0]),  # each from its partner
+        lambda: copies.restore(optimizer, SAVED, [0, 1]),
+    ]
+    for number, restore in enumerate(restores):
+        trained.spoil()
+        restore()
+        trained.train(SAVED, STEPS)
+        assert all(map(torch.equal, trained.state(), expected)), f"restore {number}"
+    assert read_tensors(home / "saved")[UPDATES].tolist() == [SAVED - 1]
+    load_checkpoint(home / "of before", optimizer, SAVED)
+    assert optimizer.updates == SAVED, "it does not tell: steps count"
+    dist.barrier()
+
+
+def test_a_skipped_step_stays_skipped_in_every_state_that_is_kept(tmp_path: Path) -> None:
+    for name in ("saved", "in the background", "of before", "rescued"):
+        (tmp_path / name).mkdir()
+    run_forked(run_rank, (str(tmp_path), port_here()), nprocs=LAYOUT.ranks)
