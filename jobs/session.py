@@ -104,10 +104,15 @@ def session_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, to exit at once; this command wants to end its run first."""
+    """Ray takes SIGTERM for itself, to exit at once; this command wants to end its run first.
+
+    `StoppedError` where the signal has come meanwhile.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit:
+        raise StoppedError from None
     finally:
         if threading.current_thread() is threading.main_thread() and before is not None:
             signal.signal(signal.SIGTERM, before)

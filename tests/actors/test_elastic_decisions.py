@@ -289,3 +289,23 @@ def test_a_slow_node_is_taken_again_where_nothing_else_is_left(monkeypatch: pyte
 def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"elastic.min_ranks=3 exceeds elastic.max_ranks=2"):
         parse_config({"elastic": {"min_ranks": 3, "max_ranks": 2}})
+
+
+def test_layouts_are_searched_for_when_something_changes_and_not_at_every_look() -> None:
+    """And the best come first: of 1,024 ranks none but the layout that is taken is asked about."""
+    asked: list[int] = []
+
+    def runs(config: Config) -> bool:
+        asked.append(config.layout().ranks)
+        return True
+
+    members = Membership(ElasticConfig(max_ranks=4096, settle_s=0.0), runs)
+    config = config_of(dp=8)
+    for second in range(100):
+        members.look(config, 1024, False, float(second), 1.0, 1)
+    assert asked == [1024]
+    members.look(config, 512, True, 100.0, 1.0, 1)
+    assert asked == [1024, 512]
+    members.forget()
+    members.look(config, 512, True, 101.0, 1.0, 1)
+    assert asked == [1024, 512, 512]

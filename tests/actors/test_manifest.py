@@ -1,5 +1,6 @@
 """Checkpoints as folders: a crash anywhere leaves a good one, and none is kept or removed by mistake."""
 
+import errno
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.controller import manifest
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import (
     MANIFEST,
@@ -45,10 +47,10 @@ def publish(store: CheckpointStore, step: int, content: str) -> Path:
 def newest(store: CheckpointStore) -> tuple[int, str]:
     """Step and content of what would be loaded."""
     found = Homes(store, None, "").newest_good(verify)
-    path, manifest = Path(found.path), found.manifest
-    assert verify(path) == manifest
-    assert path.name == f"step-{manifest.step}"
-    return manifest.step, (path / ".metadata").read_text().removeprefix("table of ")
+    path, ours = Path(found.path), found.manifest
+    assert verify(path) == ours
+    assert path.name == f"step-{ours.step}"
+    return ours.step, (path / ".metadata").read_text().removeprefix("table of ")
 
 
 class Crashing:
@@ -312,3 +314,46 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
         says = rf"with pattern={fits.pattern}, the configuration says pattern={odd.pattern}$"
         with pytest.raises(CheckpointError, match=says):
             homes.newest_of(odd)
+
+
+def refuses(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Folders of these names are not removed whole, as where NFS keeps a file that somebody has open."""
+    remove = manifest.shutil.rmtree
+
+    def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
+        if Path(path).name in names and not named.get("ignore_errors"):
+            (Path(path) / ".metadata").unlink()
+            raise OSError(errno.EBUSY, "Device or resource busy", str(Path(path) / ".nfs01"))
+        remove(path, *arguments, **named)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
+
+
+def test_a_checkpoint_is_published_though_an_older_one_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        publish(store, step, f"state {step}")
+    refuses(monkeypatch, "step-1.tmp-old", "step-2.tmp-old")
+    store.collect(1, newest=3)
+    assert store.steps() == [3], "what is removed half-way has no checkpoint's name"
+    told = store.trouble()
+    assert len(told) == 2, "one that stays does not keep the other"
+    assert all("cannot be removed: Device or resource busy; it is tried again" in text for text in told)
+    assert store.trouble() == []
+    monkeypatch.undo()
+    store.collect(1, newest=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
+
+
+def test_a_step_is_saved_again_though_its_older_save_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    publish(store, 4, "before")
+    refuses(monkeypatch, "step-4.tmp-old", "step-4.tmp-old1")
+    publish(store, 4, "after")
+    publish(store, 4, "at last")
+    assert newest(store) == (4, "at last")
+    assert len(store.trouble()) == 2

@@ -1,7 +1,10 @@
 """Calls to ranks that are processes: an answer belongs to its call, also after one that was given up."""
 
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -9,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.group import WorkerError
+from braid.actors.controller import group
+from braid.actors.controller.group import StoppedError, WorkerError
 from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.stage.rank import Pulse
 from tests.end_to_end.runs import small_config
 
 pytestmark = pytest.mark.slow
@@ -49,6 +54,30 @@ class Rank:
     def size(self, content: bytes) -> int:
         """Of what was sent."""
         return len(content)
+
+    def hangs(self, gate: str) -> None:
+        """Rank 1 waits for a disk that does not answer; its pulse does."""
+        while self._rank == 1 and not Path(gate).exists():
+            time.sleep(0.01)
+
+    def pulse(self) -> Pulse:
+        """The main loop may hang, but the process lives."""
+        return Pulse(None)
+
+    def interrupt(self, generation: int) -> None:
+        """Takes longer than the call that it breaks off."""
+        Path(self._gate).touch()
+        time.sleep(1.0)
+        Path(f"{self._gate}.{generation}").touch()
+
+    def waits(self, gate: str) -> None:
+        """Until it is interrupted, or its partner has failed."""
+        self._gate = gate
+        if self._rank == 0:
+            raise RuntimeError("out of luck")
+        while not Path(gate).exists():
+            time.sleep(0.01)
+        raise RuntimeError("broken off")
 
     def echo(self, word: str) -> str:
         """The word, with the rank."""
@@ -165,3 +194,72 @@ def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(tmp_path: Path) -> None:
         assert group.call_all(Rank.size, large) == [32 << 20] * 2
     finally:
         group.shutdown()
+
+
+def test_a_call_that_hangs_ends_though_the_rank_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_CALL_SECONDS", 2.0)
+    config = small_config(tmp_path, cluster={"group_timeout_s": 1.0})
+    ranks = ProcessLauncher(config, serve=serve).start(2)
+    try:
+        while ranks._awake != {0, 1}:  # type: ignore[attr-defined]
+            ranks.call_all(Rank.takes_long_to_read, 0.1)
+        text = r"rank 1: has not finished within 2 s, though it answers \(hangs\)"
+        with pytest.raises(WorkerError, match=text) as caught:
+            ranks.call_all(Rank.hangs, str(tmp_path / "never"))
+        assert not caught.value.died
+        assert ranks.interrupt(1) == [1], "it does not drop what it is at"
+        ranks.replace([1])
+        assert ranks.call_all(Rank.echo, "second") == ["second 0", "second 1"]
+    finally:
+        ranks.shutdown()
+
+
+def test_a_wish_to_stop_is_heard_while_ranks_are_waited_for(tmp_path: Path) -> None:
+    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    gate, stop = tmp_path / "gate", threading.Event()
+    try:
+        ranks.call_all(Rank.echo, "awake")
+        timer = threading.Timer(1.0, stop.set)
+        timer.start()
+        with ranks.heeding(stop.is_set), pytest.raises(StoppedError):
+            ranks.call_all(Rank.hangs, str(gate))
+        gate.touch()
+        assert ranks.call_all(Rank.echo, "last") == ["last 0", "last 1"], "what is to be saved still is"
+    finally:
+        ranks.shutdown()
+
+
+def test_an_interrupt_names_its_generation_and_is_over_when_it_returns(tmp_path: Path) -> None:
+    """Though the rank's call ends long before: an abort must not hit the next generation."""
+    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    gate = tmp_path / "gate"
+    try:
+        ranks.call_all(Rank.echo, "awake")
+        with pytest.raises(WorkerError, match="out of luck"):
+            ranks.call_all(Rank.waits, str(gate))
+        assert ranks.interrupt(7) == []
+        assert (tmp_path / "gate.7").exists()
+    finally:
+        ranks.shutdown()
+
+
+def test_signals_to_all_processes_of_a_run_end_no_rank(tmp_path: Path) -> None:
+    """As systemd and ``scancel`` send them, the fork server between command and ranks included."""
+    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    try:
+        ranks.call_all(Rank.echo, "awake")
+        server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+        children = [child.process.pid for child in ranks._children]  # type: ignore[attr-defined]
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for process in (server, tracker, *children):
+                os.kill(process, number)
+        assert ranks.call_all(Rank.echo, "well") == ["well 0", "well 1"]
+        assert ranks.interrupt(1) == []
+        ranks._kill(1)  # type: ignore[attr-defined]
+        ranks.replace([1])
+        assert ranks.call_all(Rank.echo, "again") == ["again 0", "again 1"], "the fork server lives"
+    finally:
+        ranks.shutdown()

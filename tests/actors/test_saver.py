@@ -1,5 +1,6 @@
 """Saves of a run as the controller drives them: what is waited for, what is due, what is told."""
 
+import errno
 import threading
 import time
 import uuid
@@ -11,7 +12,7 @@ import fsspec
 import pytest
 
 from braid.actors.config import parse_config
-from braid.actors.controller import saving
+from braid.actors.controller import manifest, saving
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import disk_is_full
@@ -302,3 +303,36 @@ def test_the_controller_reads_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
         assert [text for text in found if text] == [f"the checksum of file {name} is wrong"], "one share"
         (path / name).write_bytes(good)
     run.close()
+
+
+def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps what somebody has open: the new checkpoints are as good as ever."""
+    run = Run(tmp_path, every=1, keep=1)
+    remove = manifest.shutil.rmtree
+
+    def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
+        if "step-1.tmp-old" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        remove(path, *arguments, **named)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
+    for step in (1, 2, 3, 4):
+        run.begin(step)
+        run.finish()
+    assert run.saved == [1, 2, 3, 4]
+    (told,) = [event for event in run.told if isinstance(event, Incident)]
+    assert "step-1.tmp-old cannot be removed: Device or resource busy" in told.text
+    assert run.homes.store.steps() == [4]
+    run.close()
+
+
+def test_a_save_that_nobody_will_finish_is_removed_at_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=1)
+    run.ranks.may_write = False
+    run.begin(1)
+    folder = run.homes.store.directory
+    assert [path.name for path in folder.iterdir()] == ["step-1.tmp-1"]
+    run.close()
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,131 @@
+"""Commands that are told to end, or lose their reader, in the ways of shells, systemd and batch systems."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import (
+    braid,
+    environment,
+    left_running,
+    start,
+    write_config,
+    write_corpus,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    write_config(tmp_path, train={"steps": 100_000}, parallel={"tp": 2}, cluster={"cpus_per_rank": 0.5})
+    return tmp_path
+
+
+def steps_done(folder: Path, least: int) -> None:
+    """Wait until so many steps are on record."""
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= least:
+            return
+        time.sleep(0.05)
+    raise AssertionError("no steps are done")
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(folder: Path, number: int) -> None:
+    """And one to the command alone a moment before, as ``timeout`` sends them."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "braid", "train", "run.yaml"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    steps_done(folder, 3)
+    os.kill(command.pid, number)
+    os.killpg(command.pid, number)
+    output, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+    assert "stopped early; go on with --resume" in output
+    assert errors == ""
+    (saved,) = checkpoints(folder)
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert saved == f"step-{len(lines)}", "no step is lost"
+    assert not left_running(command.pid)
+
+
+def test_a_second_signal_ends_a_run_at_once_and_says_what_is_left(folder: Path) -> None:
+    """A save hangs, as its disk would: the rank that writes is stopped."""
+    command = start(folder, "train", "run.yaml", "--set", "failure.silence_s=600")
+    steps_done(folder, 3)
+    ranks = json.loads((folder / "runs" / "run" / "cluster.json").read_text())["processes"]
+    os.kill(ranks[1], signal.SIGSTOP)
+    os.kill(command.pid, signal.SIGINT)
+    time.sleep(1.5)
+    os.kill(command.pid, signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert errors == "braid: stopped at once, without a checkpoint; there is no checkpoint\n"
+    assert not checkpoints(folder), "nor half a one"
+    assert not left_running(command.pid)
+
+
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str) -> None:
+    """`| head -3`."""
+    shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 --launcher {launcher} | head -2"
+    script = f"{shell}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        start_new_session=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("braid: ")]
+    assert told == ["braid: standard output cannot be written (Broken pipe); training goes on without it"]
+    assert checkpoints(folder) == ["step-6"]
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(folder: Path) -> None:
+    """On Ray, while its cluster starts."""
+    command = start(folder, "train", "run.yaml", "--launcher", "ray")
+    time.sleep(3.0)
+    begun = time.monotonic()
+    os.kill(command.pid, signal.SIGTERM)
+    output, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, output + errors
+    assert time.monotonic() - begun < 30
+    assert not (folder / "runs" / "run" / "checkpoints").exists() or checkpoints(folder)
+    assert not left_running(command.pid)
+
+
+def test_a_fifo_in_place_of_the_tokens_index_is_told_at_once(folder: Path) -> None:
+    """Nobody will ever write to it."""
+    assert braid(folder, "train", "run.yaml", "--set", "train.steps=2").code == 0
+    (index,) = (folder / "runs" / "data").glob("*/index.json")
+    index.unlink()
+    os.mkfifo(index)
+    again = braid(folder, "train", "run.yaml", "--set", "train.steps=3", "--resume", timeout=60)
+    assert again.code == 0, again.errors
+    assert checkpoints(folder) == ["step-2", "step-3"], "the tokens were made again"

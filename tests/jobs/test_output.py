@@ -1,0 +1,108 @@
+"""Standard output in a thread of its own: nobody who reads it, or stops reading, holds a run up."""
+
+import fcntl
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from braid.jobs import output
+from braid.jobs.output import BackgroundOutput, background, surviving
+
+
+def pipe() -> tuple[int, io.TextIOWrapper]:
+    reading, writing = os.pipe()
+    return reading, os.fdopen(writing, "w", encoding="utf-8")
+
+
+def test_what_is_written_arrives_in_order() -> None:
+    reading, stream = pipe()
+    print("before", file=stream)
+    with background(stream) as out:
+        print("grüß", "Gott", file=out)
+        out.write("x" * 100_000)  # more than a pipe holds
+        chunks = [os.read(reading, 1 << 20)]
+        while len(b"".join(chunks)) < 100_018:
+            chunks.append(os.read(reading, 1 << 20))
+    assert b"".join(chunks).decode() == "before\ngrüß Gott\n" + "x" * 100_000
+    stream.close()
+    os.close(reading)
+
+
+def test_a_reader_that_has_seen_enough_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Told once, in one line."""
+    reading, stream = pipe()
+    os.close(reading)
+    out = BackgroundOutput(stream)
+    for number in range(1000):
+        print("step", number, file=out)
+    out.finish()
+    told = capsys.readouterr().err
+    assert told == "braid: standard output cannot be written (Broken pipe); training goes on without it\n"
+    stream.close()
+
+
+def test_a_disk_that_is_full_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
+    with background(full) as out:
+        print("a line", file=out)
+    full.close()
+    assert "standard output cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it missed is said, once it reads again."""
+    monkeypatch.setattr(output, "_MOST_BYTES", 10_000)
+    reading, stream = pipe()
+    size = fcntl.fcntl(stream.fileno(), fcntl.F_GETPIPE_SZ)
+    out = BackgroundOutput(stream)
+    line = "x" * 999 + "\n"
+    for _ in range(size // 1000 + 100):
+        out.write(line)
+    with out._changed:
+        assert out._left_out >= 80_000
+    text = b""
+    got = threading.Event()
+
+    def read() -> None:
+        nonlocal text
+        while b"last" not in text:
+            text += os.read(reading, 1 << 20)
+        got.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:  # there is room again
+        with out._changed:
+            if not out._waiting:
+                break
+    print("last", file=out)
+    out.finish()
+    assert got.wait(30)
+    assert b"bytes were left out, as nobody read them ...\nlast\n" in text
+    stream.close()
+    os.close(reading)
+
+
+def test_a_stream_that_is_no_file_is_written_to_as_it_is() -> None:
+    text = io.StringIO()
+    with background(text) as out:
+        print("a line", file=out)
+    assert text.getvalue() == "a line\n"
+
+
+def test_an_event_that_cannot_be_shown_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+
+    def show(event: object) -> None:
+        shown.append(event)
+        raise ValueError("cannot convert float NaN to integer")
+
+    careful = surviving(show)
+    for event in range(5):
+        careful(event)
+    assert shown == [0, 1, 2, 3, 4]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "an event cannot be shown (ValueError: cannot convert float NaN to integer)" in told
