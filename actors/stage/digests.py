@@ -48,7 +48,7 @@ def damage(
 def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
     """`damage` in one rank's share of the files in a checkpoint's manifest: of about as many bytes each."""
     try:
-        files = json.loads(read_text(directory / MANIFEST))["files"]
+        files = dict(json.loads(read_text(directory / MANIFEST))["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:  # the controller could read it a moment ago
         return f"{MANIFEST} cannot be read ({error})"
     largest_first = sorted(files, key=lambda name: (-files[name][0], name))
