@@ -13,13 +13,14 @@ from typing import Any
 
 import braid
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.cpus import whole_cpus
 from braid.actors.controller.group import StoppedError
 from braid.actors.controller.parent import signals_held
 from braid.actors.controller.private_folders import private_folder
+from braid.actors.controller.processes import LOOPBACK, check_loopback
 from braid.jobs.doors import check_cluster
 from braid.jobs.guardian import MARK, guarded
 
-LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 20.0
 _SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
 """Bytes of the longest path of a socket below the folder of a Ray cluster."""
@@ -60,6 +61,7 @@ def ray_session(config: Config) -> Iterator[None]:
                     f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
                 ) from None
         else:
+            check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))
             directory = stack.enter_context(session_folder())
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
@@ -69,7 +71,7 @@ def ray_session(config: Config) -> Iterator[None]:
                 with signals_held(), _handlers_kept():
                     ray.init(
                         address="local",
-                        num_cpus=len(os.sched_getaffinity(0)),
+                        num_cpus=whole_cpus(),
                         include_dashboard=False,
                         _node_ip_address=LOOPBACK,
                         _temp_dir=f"{directory}/ray",  # open to everybody, who do not get there

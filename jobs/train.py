@@ -189,6 +189,8 @@ def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, s
             show(Profiling())
         known = find_or_measure(config, shape, launcher)
         show(known)
+        if known.trouble:
+            show(Incident(kind="telemetry", text=known.trouble, step=0))
     if known is None:
         return RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
     decided = find_or_decide(config, shape, known.profile)

@@ -105,13 +105,8 @@ class RayLauncher:
         return bundles
 
     def machines(self) -> list[str]:
-        """The cluster's nodes: addresses and resources."""
-        names = []
-        for node in ray.nodes():
-            if node["Alive"]:
-                has, address = node["Resources"], node["NodeManagerAddress"]
-                names.append(f"{address} {has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU")
-        return sorted(names)
+        """The kinds of the cluster's nodes: addresses change, what a node computes with does not."""
+        return sorted({machine_name(node["Resources"]) for node in ray.nodes() if node["Alive"]})
 
     def hosts(self, ranks: int) -> list[str]:
         """As if every node were free: the fewest that hold all ranks, or one rank of each in turn.
@@ -344,6 +339,12 @@ class ActorGroup(WatchedGroup):
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
+
+
+def machine_name(has: Mapping[str, float]) -> str:
+    """A node by what it has: CPUs, GPUs, and which."""
+    kinds = sorted(name for name in has if name.startswith("accelerator_type:"))
+    return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
 
 
 def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:

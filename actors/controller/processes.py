@@ -6,6 +6,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import socket
 import threading
 import traceback
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
+from braid.actors.controller.cpus import usable_cpus
 from braid.actors.controller.group import (
     Answer,
     Collector,
@@ -40,6 +42,7 @@ from braid.actors.controller.span_files import SpanFiles, socket_collector
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["braid.actors.stage.worker", "torch._dynamo"]
 """What the server imports that ranks are forked from; torch's compiler, as making an optimizer imports it."""
+_CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 0.3
 """From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
@@ -62,6 +65,18 @@ class Place:
         return self.machine or self.address
 
 
+def check_loopback() -> None:
+    """`ConfigError` where this machine does not reach itself: in a network namespace whose loopback is down."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"ranks meet on {LOOPBACK}, and nothing is reached there ({error.strerror or error}); bring the "
+            f"loopback device up (ip link set lo up)"
+        ) from None
+
+
 class ProcessLauncher:
     """Starts one process per rank, by default all on this machine's loopback."""
 
@@ -75,7 +90,9 @@ class ProcessLauncher:
         self._places = places
 
     def check(self, ranks: int) -> None:
-        """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has."""
+        """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has, or have no network."""
+        if self._places is None:
+            check_loopback()
         gpus = gpus_here(os.environ)
         wanted = self._config.cluster.device
         if ranks > gpus and (wanted == "cuda" or (wanted == "auto" and gpus)):
@@ -83,12 +100,12 @@ class ProcessLauncher:
                 f"the layout asks for {ranks} ranks of cluster.device={wanted!r}, this machine has {gpus} "
                 f"GPUs; lower parallel.dp, parallel.tp or parallel.pp, or set cluster.device=cpu"
             )
-        cpus = len(os.sched_getaffinity(0))
+        cpus = usable_cpus()
         if ranks * self._cpus_per_rank > cpus:
             raise ConfigError(
                 f"the layout asks for {ranks} ranks of cluster.cpus_per_rank={self._cpus_per_rank:g}, this "
-                f"machine has {cpus} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks share "
-                f"CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
+                f"machine has {cpus:g} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks "
+                f"share CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
             )
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
@@ -97,7 +114,7 @@ class ProcessLauncher:
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """Machines do not grow, and there is one."""
-        return int(len(os.sched_getaffinity(0)) / self._cpus_per_rank), False
+        return int(usable_cpus() / self._cpus_per_rank), False
 
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never

@@ -1,11 +1,15 @@
 """Profiles of runs: ranks measure (`combining` makes one of it); what was measured before is used again."""
 
+import contextlib
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +17,10 @@ from pathlib import Path
 import braid
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.combining import combine, hardware_of
+from braid.actors.controller.cpus import throttled, usable_cpus
+from braid.actors.controller.decisions import sources_digest
 from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.locks import FileHold
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule, model_graphs
@@ -22,11 +29,16 @@ from braid.actors.stage.rank import Rank
 from braid.scheduling.operators import Part, Stream
 from braid.scheduling.pattern import measured_kind
 from braid.scheduling.profile import Profile, read_profile
+from braid.scheduling.records import to_mapping
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import AXES, ModelShape
 from braid.scheduling.topology import Topology
 
 ROUNDS = 9
+KEPT = 64
+"""Profiles that are kept, of all runs in a folder."""
+_PROFILE = re.compile(r"[0-9a-f]{16}\.json")
+_SOURCES = tuple(Path(braid.__file__).parent / folder for folder in ("actors", "kernels"))
 
 
 def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds: int = ROUNDS) -> Profile:
@@ -57,21 +69,58 @@ class Profiled:
     path: Path
     reused: bool
     seconds: float = 0.0
+    trouble: str = ""
+    """Why it was not kept for other runs; empty if it was."""
 
 
 def find_or_measure(config: Config, shape: ModelShape, launcher: Launcher, *, anew: bool = False) -> Profiled:
-    """The profile that is known (`known_profile`), else a new one, which is kept."""
+    """The profile that is known (`known_profile`), else a new one, which is kept; others wait for it."""
     if not anew and (found := known_profile(config, shape, launcher)) is not None:
         return found
     path = _profile_path(config, shape, launcher)
-    begin = time.perf_counter()
-    serial = config.with_schedule("megatron")
-    schedule = build_schedule(serial, shape)
-    plan = RunPlan(config=serial, shape=shape, schedule=write(schedule), data="")
-    profile = measure(plan, launcher, model_graphs(serial, shape))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, profile.to_json())
-    return Profiled(profile=profile, path=path, reused=False, seconds=time.perf_counter() - begin)
+    with _held(path):
+        if not anew and (found := known_profile(config, shape, launcher)) is not None:
+            return found  # of the run that measured meanwhile
+        begin, stops = time.perf_counter(), throttled()
+        serial = config.with_schedule("megatron")
+        schedule = build_schedule(serial, shape)
+        plan = RunPlan(config=serial, shape=shape, schedule=write(schedule), data="")
+        profile = measure(plan, launcher, model_graphs(serial, shape))
+        seconds = time.perf_counter() - begin
+        if stops := throttled() - stops:
+            trouble = (
+                f"the CPU quota of this machine stopped ranks {stops} times while they were profiled: the "
+                f"profile says little and is not kept; give them more CPUs, or lower cluster.cpus_per_rank"
+            )
+        else:
+            trouble = _keep(path, profile)
+    return Profiled(profile=profile, path=path, reused=False, seconds=seconds, trouble=trouble)
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold the lock of a profile, where its folder has locks; others wait until it is measured."""
+    lock = FileHold(path.with_name(f".{path.stem}.lock"))
+    with contextlib.suppress(OSError, ConfigError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.take(-1)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _keep(path: Path, profile: Profile) -> str:
+    """Write a profile and remove those that were not used for longest; why it failed, or nothing."""
+    try:
+        write_durably(path, profile.to_json())
+        kept = [file for file in path.parent.glob("*.json") if _PROFILE.fullmatch(file.name)]
+        for old in sorted(kept, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
+            old.unlink(missing_ok=True)
+            old.with_name(f".{old.stem}.lock").unlink(missing_ok=True)
+    except OSError as error:
+        return f"the profile is used, and not kept: {path} cannot be written ({error.strerror})"
+    return ""
 
 
 def known_profile(config: Config, shape: ModelShape, launcher: Launcher) -> Profiled | None:
@@ -80,12 +129,22 @@ def known_profile(config: Config, shape: ModelShape, launcher: Launcher) -> Prof
     if given is not None:
         return Profiled(profile=read_profile(given), path=given, reused=True)
     path = _profile_path(config, shape, launcher)
-    if path.exists():
-        try:
-            return Profiled(profile=read_profile(path), path=path, reused=True)
-        except ValueError:
-            pass  # damaged, or of another version: measured anew
-    return None
+    try:
+        profile = read_profile(path)
+    except ValueError:  # missing, damaged, or of another version: measured anew
+        return None
+    graphs = (graph for part in _graphs(config, shape).values() for graph in (part.forward, part.backward))
+    if any(op.key not in profile.solo_ns for graph in graphs for op in graph.operators):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used: the last to go
+    return Profiled(profile=profile, path=path, reused=True)
+
+
+def _graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
+    """What is measured: operators take as long in whatever passes they are computed again."""
+    train = config.train.model_copy(update={"recompute": "none"})
+    return model_graphs(config.model_copy(update={"train": train}), shape)
 
 
 def _profile_path(config: Config, shape: ModelShape, launcher: Launcher) -> Path:
@@ -104,34 +163,62 @@ def machine() -> str:
         except OSError:
             continue
         found |= {line.partition(":")[2].strip() for line in lines if line.lower().startswith("model")}
-    return f"{platform.machine()} {os.cpu_count()} {' '.join(sorted(found))}"
+    return f"{platform.machine()} {usable_cpus():g} {' '.join(sorted(found))}"
 
 
 def profile_key(
     config: Config, shape: ModelShape, hardware: Sequence[str], streams: Mapping[str, Stream]
 ) -> str:
-    """What a profile is good for: hardware, streams, shapes, layout, versions; equal keys, equal costs."""
-    layout = config.layout()
+    """What a profile is good for: equal keys, equal costs.
+
+    Hardware and links; the operators' graphs; the sources that run and measure them, the user's layers among
+    them; numerics; and what bounds ranks. Of ``cluster.env`` only what is written in the configuration.
+    """
+    layout, train, cluster = config.layout(), config.train, config.cluster
     content = {
         "hardware": list(hardware),
         "streams": dict(streams),
         "torch": version("torch"),
-        "braid": braid.__version__,
+        "sources": [_own_sources(), *map(_layer_digest, sorted(config.model.own_layers.values()))],
+        "graphs": to_mapping(_graphs(config, shape)),
         "shape": asdict(shape),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
         "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds), *layout.ends}),
-        "micro_batch": config.train.micro_batch,
-        "dtype": config.train.dtype,
-        "kernels": config.train.kernels,
+        "micro_batch": train.micro_batch,
+        "dtype": train.dtype,
+        "reduce_dtype": train.reduce_dtype,
+        "tf32": train.tf32,
+        "deterministic": [train.deterministic, train.deterministic_reduction],
+        "kernels": train.kernels,
         "expert_imbalance": config.overlap.expert_imbalance,
         "layer": config.model.layer,
-        "threads": config.cluster.threads_per_rank,
-        "device": config.cluster.device,
-        "backend": config.cluster.backend,
-        "launcher": config.cluster.launcher,
-        "emulated_link_mbit": config.cluster.emulated_link_mbit,
+        "threads": cluster.threads_per_rank,
+        "cpus": cluster.cpus_per_rank,
+        "nccl": cluster.nccl.model_dump(),
+        "env": cluster.env,
+        "device": cluster.device,
+        "backend": cluster.backend,
+        "launcher": cluster.launcher,
+        "emulated_link_mbit": cluster.emulated_link_mbit,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _own_sources() -> str:
+    return sources_digest(_SOURCES)
+
+
+def _layer_digest(reference: str) -> str:
+    """Of a layer's name and the file that has its class; of a module that is not found, which is told
+    elsewhere, the name."""
+    place, _, _ = reference.rpartition(":")
+    file: str | None = place if place.endswith(".py") else None
+    if file is None:
+        with contextlib.suppress(ImportError, ValueError):
+            found = importlib.util.find_spec(place)
+            file = found.origin if found is not None else None
+    return f"{reference} {sources_digest([Path(file)]) if file else ''}"
 
 
 def check_hardware(group: WorkerGroup, source: str, where: str) -> None:

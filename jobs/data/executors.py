@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Protocol, TypeVar
 
+from braid.actors.controller.cpus import whole_cpus
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -23,7 +25,7 @@ def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     if len(items) <= 1:
         yield from map(function, items)
         return
-    workers = min(len(items), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    workers = min(len(items), whole_cpus())
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         yield from pool.map(function, items)  # leaving it early cancels what has not begun

@@ -32,6 +32,8 @@ def profile(
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     resolved = anchored(load_config(config, [*(overrides or []), *extra]), Path.cwd())
     found = _measure(resolved, anew)
+    if found.trouble:
+        typer.echo(f"braid: {found.trouble}", err=True)
     if output is not None:
         write_text(output, found.profile.to_json(), "--output")
     heat = heat_map(found.profile)

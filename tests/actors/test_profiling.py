@@ -1,7 +1,9 @@
 """From measurements to a profile: medians, overlap by equation 1, fits, and when a profile is used again."""
 
+import os
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.controller import profiling
 from braid.actors.controller.combining import combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import (
+    Profiled,
     check_hardware,
     find_or_measure,
     known_profile,
@@ -22,7 +26,7 @@ from braid.actors.controller.profiling import (
 from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.actors.stage.rank import Rank
 from braid.scheduling.operators import Stream
-from braid.scheduling.profile import parse_profile
+from braid.scheduling.profile import Profile, parse_profile
 
 VOCABULARY = 256
 
@@ -196,6 +200,133 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     assert serial.seconds == pytest.approx(next(o.seconds for o in ranked if o.schedule == "megatron"))
     assert serial.recovered(serial.seconds) == 0
     assert serial.recovered(serial.seconds / serial.limit_speedup) == pytest.approx(1)
+
+
+def key_of(config: Config) -> str:
+    return profile_key(config, config.check(VOCABULARY), ("a",), {"tp": Stream.INTRA})
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"tp": 1, "cp": 2, "context": "all_gather"}},
+        {"train": {"deterministic": True}},
+        {"train": {"tf32": True}},
+        {"train": {"reduce_dtype": "bf16"}},
+        {"cluster": {"nccl": {"tp": {"max_ctas": 4}}}},
+        {"cluster": {"env": {"NCCL_ALGO": "Ring"}}},
+        {"cluster": {"threads_per_rank": 2}},
+    ],
+)
+def test_what_changes_costs_changes_the_key(tmp_path: Path, sections: Mapping[str, Any]) -> None:
+    base = {"parallel": {"tp": 1, "cp": 2, "context": "ring"}} if "parallel" in sections else {}
+    assert key_of(config_of(tmp_path, **base)) == key_of(config_of(tmp_path, **base))
+    assert key_of(config_of(tmp_path, **sections)) != key_of(config_of(tmp_path, **base))
+
+
+def test_what_is_computed_again_costs_the_same(tmp_path: Path) -> None:
+    assert key_of(config_of(tmp_path, train={"recompute": "full"})) == key_of(config_of(tmp_path))
+
+
+def test_sources_are_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key_of(config_of(tmp_path))
+    monkeypatch.setattr(profiling, "_own_sources", lambda: "others")
+    assert key_of(config_of(tmp_path)) != before
+    layer = tmp_path / "layer.py"
+    digests = set()
+    for text in ("class Layer: ...", "class Layer: pass"):
+        layer.write_text(text)
+        digests.add(profiling._layer_digest(f"{layer}:Layer"))
+    assert len(digests) == 2
+    assert profiling._layer_digest("json:Layer") != profiling._layer_digest("missing.module:Layer")
+
+
+def measured_with(
+    monkeypatch: pytest.MonkeyPatch, config: Config, left_out: Sequence[str] = ()
+) -> list[object]:
+    """Measuring finds made-up costs; returns a list that grows by each time."""
+    samples = samples_of(config, random.Random(0), 0.5)
+    parts = model_graphs(config, config.check(VOCABULARY))
+    made = combine([samples] * 2, parts)
+    costs = {key: cost for key, cost in made.solo_ns.items() if key not in left_out}
+    times: list[object] = []
+
+    def measure(*arguments: object) -> Profile:
+        times.append(arguments)
+        return replace(made, solo_ns=costs if len(times) == 1 else made.solo_ns)
+
+    monkeypatch.setattr(profiling, "measure", measure)
+    return times
+
+
+def test_a_profile_that_lacks_a_cost_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    times = measured_with(monkeypatch, config, left_out=["layer/qkv"])
+    assert "layer/qkv" not in find_or_measure(config, shape, launcher).profile.solo_ns
+    again = find_or_measure(config, shape, launcher)
+    assert (again.reused, len(times)) == (False, 2)
+    assert again.profile.solo("layer/qkv") > 0
+    assert find_or_measure(config, shape, launcher).reused
+
+
+def test_two_runs_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    times = measured_with(monkeypatch, config)
+    path = profiling._profile_path(config, shape, launcher)
+    found: list[Profiled] = []
+    other = threading.Thread(target=lambda: found.append(find_or_measure(config, shape, launcher)))
+    with profiling._held(path):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        assert times == []
+        profiling._keep(path, profiling.measure(None, None, None))  # type: ignore[arg-type]
+    other.join(30)
+    assert found[0].reused
+    assert len(times) == 1
+
+
+def test_a_profile_that_cannot_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "profiles").touch()
+    config = config_of(tmp_path)
+    measured_with(monkeypatch, config)
+    found = find_or_measure(config, config.check(VOCABULARY), ProcessLauncher(config))
+    assert found.profile.solo_ns
+    assert "the profile is used, and not kept" in found.trouble
+
+
+def test_a_profile_under_a_quota_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    measured_with(monkeypatch, config)
+    stops = iter([3, 8])
+    monkeypatch.setattr(profiling, "throttled", lambda: next(stops))
+    found = find_or_measure(config, config.check(VOCABULARY), ProcessLauncher(config))
+    assert "stopped ranks 5 times" in found.trouble
+    assert not found.path.exists()
+
+
+def test_profiles_that_are_not_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
+    measured_with(monkeypatch, config)
+    used = find_or_measure(config, shape, launcher)
+    monkeypatch.setattr(profiling, "KEPT", 2)
+    os.utime(used.path, (1, 1))
+    old = used.path.with_name("0123456789abcdef.json")
+    decisions = used.path.with_name("decisions-0123456789abcdef.json")
+    for file in (old, decisions):
+        file.write_text("{}")
+        os.utime(file, (2, 2))
+    assert known_profile(config, shape, launcher) is not None  # used: the last to go
+    profiling._keep(used.path.with_name("fedcba9876543210.json"), used.profile)
+    assert used.path.exists()
+    assert decisions.exists()
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2, "tensor_degrees": (2, 1)}, {"cp": 2}], ids=["degrees", "cp"])

@@ -93,6 +93,27 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         launcher.check(3)
 
 
+def test_a_quota_bounds_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
+    monkeypatch.setattr(processes, "usable_cpus", lambda: 1.5)
+    launcher = ProcessLauncher(config_of(cpus_per_rank=0.5))
+    launcher.check(3)
+    assert launcher.capacity(None) == (3, False)
+    with pytest.raises(ConfigError, match=r"this machine has 1\.5 CPUs; .*cluster\.cpus_per_rank=0\.375$"):
+        launcher.check(4)
+
+
+def test_a_loopback_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*arguments: object, **named: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
+    monkeypatch.setattr(processes.socket, "create_connection", unreachable)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .* ip link set lo up"):
+        ProcessLauncher(config_of(cpus_per_rank=0.1)).check(2)
+    ProcessLauncher(config_of(cpus_per_rank=0.1), [processes.Place(namespace="a")] * 2).check(2)
+
+
 @pytest.mark.parametrize(
     ("hosts", "numbers"),
     [((), [0, 1, 2, 3]), (("a", "a", "b", "b"), [0, 1, 0, 1]), (("a", "b", "a", "b"), [0, 0, 1, 1])],

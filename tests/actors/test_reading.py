@@ -1,4 +1,4 @@
-"""Files that a run depends on: what cannot be read is an I/O error with a message, and nothing is waited for."""
+"""Files that a run depends on: what cannot be read is an I/O error with a message; nothing is waited for."""
 
 import os
 from pathlib import Path

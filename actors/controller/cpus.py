@@ -1,0 +1,61 @@
+"""How many CPUs this process may use: its affinity, within the quotas of its control groups (Linux)."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def usable_cpus(root: Path = _ROOT) -> float:
+    """CPUs, or the share of them that a quota leaves: 1.5 where one and a half may be busy all the time."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([float(there), *_quotas(root)])
+
+
+def whole_cpus() -> int:
+    """The same for whoever counts in whole CPUs: one at least."""
+    return max(1, int(usable_cpus()))
+
+
+def throttled(root: Path = _ROOT) -> int:
+    """How often a quota has stopped this process and others of its control groups so far."""
+    found = [_words(folder / "cpu.stat") for folder in _groups(root)]
+    return sum(int(words[words.index("nr_throttled") + 1]) for words in found if "nr_throttled" in words)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for folder in _groups(root):
+        words = _words(folder / "cpu.max")  # version 2
+        if not words:
+            words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or none
+            quota, period = map(int, words)
+            if quota > 0:
+                yield quota / period
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Folders of the control groups that bound this process' CPU time, in both versions, up to the root."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        tops = (mounts, mounts / "unified") if number == "0" else (mounts / controllers, mounts / "cpu")
+        top = next((one for one in tops if one.is_dir()), mounts)
+        group = top / path.strip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
