@@ -27,6 +27,7 @@ RAY_FILES = {
     "actors/stage/actor.py",
     "actors/controller/actor.py",
     "actors/controller/placement.py",
+    "jobs/controllers.py",
     "jobs/session.py",
     "jobs/submission.py",
     "jobs/train.py",
