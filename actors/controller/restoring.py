@@ -83,13 +83,15 @@ def _newest(
             return homes.newest_of(shape, verify)
         except AwayError as error:
             left = deadline - time.monotonic()
+            if not patience.seconds:
+                raise
+            what = str(error).partition("; start without")[0]
             if left <= 0:
-                waited = f"; waited for it for {patience.seconds:g} s (elastic.wait_s)"
-                raise CheckpointError(f"{error}{waited if patience.seconds else ''}") from None
+                waited = f"waited {patience.seconds:g} s for it to come back (elastic.wait_s)"
+                raise CheckpointError(f"{what}; {waited}; bring it back and go on with --resume") from None
             if not told:
                 told = True
-                text = f"{str(error).partition('; start without')[0]}; waiting for it to come back"
-                yield Incident(kind="waiting", text=text, step=step)
+                yield Incident(kind="waiting", text=f"{what}; waiting for it to come back", step=step)
         again = time.monotonic() + min(pause, left)
         while time.monotonic() < again:
             if patience.stopped():
