@@ -1,8 +1,8 @@
 """Faults that a rank does to itself, at an exact place: for drills (`braid drill`) and for nothing else.
 
 A fault fires once in a run, whatever is repeated: firing leaves a file in ``runs/NAME/faults``, made before
-anything else happens, which is also the proof that it fired and when. One that has no step of its own waits
-there for the file that calls it.
+anything else happens, which is also the proof that it fired and when. Only ``skip`` fires whenever its step
+is done. A fault that has no step of its own waits there for the file that calls it.
 """
 
 import os
@@ -24,6 +24,8 @@ FOLDER = "faults"
 """Of a run's directory, where fired faults leave their marks."""
 _HOLD_SECONDS = 30.0
 """A rank that nobody lets go of goes on by itself."""
+_SPOILS = ("nan", "skip")
+"""Kinds that make a gradient no number."""
 _TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
 """What starts in the phases that are none of instructions."""
 
@@ -84,7 +86,8 @@ class Saboteur:
 
         def look(position: int) -> None:
             for fault in due:
-                if position == self._places[fault] and fire(self._folder, fault.name):
+                here = position == self._places[fault]
+                if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
                     self._do(fault, gradients)
 
         return look
@@ -134,7 +137,7 @@ class Saboteur:
 
     def _do(self, fault: Fault, gradients: GradientBuckets | None = None) -> None:
         match fault.kind:
-            case "nan":
+            case "nan" | "skip":
                 assert gradients is not None
                 gradients.buckets[0].share[0] = float("nan")
             case "hold":
@@ -181,11 +184,11 @@ def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
         directions = {one.direction for one in passes_in(instruction)}
         if fault.phase == "optimizer":
             return isinstance(instruction, Step)
-        if fault.kind == "nan":  # it reaches all ranks that sum it
+        if fault.kind in _SPOILS:  # it reaches all ranks that sum it
             return isinstance(instruction, Norm) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
     places = [place for place, stretch in enumerate(stretches) if fits(stretch)]
     if not places:
         return -1
-    return places[0] if fault.kind == "nan" else places[int(fault.place * len(places))]
+    return places[0] if fault.kind in _SPOILS else places[int(fault.place * len(places))]

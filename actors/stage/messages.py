@@ -49,7 +49,7 @@ class Written:
     """Why they could not be written, by a rank that is well itself; empty if they are."""
 
 
-FaultKind = Literal["kill", "stop", "nan", "hold"]
+FaultKind = Literal["kill", "stop", "nan", "skip", "hold"]
 FaultPhase = Literal["forward", "backward", "reduce", "gather", "optimizer", "save"]
 
 
@@ -60,7 +60,8 @@ class Fault:
     name: str
     """Its mark's file in the run's directory."""
     kind: FaultKind
-    """SIGKILL, SIGSTOP, a gradient that is no number, or a wait until `faults.let_go`."""
+    """SIGKILL, SIGSTOP, a gradient that is no number (nan: once; skip: whenever its step is done, so that the
+    step is left out), or a wait until `faults.let_go`."""
     rank: int
     step: int | None
     """From 0; in a save, the first one after this step. None: as soon as it is called (`faults.call`)."""

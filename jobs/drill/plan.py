@@ -14,6 +14,7 @@ _IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
     "kill-save": ("kill", "save"),
     "stop": ("stop", "backward"),
     "nan": ("nan", "backward"),
+    "skip": ("skip", "backward"),
     "cut-reduce": ("hold", "reduce"),
     "cut-gather": ("hold", "gather"),
     "cut-optimizer": ("hold", "optimizer"),
@@ -27,6 +28,7 @@ KINDS = {
     "kill-save": "a rank is killed while it writes a checkpoint",
     "stop": "a rank is stopped (SIGSTOP)",
     "nan": "a gradient of a rank is no number",
+    "skip": "a gradient is no number whenever its step is done, so that both runs leave the step out",
     "kill-controller": "the controller is killed, and with it the command",
     "sigterm": "the command is asked to end (SIGTERM)",
     "torn-checkpoint": "the newest checkpoint loses half a file, and the controller is killed",
@@ -59,7 +61,7 @@ LEAST_TO_BE_SLOW = 3
 """Nodes that there must be for one to be slow: with two, nobody can say which one is."""
 DAMAGE = frozenset({"torn-checkpoint", "flipped-byte"})
 """To the newest checkpoint, and the controller is killed."""
-HARMLESS = frozenset({"nan", "disk-full", "cut-short", "slow-link"})
+HARMLESS = frozenset({"nan", "skip", "disk-full", "cut-short", "slow-link"})
 """Faults that fail no rank."""
 _GAP = 6
 """Steps between two faults, at least."""

@@ -16,6 +16,8 @@ def possible_faults(config: Config) -> list[str]:
         impossible |= NODE_CHANGES.keys()
     elif config.elastic.max_ranks < LEAST_TO_BE_SLOW:
         impossible.add(SLOW)
+    if impossible.isdisjoint(NODE_CHANGES):
+        impossible.add("skip")
     impossible |= {kind for kind in AIMED if _nothing_to_cut(config, kind)}
     possible = [kind for kind in KINDS if kind not in impossible]
     return [kind for kind in possible for _ in range(2 if kind == "node-joins" else 1)]
@@ -29,6 +31,8 @@ def check_faults(config: Config, kinds: Sequence[str]) -> None:
             f"--faults: {', '.join(NODE_CHANGES)} need cluster.launcher=ray, and "
             f"{', '.join(sorted(NEED_ROOT))} need --launcher processes: drill them one after the other"
         )
+    if wanted & NODE_CHANGES.keys() and "skip" in wanted:
+        raise ConfigError("--faults skip: the step that is left out is another one where nodes change")
     if (odd := wanted & NEED_ROOT) and os.geteuid() != 0:
         names = ", ".join(sorted(odd))
         raise ConfigError(f"--faults {names}: network namespaces and mounts need root")

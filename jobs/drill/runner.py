@@ -111,9 +111,10 @@ class Drill:
             return self._compare(time.monotonic() - begin, held)
 
     def _undisturbed(self, until: int | None) -> None:
-        """The run without faults, up to a step if one is given."""
+        """The run without faults but steps that are left out in both; up to a step if one is given."""
         self._progress("the undisturbed run" + ("" if until is None else f", {until} steps"))
-        self._start("whole", (), resume=False, until=until)
+        both = [fault for fault in self._faults if fault.kind == "skip"]
+        self._start("whole", both, resume=False, until=until)
         self._wait_for_end("whole")
 
     def _disturbed(self) -> list[Census]:

@@ -15,7 +15,7 @@ import torch
 from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
 from braid.actors.stage.layers import load_layers
-from braid.actors.stage.messages import Fault, FaultPhase
+from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
 from braid.actors.stage.optimizer import Update
 from braid.scheduling.code import Start, Stretch
 from braid.scheduling.layers import model_parts
@@ -205,11 +205,15 @@ def test_a_stop_is_no_kill(tmp_path: Path, stretches: tuple[Stretch, ...], kille
     assert killed == [signal.SIGSTOP]
 
 
+@pytest.mark.parametrize("kind", ["nan", "skip"])
 @pytest.mark.parametrize("parallel", [{"pp": 2, "dp": 2}, {}], ids=["replicas", "one rank"])
-def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], parallel: dict[str, int]) -> None:
-    """When all gradients are there and none is summed or squared yet, or it would not be seen."""
+def test_a_gradient_that_is_no_number(
+    tmp_path: Path, killed: list[int], parallel: dict[str, int], kind: FaultKind
+) -> None:
+    """When all gradients are there and none is summed or squared yet, or it would not be seen. A step that is
+    to be left out has it each time that it is done."""
     stretches = of_first_stage(tmp_path, parallel)
-    saboteur = Saboteur([fault(kind="nan", phase="backward")], 1, tmp_path, stretches)
+    saboteur = Saboteur([fault(kind=kind, phase="backward")], 1, tmp_path, stretches)
     held = gradients()
     look = saboteur.before(5, held)
     assert look is not None
@@ -221,6 +225,9 @@ def test_a_gradient_that_is_no_number(tmp_path: Path, killed: list[int], paralle
     assert held.buckets[0].share.isnan().sum() == 1
     assert not held.buckets[1].share.isnan().any()
     assert killed == []
+    held.buckets[0].share[0] = 0.0
+    look(first)
+    assert held.buckets[0].share.isnan().any() == (kind == "skip")
 
 
 def test_a_save_is_hit_while_it_writes(

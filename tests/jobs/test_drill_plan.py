@@ -167,7 +167,7 @@ def test_seeds_differ() -> None:
 def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
     for one in plan_drill(list(KINDS), 1, seed):
         fault = one.in_rank(ranks)
-        assert (fault is not None) == (one.kind in ("stop", "nan", *KILLS, *HELD))
+        assert (fault is not None) == (one.kind in ("stop", "nan", "skip", *KILLS, *HELD))
         if fault is not None:
             assert 0 <= fault.rank < ranks
             assert 0 <= fault.place < 1
