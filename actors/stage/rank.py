@@ -33,8 +33,11 @@ class Rank(ABC):
         """How much was done so far, and what is waited for."""
 
     @abstractmethod
-    def interrupt(self) -> None:
-        """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
+    def interrupt(self, generation: int | None = None) -> None:
+        """Make the method that waits for other ranks raise; the process groups are of no use afterwards.
+
+        generation: the one that is meant, however late this comes; None: the one that runs.
+        """
 
     @abstractmethod
     def open_log(self, run: str, generation: int) -> None:
