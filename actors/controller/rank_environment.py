@@ -20,6 +20,8 @@ _DEFAULTS: Final[Mapping[str, str]] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # Blocks grow in place, so that memory of many sizes does not fall to pieces.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # NCCL registers the buffers of collectives in graphs, which goes wrong with memory that grows in place.
+    "NCCL_GRAPH_REGISTER": "0",
 }
 
 

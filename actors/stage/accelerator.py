@@ -43,6 +43,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Give all of it to the current stream, in one call, on the memory that it was captured with."""
 
+    def reset(self) -> None:
+        """Give it up, and what it refers to, communicators among that; what is under way ends by itself."""
+
 
 class Accelerator(Protocol):
     """A device with streams."""

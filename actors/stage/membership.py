@@ -2,6 +2,7 @@
 
 import threading
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,27 @@ from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.network import Connections, bind_gloo, store_on
 
 
+class RefersToGroups(Protocol):
+    """A graph of collectives."""
+
+    def drop(self) -> None:
+        """Let go of the groups; from any thread."""
+
+
 class Membership:
     """The store where ranks meet, the connections between them, the device that they compute on."""
+
+    graph: RefersToGroups | None = None
+    """What goes before the groups do: NCCL gives a communicator up only once no graph refers to it."""
 
     def __init__(self, address: str) -> None:
         self.device = torch.device("cpu")
         self._address = address
         self._store: dist.TCPStore | None = None
         self._connections: Connections | None = None
-        self._broken_off = threading.Event()
+        self._generation, self._broken_off = 0, -1
+        """The one that runs, and the newest that was broken off."""
+        self._lock = threading.Lock()
 
     def host_store(self, timeout_s: float) -> int:
         """Host the rendezvous on a free port of this node and return the port."""
@@ -30,7 +43,11 @@ class Membership:
 
     def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
         """A generation begins: take the rank's device, and note which connections are made from now on."""
-        self._broken_off.clear()
+        with self._lock:  # an abort of the generation before has ended
+            if self._generation == rendezvous.generation:  # it begins again
+                self._broken_off = -1
+            self._generation = rendezvous.generation
+        self.intact()
         self.device = device_of(cluster.device, local_rank(rank, rendezvous.hosts))
         self.use_device()
         self._connections = Connections()
@@ -54,19 +71,35 @@ class Membership:
         if mbit is not None:
             self._connections.pace(mbit)
 
-    def break_off(self) -> None:
-        """Make what waits for other ranks raise, or come back with garbage; from any thread."""
-        self._broken_off.set()  # before anything comes back
-        self.use_device()
-        if self._connections is not None:
-            self._connections.shut()
+    def break_off(self, generation: int | None = None) -> None:
+        """Make what waits for other ranks raise, or come back with garbage; from any thread.
+
+        A ``generation`` that is over is left alone, one that has not begun will not. None: the one that runs.
+        """
+        with self._lock:
+            meant = self._generation if generation is None else generation
+            if meant < self._generation:
+                return
+            self._broken_off = meant  # before anything comes back
+            if meant == self._generation:
+                self.use_device()
+                self._drop_graph()
+                if self._connections is not None:
+                    self._connections.shut()
+                self._abort()
+
+    def _drop_graph(self) -> None:
+        if self.graph is not None:
+            self.graph.drop()
+
+    def _abort(self) -> None:
         if dist.is_initialized() and self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 
     @property
     def broken(self) -> bool:
         """Whether communication was broken off."""
-        return self._broken_off.is_set()
+        return self._broken_off == self._generation
 
     def intact(self) -> None:
         """`RuntimeError` once it was broken off: results of collectives may be garbage."""
@@ -80,6 +113,10 @@ class Membership:
 
     def leave(self) -> None:
         """Give up all groups."""
+        self._drop_graph()
+        self._destroy()
+        self._store = self._connections = self.graph = None
+
+    def _destroy(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._store = self._connections = None

@@ -214,6 +214,9 @@ class TorchGroups:
             list(ranks),
             timeout=self.timeout,
             use_local_synchronization=True,
+            backend="nccl"
+            if axis
+            else "gloo",  # by default a mesh of gloo's would stand beside each of NCCL's
             pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
         )
         assert made is not None

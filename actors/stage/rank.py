@@ -36,7 +36,7 @@ class Rank(ABC):
     def interrupt(self, generation: int | None = None) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards.
 
-        generation: the one that is broken off, and no later one; None: the present one.
+        generation: the one that is meant, however late this comes; None: the one that runs.
         """
 
     @abstractmethod

@@ -8,9 +8,11 @@ all streams and collectives; what remains for the host is to copy the tokens to 
 Norm and update stay outside: they depend on the step, and on numbers that the host reads.
 """
 
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -28,7 +30,16 @@ _WARM_STEPS = 2
 _HOST_BOUND = 0.8
 """Share of a step's passes that the host needs to issue them, from which on a graph is worth its memory."""
 
+_TOLD = 4
+"""Ranks that a warning names; they may be thousands."""
+
 Batches = Sequence["MicroBatch | None"]
+Gather = Callable[[Any], Sequence[Any]]
+
+
+def _alone(own: Any) -> Sequence[Any]:
+    """What a rank hears that has no others."""
+    return (own,)
 
 
 class Passes(Protocol):
@@ -53,39 +64,88 @@ class _Kept:
 
 
 class StepGraph:
-    """One rank's."""
+    """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or by none.
 
-    def __init__(self, streams: CudaStreams, recorder: Recorder, *, always: bool) -> None:
-        """``always``: also where the host is ahead of its device, and with an error where it cannot be."""
-        self._streams, self._recorder, self._always = streams, recorder, always
+    It refers to communicators, which NCCL gives up only once no graph does. So it is dropped before they are,
+    perhaps by another thread (`drop`).
+    """
+
+    def __init__(
+        self, streams: CudaStreams, recorder: Recorder, *, always: bool, gather: Gather = _alone
+    ) -> None:
+        """``always``: also where the host is ahead of its device, and with an error where it cannot be.
+
+        ``gather``: what all ranks give, in rank order; they call it together.
+        """
+        self._streams, self._recorder, self._always, self._gather = streams, recorder, always, gather
         self._kept: _Kept | None = None
         self._steps = 0
         self._measured: tuple[float, Mark, Mark] | None = None
         """Seconds that the host took to issue the newest eager passes, and where they begin and end."""
         self._wanted: bool | None = None
+        self._lock = threading.Lock()
+        """Held for moments only: for what follows."""
+        self._in_use = self._dropped = False
 
     def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
         """Run the passes, from a graph or not; returns the losses."""
         if not self._captures():
             return self._eagerly(runs, batches, loss_scale)
-        key = loss_scale, self._recorder.recording, *map(_shape, batches)
-        if self._kept is None or self._kept.key != key:
-            self._kept = None  # its memory first
-            self._kept = self._capture(runs, batches, loss_scale, key)
-        if self._kept is None:
-            return runs.passes(batches, loss_scale)
-        for static, batch in zip(self._kept.batches, batches, strict=True):
+        with self._using():
+            key = loss_scale, self._recorder.recording, *map(_shape, batches)
+            if self._kept is None or self._kept.key != key:
+                self._release()  # its memory first
+                self._kept = self._capture(runs, batches, loss_scale, key)
+            if self._kept is not None:
+                return self._replay(self._kept, batches)
+        return runs.passes(batches, loss_scale)
+
+    def drop(self) -> None:
+        """Give the graph up for good, from any thread: at once, or when the thread that uses it is done.
+
+        That thread is soon: it never waits for the device, and for other ranks only in ``gather``.
+        """
+        with self._lock:
+            self._dropped = True
+            if not self._in_use:
+                self._release()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Meanwhile the graph is this thread's alone; `RuntimeError` once it was dropped."""
+        with self._lock:
+            if self._dropped:
+                raise RuntimeError("the graph was dropped, as its groups were given up")
+            self._in_use = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_use = False
+                if self._dropped:
+                    self._release()
+
+    def _release(self) -> None:
+        if self._kept is not None:
+            self._kept.captured.graph.reset()
+            self._kept = None
+
+    def _replay(self, kept: _Kept, batches: Batches) -> list[Tensor]:
+        for static, batch in zip(kept.batches, batches, strict=True):
             for name, tensor in _tensors(batch).items():
                 _tensors(static)[name].copy_(tensor)
-        self._recorder.give(self._kept.rows)
-        self._streams.replay(self._kept.captured)
-        return self._kept.losses
+        self._recorder.give(kept.rows)
+        self._streams.replay(kept.captured)
+        return kept.losses
 
     def _captures(self) -> bool:
-        """Whether passes are captured by now: decided once, after the first steps."""
+        """Whether passes are captured by now: decided once, by all ranks together, after the first steps."""
         if self._wanted is None and self._steps >= _WARM_STEPS:
-            self._wanted = self._always or self._host_bound()
+            self._wanted = all(self._gather(self._wants()))
         return bool(self._wanted)
+
+    def _wants(self) -> bool:
+        return self._always or self._host_bound()
 
     def _host_bound(self) -> bool:
         assert self._measured is not None
@@ -105,27 +165,56 @@ class StepGraph:
     def _capture(
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _Kept | None:
-        """None if it cannot be, from then on."""
+        """None if it cannot be, on this rank or another, from then on."""
         static = [None if one is None else replace(one, **_cloned(_tensors(one))) for one in batches]
+        kept, why = None, ""
         try:
             with self._streams.capture() as captured:
                 losses = runs.passes(static, loss_scale)
         except RuntimeError as error:
             self._recorder.take()
             runs.drop()
-            if self._always:
-                raise RuntimeError(f"overlap.cuda_graphs=true: {error}; set it to false") from error
-            why = f"steps are not captured as CUDA graphs, but issued one operator at a time: {error}"
-            warnings.warn(why, stacklevel=2)
-            self._wanted = False
-            return None
-        return _Kept(key, captured, static, list(losses), self._recorder.take())
+            why = str(error) or type(error).__name__
+        else:
+            kept = _Kept(key, captured, static, list(losses), self._recorder.take())
+        try:
+            failures = {rank: text for rank, text in enumerate(self._gather(why)) if text}
+        except BaseException:  # communication was broken off
+            _give_up(kept)
+            raise
+        if not failures:
+            return kept
+        _give_up(kept)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in [*failures.items()][:_TOLD])
+        if self._always:
+            raise RuntimeError(f"overlap.cuda_graphs=true: {told}; set it to false")
+        text = (
+            f"steps are not captured as CUDA graphs, but issued one operator at a time on all ranks: {told}"
+        )
+        warnings.warn(text, stacklevel=2)
+        self._wanted = False
+        return None
 
 
-def step_graph(streams: Streams, recorder: Recorder, wanted: bool | Literal["auto"]) -> StepGraph | None:
-    """That of ``overlap.cuda_graphs``; ValueError where one was asked for and cannot be."""
-    if isinstance(streams, CudaStreams) and wanted:
-        return StepGraph(streams, recorder, always=wanted is True)
+def _give_up(kept: _Kept | None) -> None:
+    if kept is not None:
+        kept.captured.graph.reset()
+
+
+def step_graph(
+    streams: Streams,
+    recorder: Recorder,
+    wanted: bool | Literal["auto"],
+    ranks: int = 1,
+    gather: Gather = _alone,
+) -> StepGraph | None:
+    """The graph of ``overlap.cuda_graphs``; ValueError where one was asked for and cannot be.
+
+    auto: for one of several ``ranks``, none. No two GPUs have shown yet that NCCL's collectives can be
+    captured, least of all between nodes, where the host takes part in them.
+    """
+    if isinstance(streams, CudaStreams) and (wanted is True or (wanted == "auto" and ranks == 1)):
+        return StepGraph(streams, recorder, always=wanted is True, gather=gather)
     if wanted is True:
         raise ValueError("overlap.cuda_graphs=true: this rank computes on a CPU; use auto or false")
     return None

@@ -93,7 +93,7 @@ class Worker(Logged, Rank):
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
-        self._membership.break_off()
+        self._membership.break_off(generation)
 
     def open_store(self, timeout_s: float) -> int:
         """On rank 0: host the rendezvous on a free port of this node and return the port."""
@@ -182,8 +182,11 @@ class Worker(Logged, Rank):
             accelerator_of(self._device),
         )
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
-        captured = False if plan.shape.documents else config.overlap.cuda_graphs  # documents change
-        graph = step_graph(streams, self._recorder, captured)
+        # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
+        captured = False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs
+        assert self._mesh.groups is not None
+        graph = step_graph(streams, self._recorder, captured, layout.ranks, self._mesh.groups.gather)
+        self._membership.graph = graph
         routing = routing_of(self._model)
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)

@@ -178,9 +178,16 @@ class Pairs:
         return self.pairs[peer].swap(x, self._other(peer))
 
     def warm_up(self) -> None:
-        """Pair after pair: two that share no rank do not wait for each other."""
-        for other in sorted(self.pairs):
+        """Pairs side by side: every second one around the pipeline, then the others, whatever its length."""
+        for other in sorted(self.pairs, key=self._turn):
             self.pairs[other].warm_up()
+
+    def _turn(self, other: int) -> int:
+        """When a pair's turn is: two that share a rank have different ones, and all ranks know them alike."""
+        first, second = sorted((self.rank, other))
+        if second - first == 1:
+            return first % 2
+        return 1 if second % 2 else 2  # the ends: with an odd number of stages the first two turns are taken
 
     def _other(self, peer: int) -> int:
         """A rank's number in its pair with this one."""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,10 @@ def test_a_lost_peer_does_not_end_the_process() -> None:
     assert "NCCL_ALGO" not in found
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert found["CUDA_MODULE_LOADING"] == "EAGER"
+    assert (found["PYTORCH_CUDA_ALLOC_CONF"], found["NCCL_GRAPH_REGISTER"]) == (
+        "expandable_segments:True",
+        "0",
+    )
     assert found["OMP_NUM_THREADS"] == "3"
 
 
@@ -169,6 +174,7 @@ def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.Mo
 
     def new_group(ranks: list[int], **named: Any) -> str:
         assert named["use_local_synchronization"]
+        assert named["backend"] == "nccl", "and no connections of gloo's beside it"
         made.append((ranks, named["pg_options"]))
         return "group"
 
@@ -191,6 +197,30 @@ def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.Mo
     assert dp.config == ends.config == SimpleNamespace(min_ctas=-1, max_ctas=-1)
     assert all(one.config.max_ctas == 2 for one in messages)
     assert all(options.is_high_priority_stream and options._timeout == limit for _, options in made)
+
+
+@pytest.mark.parametrize("stages", range(2, 10))
+def test_pairs_of_a_pipeline_are_used_for_the_first_time_side_by_side(stages: int) -> None:
+    """Each of them blocks both its ranks until both have come: three rounds, however long the pipeline."""
+    left: list[list[int]] = []
+    for rank in range(stages):
+        own: list[int] = []
+
+        def make(pair: Sequence[int], rank: int = rank, own: list[int] = own) -> Any:
+            (other,) = set(pair) - {rank}
+            return SimpleNamespace(warm_up=lambda: own.append(other))
+
+        mesh.pairs_of(range(stages), rank, make).warm_up()
+        assert sorted(own) == sorted({(rank - 1) % stages, (rank + 1) % stages})
+        left.append(own)
+    rounds = 0
+    while any(left):
+        met = [(rank, own[0]) for rank, own in enumerate(left) if own and left[own[0]][0] == rank]
+        assert met, "every rank waits for another one"
+        for rank, _ in met:
+            left[rank].pop(0)
+        rounds += 1
+    assert rounds <= 3
 
 
 def test_more_at_least_than_at_most_is_refused() -> None:

@@ -66,6 +66,8 @@ def _faults(entries: Sequence[Entry], rank: str) -> Iterator[str]:
             case Made(memory, stream, nbytes):
                 pools[memory] = stream
                 accesses[memory] = [_Access(stream, order.tick(stream), True, (0, nbytes), "its allocation")]
+            case Freed(memory) if memory not in pools:
+                continue  # of a graph that never ran
             case Freed(memory):
                 pool = pools[memory]
                 order.join(pool, order.clocks[HOST])
@@ -133,7 +135,7 @@ def _races(
 
 
 def faults_of_communicators(machine: Machine) -> list[str]:
-    """Members that do not do the same in the same order."""
+    """Members that do not do the same in the same order, all in a graph or all by itself."""
     found = []
     for shared in machine.communicators:
         members = [
@@ -145,7 +147,9 @@ def faults_of_communicators(machine: Machine) -> list[str]:
 
 
 def _unequal(name: str, members: list[list[Call]]) -> Iterator[str]:
-    sums = [[(one.kind, *one.shape) for one in own if one.kind != "messages"] for own in members]
+    sums = [
+        [(one.kind, one.captured, *one.shape) for one in own if one.kind != "messages"] for own in members
+    ]
     for number, own in enumerate(sums):
         if own != sums[0]:
             at = next((n for n, (a, b) in enumerate(zip(own, sums[0], strict=False)) if a != b), len(own))
@@ -154,7 +158,8 @@ def _unequal(name: str, members: list[list[Call]]) -> Iterator[str]:
     for number, own in enumerate(members):
         for call in own:
             for (way, peer, _), size in zip(call.peers, call.shape, strict=False):
-                messages[(number, peer) if way == "send" else (peer, number)][way].append(size)
+                pair = (number, peer) if way == "send" else (peer, number)
+                messages[pair][way].append((call.captured, size))
     for (source, target), ways in messages.items():
         if ways["send"] != ways["receive"]:
             yield f"{name}: messages from member {source} to {target} are not those that are received"

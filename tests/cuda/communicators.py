@@ -121,11 +121,18 @@ class ModelGroup(Collectives):
         return Work(log, end, [*reads, *writes])
 
     def run(
-        self, kernel: MakeKernel, current: Stream, views: Views, reads: list[Tensor], writes: list[Tensor]
+        self,
+        kernel: MakeKernel,
+        current: Stream,
+        views: Views,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        captured: bool = False,
     ) -> None:
-        """Take part in the next collective or messages."""
+        """Take part in the next collective or messages, by themselves or as part of a graph."""
         self.log.settle(current)
         call, enter = kernel(reads, writes)
+        call.captured = captured
         self.calls += 1
         self.log.note(Kernel(self.stream.number, call, *views))
         call.outputs = tuple(map(Target, writes))

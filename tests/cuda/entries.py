@@ -140,6 +140,8 @@ class Call:
     """What must be equal on all members: dtype and elements; of messages, those of each."""
     peers: tuple[tuple[str, int, int], ...] = ()
     """Of messages: "send" or "receive", the other rank's number, the number among those of the pair."""
+    captured: bool = False
+    """Whether a graph does it."""
     done: bool = False
     outputs: tuple["Target", ...] = ()
 

@@ -8,6 +8,8 @@ memory away at once, and notes them as if they had been issued one by one.
 CUDA's rules: streams take part that were made to wait for the capturing one, and it must have waited for all
 of them in the end; events from outside cannot be waited for inside, nor those from inside outside; the host
 reads nothing.
+
+NCCL's rule: a communicator is given up only once no graph refers to it, and waits for that.
 """
 
 from collections import defaultdict
@@ -37,6 +39,8 @@ class Graph:
         self.entries: list[Entry] = []
         """Of memory: for its placement."""
         self.first: dict[int, Tensor] = {}
+        self.refers_to: set[str] = set()
+        """Names of communicators, until the graph is given up."""
         self._actions: list[Callable[[], object]] = []
         self._own: set[int] = set()
         self._outside: dict[int, Tensor] = {}
@@ -108,8 +112,9 @@ class Graph:
         def again() -> None:
             with unnoted():
                 reads, writes = ([*map(self.tensor, side)] for side in views)
-            group.run(kernel, current, views, reads, writes)
+            group.run(kernel, current, views, reads, writes, captured=True)
 
+        self.refers_to.add(group.shared.name)
         self.add(group.stream.number, again)
 
     def operator(self, stream: "Stream", entry: Operator) -> None:
@@ -127,15 +132,20 @@ class Graph:
 
         self.add(entry.stream, again)
 
+    def undo(self) -> None:
+        """Nothing of it was done."""
+        with unnoted():
+            for memory, before in self._before.items():
+                self._outside[memory].copy_(before)
+
     def end(self, alive: dict[int, Tensor]) -> None:
         """Place the graph's memory; ``alive``: what of it somebody still holds, as bytes."""
         own = self._clocks[self.stream.number]
         for stream, clock in self._clocks.items():
             if own.get(stream, 0) != clock.get(stream, 0):
                 raise CaptureError("a stream that takes part was not waited for")
+        self.undo()
         with unnoted():
-            for memory, before in self._before.items():
-                self._outside[memory].copy_(before)
             for memory in self._own & alive.keys():
                 self._outside[memory] = alive[memory]
             self._placement = Placement(self)
@@ -153,6 +163,10 @@ class Graph:
         end = log.event()
         end.record(self.stream)
         current.wait_event(end)
+
+    def reset(self) -> None:
+        """Given up: it refers to nothing. A replay that is under way ends."""
+        self.refers_to.clear()
 
     def tensor(self, view: View) -> Tensor:
         """A view's tensor, in the graph's memory or outside."""

@@ -112,6 +112,7 @@ class RankLog(TorchDispatchMode):
         self._number = 0
         self.graph: Graph | None = None
         """What is captured at the moment."""
+        self._graphs: list[Graph] = []
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._of_host: dict[int, StorageWeakRef] = {}
         """Memory that is the host's."""
@@ -159,6 +160,10 @@ class RankLog(TorchDispatchMode):
                 yield graph
             self._collect()
             graph.end({memory: _bytes_of(reference) for reference, memory in self._known.values()})
+            self._graphs.append(graph)
+        except BaseException:
+            graph.undo()
+            raise
         finally:
             self.graph = None
 
@@ -234,8 +239,20 @@ class RankLog(TorchDispatchMode):
             raise LostError
 
     def abort(self) -> None:
-        """End what waits in communicators; their outputs are garbage."""
+        """End what waits in communicators; their outputs are garbage.
+
+        NCCL comes back from it when no graph refers to them any more (`referred_to`).
+        """
         self.aborted = True
+
+    def destroy(self) -> None:
+        """Give the communicators up; this thread waits for its graphs, and would for ever."""
+        if names := self.referred_to():
+            raise RuntimeError(f"rank {self.rank} gives up what its graphs refer to: {', '.join(names)}")
+
+    def referred_to(self) -> list[str]:
+        """Names of communicators that graphs refer to."""
+        return sorted({name for graph in self._graphs for name in graph.refers_to})
 
     def _collect(self) -> None:
         gone = [key for key, (reference, _) in self._known.items() if reference.expired()]

@@ -96,7 +96,9 @@ class Machine:
             given = self._given.setdefault(number, [])
             given.append((log.rank, own))
             self.changed.notify_all()
-        self.until(lambda: len(given) == len(self.ranks), log)
+        self.until(lambda: len(given) == len(self.ranks) or log.aborted, log)
+        if len(given) < len(self.ranks):
+            raise RuntimeError("communication was broken off")
         return [one for _, one in sorted(given, key=lambda pair: pair[0])]
 
     def until(self, there: Callable[[], bool], log: RankLog) -> None:

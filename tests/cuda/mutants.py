@@ -18,6 +18,7 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.gradients import _Bucket as _Gradients
 from braid.actors.stage.host_state import HostState
+from braid.actors.stage.membership import Membership
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer, Update
 from braid.actors.stage.streams import Transfer
@@ -350,9 +351,9 @@ def _() -> AbstractContextManager[Any]:
     whole = Pairs.warm_up
 
     def warm_up(self: Pairs) -> None:
-        if self.rank != 1:
+        if self.rank != 0:
             whole(self)
-        for other in sorted(self.pairs, reverse=True) if self.rank == 1 else ():
+        for other in sorted(self.pairs, reverse=True) if self.rank == 0 else ():
             self.pairs[other].warm_up()
 
     return patch.object(Pairs, "warm_up", warm_up)
@@ -770,6 +771,68 @@ def _() -> AbstractContextManager[Any]:
         self._compute.wait_event(transfer.end)
 
     return patch.object(CudaStreams, "wait", wait)
+
+
+UNIFORM = replace(PAIRED, steps=4, graph=True)
+
+
+def _each_for_itself(name: str, unlike: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """No rank hears of others, and rank 1 has its own way with a method."""
+    whole, init = getattr(step_graph.StepGraph, name), step_graph.StepGraph.__init__
+
+    def call(self: step_graph.StepGraph, *arguments: Any) -> Any:
+        return (unlike if _rank_of(self) == 1 else whole)(self, *arguments)
+
+    def alone(self: step_graph.StepGraph, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **{**named, "gather": step_graph._alone})
+
+    return _both(
+        patch.object(step_graph.StepGraph, name, call), patch.object(step_graph.StepGraph, "__init__", alone)
+    )
+
+
+def _rank_of(graph: step_graph.StepGraph) -> int:
+    log: Any = graph._streams._accelerator
+    return int(log.rank)
+
+
+@mutant("every rank decides by itself whether to capture", UNIFORM)
+def _() -> AbstractContextManager[Any]:
+    return _each_for_itself("_wants", lambda self: False)
+
+
+@mutant("a rank that could not capture goes on without its graph, others with theirs", UNIFORM)
+def _() -> AbstractContextManager[Any]:
+    def capture(self: step_graph.StepGraph, *arguments: Any) -> None:
+        self._wanted = False
+
+    return _each_for_itself("_capture", capture)
+
+
+@mutant("groups are given up before the graph that refers to them", UNIFORM)
+def _() -> AbstractContextManager[Any]:
+    whole = Membership.leave
+
+    def leave(self: Membership) -> None:
+        self._destroy()
+        whole(self)
+
+    return patch.object(Membership, "leave", leave)
+
+
+@mutant("a graph that is captured anew is not given up", replace(UNIFORM, steps=5))
+def _() -> AbstractContextManager[Any]:
+    """As happens when spans are switched on or off."""
+    whole = step_graph._shape
+    number = iter(range(1 << 30))
+
+    def release(self: step_graph.StepGraph) -> None:
+        self._kept = None
+
+    return _both(
+        patch.object(step_graph.StepGraph, "_release", release),
+        patch.object(step_graph, "_shape", lambda batch: (next(number), whole(batch))),
+    )
 
 
 @contextmanager

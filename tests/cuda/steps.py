@@ -1,6 +1,5 @@
 """Training steps of the real runtime on the model of the machine: model, executor, gradients, AdamW."""
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.host_state import HostState, take
+from braid.actors.stage.membership import Membership
 from braid.actors.stage.mesh import build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
@@ -39,6 +39,8 @@ from tests.cuda.machine import Machine, ModelGroups
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, layout_for, model_for, setting_for
 
 CPU = torch.device("cpu")
+ALWAYS = True
+"""Whether graphs are asked for by name (``overlap.cuda_graphs: true``)."""
 SETTINGS = OptimizerSettings(
     lr=0.01,
     min_lr_fraction=1.0,
@@ -164,6 +166,20 @@ class Case:
         return linked(schedule, layout, setting.kinds, parts)
 
 
+class ModelMembership(Membership):
+    """A rank's, whose groups are the model's."""
+
+    def __init__(self, log: RankLog) -> None:
+        super().__init__("")
+        self._log = log
+
+    def _abort(self) -> None:
+        self._log.abort()
+
+    def _destroy(self) -> None:
+        self._log.destroy()
+
+
 @dataclass(kw_only=True)
 class Ranked:
     """One rank, ready to run its step."""
@@ -177,9 +193,9 @@ class Ranked:
     gradients: GradientBuckets
     weights: ShardedWeights
     streams: CudaStreams
+    membership: ModelMembership
     checks: bool = True
     """Whether it is asked if communication was broken off."""
-    interrupted: threading.Event = field(default_factory=threading.Event)
     given: list[list[MicroBatch | None]] = field(default_factory=list)
     """Micro-batches of every step."""
     copies: list[HostState] = field(default_factory=list)
@@ -187,15 +203,10 @@ class Ranked:
     found: dict[str, Any] = field(default_factory=dict)
     """Loss and norm of every step."""
 
-    def interrupt(self) -> None:
-        """As a worker does: the flag before the abort."""
-        self.interrupted.set()
-        self.log.abort()
-
     def intact(self) -> None:
         """As a worker's."""
-        if self.checks and self.interrupted.is_set():
-            raise RuntimeError("communication was broken off")
+        if self.checks:
+            self.membership.intact()
 
     def batches(self, step: int) -> list[MicroBatch | None]:
         """Random tokens, the same for ranks that share them: those of a stage's tp, and other stages."""
@@ -275,13 +286,18 @@ def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU)
     )
     weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
     optimizer = Optimizer(gradients, SETTINGS, log)
+    graph = None
+    if case.graph:
+        graph = StepGraph(streams, recorder, always=ALWAYS, gather=groups.gather)
+    membership = ModelMembership(log)
+    membership.graph = graph
     executor = Executor(
         code=case.code,
         model=model,
         mesh=mesh,
         streams=streams,
         recorder=recorder,
-        graph=StepGraph(streams, recorder, always=True) if case.graph else None,
+        graph=graph,
         routing=routing_of(model),
     )
     return Ranked(
@@ -294,6 +310,7 @@ def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU)
         gradients=gradients,
         weights=weights,
         streams=streams,
+        membership=membership,
         device=device,
     )
 
@@ -312,6 +329,7 @@ def recorded(
         for step in range(case.steps):
             with around(rank):
                 rank.step(step)
+        rank.membership.leave()
 
     with case.cut():
         machine.run(run)

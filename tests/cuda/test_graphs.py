@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from braid.actors.stage.cuda_streams import Captured, CudaStreams
-from braid.actors.stage.step_graph import StepGraph
+from braid.actors.stage.step_graph import StepGraph, step_graph
 from braid.actors.stage.streams import Transfer
+from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.norm import RMSNorm
 from braid.scheduling.lowering.named import SCHEDULES
+from tests.cuda import steps
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay import Replay, same
@@ -172,9 +174,11 @@ def test_what_cannot_be_captured_is_issued_as_before(
     scales, recording = (0.5,) * 5, (True,) * 5
     with within():
         _, wanted, _ = Steps(case, scales, recording).run()
-        with pytest.warns(UserWarning, match=f"not captured .* {why}"):
+        with pytest.warns(UserWarning, match=f"not captured .* rank 0: {why}"):
             _, found, captures = Steps(replace(case, graph=True), scales, recording, always=False).run()
-        with pytest.raises(RuntimeError, match=rf"overlap\.cuda_graphs=true: {why} .*; set it to false"):
+        with pytest.raises(
+            RuntimeError, match=rf"overlap\.cuda_graphs=true: rank 0: {why} .*; set it to false"
+        ):
             Steps(replace(case, graph=True), scales, recording).run()
     assert captures == 1, "it is not tried again"
     assert found == wanted
@@ -292,3 +296,64 @@ def test_a_layer_more_costs_the_host_nothing() -> None:
     (few, few_calls), (many, many_calls) = calls(2), calls(4)
     assert few == many == 1
     assert few_calls == many_calls
+
+
+PAIR = Case(schedule="braid_w", tp=2, micro_batches=2, steps=STEPS, graph=True)
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["auto", "true"])
+def test_a_graph_that_one_rank_cannot_capture_no_rank_has(always: bool) -> None:
+    """Captured or not is uniform: the others drop theirs, and all are told of whom and why."""
+    capture = CudaStreams.capture
+
+    @contextmanager
+    def captures(streams: CudaStreams) -> Iterator[Captured]:
+        with capture(streams) as captured:
+            yield captured
+            if streams._accelerator.rank == 1:  # type: ignore[attr-defined]
+                raise RuntimeError("rank 1 is out of memory")
+
+    eager = left(replace(PAIR, graph=False))
+    with (
+        patch.object(StepGraph, "_wants", lambda self: True),
+        patch.object(steps, "ALWAYS", always),
+        patch.object(CudaStreams, "capture", captures),
+    ):
+        if always:
+            with pytest.raises(RuntimeError, match=r"cuda_graphs=true: rank 1: .* out of memory; set it to"):
+                recorded(PAIR)
+            return
+        with pytest.warns(UserWarning, match="on all ranks: rank 1: rank 1 is out of memory") as told:
+            assert faults(PAIR, expected=eager) == []
+    assert len(told) == PAIR.layout.ranks
+
+
+def test_ranks_agree_whether_they_capture() -> None:
+    """One whose host is ahead of its device keeps the others from it."""
+    eager, captures = left(replace(PAIR, graph=False)), []
+    capture = CudaStreams.capture
+
+    def wants(graph: StepGraph) -> bool:
+        return graph._streams._accelerator.rank == 0  # type: ignore[attr-defined]
+
+    def captured(streams: CudaStreams) -> Any:
+        captures.append(streams)
+        return capture(streams)
+
+    with patch.object(StepGraph, "_wants", wants), patch.object(CudaStreams, "capture", captured):
+        assert faults(PAIR, expected=eager) == []
+    assert captures == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "there"), [("auto", 1, True), ("auto", 2, False), (True, 2, True)]
+)
+def test_of_several_ranks_only_those_that_were_asked_capture(wanted: Any, ranks: int, there: bool) -> None:
+    machine, found = Machine(1), []
+
+    def run(log: RankLog) -> None:
+        streams = CudaStreams(log)
+        found.append(step_graph(streams, Recorder(streams, recording=False), wanted, ranks))
+
+    machine.run(run)
+    assert [one is not None for one in found] == [there]

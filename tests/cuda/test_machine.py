@@ -4,11 +4,13 @@ import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from braid.actors.stage.sharing import passing
+from braid.actors.stage.step_graph import StepGraph
 from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda import mutants_of_exchanges, mutants_of_stages  # noqa: F401 (they register theirs)
 from tests.cuda.entries import Kernel
@@ -253,11 +255,14 @@ def test_steps_without_faults_leave_what_they_should(expected: dict[Case, dict[A
 
 
 class Survivors:
-    """A run of two steps in which a rank is lost in the second, and what the others keep."""
+    """A run of two steps, or the case's, in which a rank is lost in the last, and what the others keep."""
 
     def __init__(self, case: Case, lost: int, at: int, checks: bool = True, flag_first: bool = True) -> None:
         self.copies: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         self.applied: dict[int, int] = {}
+        self.referred_to: dict[int, list[str]] = {}
+        """By rank, communicators that graphs still refer to when the rank is done: an abort never ends."""
+        self._steps = max(2, case.steps)
         self._case, self._lost, self._at, self._checks, self._flag_first = case, lost, at, checks, flag_first
         self.machine = Machine(case.layout.ranks)
         with case.cut():
@@ -265,13 +270,13 @@ class Survivors:
 
     def _run(self, log: RankLog) -> None:
         rank = made(self._case, self.machine, log)
-        rank.given = [rank.batches(step) for step in range(2)]
-        log.interrupt = rank.interrupt if self._flag_first else log.abort
+        rank.given = [rank.batches(step) for step in range(self._steps)]
+        log.interrupt = rank.membership.break_off if self._flag_first else log.abort
         rank.checks = self._checks
         self.applied[log.rank] = 0
         kept = self.copies[log.rank] = {}
-        for step in range(2):
-            if step == 1:
+        for step in range(self._steps):
+            if step == self._steps - 1:
                 log.begin()
                 log.dies_at = self._at if log.rank == self._lost else None
             try:
@@ -280,6 +285,7 @@ class Survivors:
             except (RuntimeError, ValueError):  # or what garbage leads to: numbers of rows that cannot be
                 if not log.aborted:
                     raise
+                self.referred_to[log.rank] = log.referred_to()
                 return
             self.applied[log.rank] += 1
             kept[step + 1] = {key: tensor.detach().clone() for key, tensor in rank.state().items()}
@@ -291,8 +297,8 @@ def wrong_copies(wanted: dict[int, dict[int, dict[str, torch.Tensor]]], run: Sur
     for rank, kept in run.copies.items():
         if rank == run._lost:
             continue
-        if 1 not in kept:
-            found.append(f"rank {rank} has no copy of step 1")
+        if run._steps - 1 not in kept:
+            found.append(f"rank {rank} has no copy of step {run._steps - 1}")
         for step, state in kept.items():
             for key, tensor in state.items():
                 if not torch.equal(tensor, wanted[rank][step][key]):
@@ -310,6 +316,8 @@ LOSSES = [
     Case(schedule="megatron", cp=2, ring=True, micro_batches=1),
     Case(schedule="megatron", dp=2, ep=2, micro_batches=1),
     Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full", micro_batches=2),
+    Case(schedule="braid_w", tp=2, micro_batches=2, steps=3, graph=True),  # in the step that captures
+    Case(schedule="braid_w", dp=2, micro_batches=2, steps=4, graph=True),
 ]
 
 
@@ -317,17 +325,19 @@ LOSSES = [
 def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
     """At whatever operation it is lost: what others see of that is which kernels it still took part in."""
     whole = Survivors(case, lost=-1, at=0)
-    assert whole.applied == dict.fromkeys(whole.applied, 2)
+    assert whole.applied == dict.fromkeys(whole.applied, whole._steps)
     entries = whole.machine.ranks[1].entries
     kernels = [at for at, entry in enumerate(entries) if isinstance(entry, Kernel)]
     assert len(kernels) > 1
     between = random.Random(SEED).sample(range(len(entries)), 10)
-    for at in [*kernels, *between, 0, len(entries) - 1]:
+    places = [*kernels, *between, 0, len(entries) - 1]
+    for at in random.Random(SEED).sample(places, 8) if case.graph else places:
         run = Survivors(case, lost=1, at=at)
         told = f"seed {SEED}: lost at entry {at} of {len(entries)}"
         assert wrong_copies(whole.copies, run) == [], told
         for rank in {*run.copies} - {1}:
             assert run.applied[rank] == max(run.copies[rank]), f"{told}: rank {rank} counts another step"
+        assert not any(run.referred_to.values()), f"{told}: its abort waits for graphs"
 
 
 @pytest.mark.parametrize("fault", [{"checks": False}, {"flag_first": False}], ids=["unchecked", "late flag"])
@@ -337,3 +347,12 @@ def test_an_abort_that_is_not_noticed_is_found(fault: dict[str, bool]) -> None:
     entries = len(whole.machine.ranks[1].entries)
     places = range(0, entries, entries // 10)
     assert any(wrong_copies(whole.copies, Survivors(case, lost=1, at=at, **fault)) for at in places)
+
+
+def test_an_abort_that_waits_for_a_graph_is_found() -> None:
+    case = Case(schedule="megatron", tp=2, micro_batches=2, steps=4, graph=True)
+    places = Survivors(case, lost=-1, at=0).machine.ranks[1].entries
+    at = next(n for n, entry in enumerate(places) if isinstance(entry, Kernel))
+    assert Survivors(case, lost=1, at=at).referred_to == {0: []}
+    with patch.object(StepGraph, "drop", lambda self: None):
+        assert Survivors(case, lost=1, at=at).referred_to[0]
