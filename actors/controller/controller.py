@@ -97,7 +97,7 @@ class Controller:
         self._interruptions = Interruptions(plan.config.failure)
         self._step_now = 0
         """Steps that are done."""
-        self._trained = False
+        self._clock = StepClock()
         """Whether a step was done since this controller began."""
         self._goes_on = False
         """Whether there is a state to go on from."""
@@ -275,7 +275,8 @@ class Controller:
         described = self._described(facts)
         step = self._step_now = done
         yield from saver.step_done(group, step, self._generation, described)
-        clock = StepClock(self._last_end(records))
+        clock = self._clock
+        clock.goes_on(done)
         stepper = Stepper(plan, group, self._generation, facts, self._interruptions.spikes, clock)
         change: Change | None = None
         while step < last and not self._stop.is_set() and change is None:
@@ -285,7 +286,7 @@ class Controller:
             records.append(event.record)
             yield event
             step += 1
-            self._step_now, self._trained = step, True
+            self._step_now = step
             for incident in told:
                 directory.note(incident.kind, step, self._generation, incident.text)
                 yield incident
@@ -312,11 +313,6 @@ class Controller:
             self._recovered(directory, done)  # from a failure after the last step, too
             yield from saver.settle()
         return change
-
-    def _last_end(self, records: Sequence[StepRecord]) -> float:
-        """When the last step that counts was over: what was lost since belongs to the next one. A run that
-        somebody resumes begins its clock anew."""
-        return records[-1].time if self._trained and records else time.time()
 
     def _claim_mirror(self, places: _Places) -> Iterator[Incident]:
         """Say in the mirror that this run has begun, once it has."""

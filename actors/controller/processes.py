@@ -56,7 +56,7 @@ class Place:
 
 
 def check_loopback() -> None:
-    """`ConfigError` where this machine does not reach itself: in a network namespace whose loopback is down."""
+    """`ConfigError` where this machine does not reach itself: its loopback is down, as in a new namespace."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()

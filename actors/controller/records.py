@@ -6,7 +6,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -123,8 +124,36 @@ class Incident:
 Event = Started | StepDone | Saved | Finished | Incident
 
 
-_WAITING_LINES = 100_000
-"""Lines of a file that wait for room on the disk; older ones are lost."""
+_WAITING_BYTES = 32 << 20
+"""Of lines of a file that wait for room on the disk; older ones are lost."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+"""Between two attempts to write them; every one that fails doubles it."""
+
+
+@dataclass
+class _Waiting:
+    """Lines that a file had no room for, and when they are tried again."""
+
+    lines: deque[str] = field(default_factory=deque)
+    size: int = 0
+    again: float = 0.0
+    pause: float = _FIRST_PAUSE_S
+
+    def add(self, line: str) -> None:
+        """The newest lines stay, within the bound."""
+        self.lines.append(line)
+        self.size += len(line)
+        while self.size > _WAITING_BYTES:
+            self.size -= len(self.lines.popleft())
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Drop the other lines."""
+        self.lines = deque(filter(wanted, self.lines))
+        self.size = sum(map(len, self.lines))
+
+    def failed(self, now: float) -> None:
+        """The next attempt comes later and later."""
+        self.again, self.pause = now + self.pause, min(2 * self.pause, _LONGEST_PAUSE_S)
 
 
 _CHUNK_BYTES = 1 << 16
@@ -155,8 +184,7 @@ class RunDirectory:
         self._described = False
         self.identity = _identity(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
-        self._waiting: dict[str, list[str]] = {}
-        """Lines that the disk had no room for, by file."""
+        self._waiting: dict[str, _Waiting] = defaultdict(_Waiting)
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -236,7 +264,7 @@ class RunDirectory:
             return None
         now = time.time()
         text = "the controller died, and with it the ranks; a new one goes on"
-        return Failure(None, text, step["step"], now, unwell_seconds=now - step["time"])
+        return Failure(None, text, step["step"], now, unwell_seconds=max(0.0, now - step["time"]))
 
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
@@ -251,16 +279,15 @@ class RunDirectory:
         """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
             _cut_off(self.path / name, first_step)
-            waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
-            self._waiting[name] = waiting
-        waiting = [json.loads(line) for line in self._waiting["metrics.jsonl"][-WINDOW:]]
+            self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
+        waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
         older = [line for line, _ in islice(_backwards(self.metrics), WINDOW)]
         return [_record(line) for line in [*reversed(older), *waiting][-WINDOW:]]
 
     def records(self) -> Iterator[StepRecord]:
         """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
         yield from read_metrics(self.metrics)
-        yield from (_record(json.loads(line)) for line in self._waiting.get("metrics.jsonl", []))
+        yield from (_record(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
@@ -281,23 +308,28 @@ class RunDirectory:
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
-        waiting = self._waiting.setdefault(name, [])
-        waiting.append(json.dumps(content) + "\n")
+        waiting = self._waiting[name]
+        waiting.add(json.dumps(content) + "\n")
+        if time.monotonic() >= waiting.again:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        waiting = self._waiting[name]
         try:
             with (self.path / name).open("ab") as file:
                 size = file.tell()
                 try:
-                    file.write("".join(waiting).encode())
+                    file.write("".join(waiting.lines).encode())
                     file.flush()
                 except OSError:
                     with contextlib.suppress(OSError):  # what is left in its buffer
                         file.close()
                     os.truncate(self.path / name, size)  # no half lines
                     raise
-            waiting.clear()
+            self._waiting[name] = _Waiting()
         except OSError as error:
             self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
-            del waiting[:-_WAITING_LINES]
+            waiting.failed(time.monotonic())
 
     def write_report(self, report: dict[str, Any]) -> str:
         """Write ``report.json``; returns why it could not be written, or nothing."""
@@ -306,7 +338,9 @@ class RunDirectory:
         return self.trouble
 
     def close(self) -> None:
-        """Let go of the lock, and of the directory if the run never started."""
+        """Write what waits, let go of the lock, and of the directory if the run never started."""
+        for name in [name for name, waiting in self._waiting.items() if waiting.lines]:
+            self._flush(name)
         with contextlib.suppress(OSError):
             names = {path.name for path in self.path.iterdir()}
             if names <= {".lock", log.FOLDER} and not log.anything_said(self.path):

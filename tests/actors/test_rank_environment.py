@@ -109,7 +109,7 @@ def test_a_loopback_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
     monkeypatch.setattr(processes.socket, "create_connection", unreachable)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .* ip link set lo up"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .*ip link set lo up"):
         ProcessLauncher(config_of(cpus_per_rank=0.1)).check(2)
     ProcessLauncher(config_of(cpus_per_rank=0.1), [processes.Place(namespace="a")] * 2).check(2)
 
