@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
 from braid.actors.controller.routing import ExpertNumbers, numbers_of
+from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
@@ -124,38 +125,6 @@ class Incident:
 Event = Started | StepDone | Saved | Finished | Incident
 
 
-_WAITING_BYTES = 32 << 20
-"""Of lines of a file that wait for room on the disk; older ones are lost."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
-"""Between two attempts to write them; every one that fails doubles it."""
-
-
-@dataclass
-class _Waiting:
-    """Lines that a file had no room for, and when they are tried again."""
-
-    lines: deque[str] = field(default_factory=deque)
-    size: int = 0
-    again: float = 0.0
-    pause: float = _FIRST_PAUSE_S
-
-    def add(self, line: str) -> None:
-        """The newest lines stay, within the bound."""
-        self.lines.append(line)
-        self.size += len(line)
-        while self.size > _WAITING_BYTES:
-            self.size -= len(self.lines.popleft())
-
-    def keep(self, wanted: Callable[[str], bool]) -> None:
-        """Drop the other lines."""
-        self.lines = deque(filter(wanted, self.lines))
-        self.size = sum(map(len, self.lines))
-
-    def failed(self, now: float) -> None:
-        """The next attempt comes later and later."""
-        self.again, self.pause = now + self.pause, min(2 * self.pause, _LONGEST_PAUSE_S)
-
-
 _CHUNK_BYTES = 1 << 16
 
 _MARK = "run-mark"
@@ -176,7 +145,10 @@ class RunDirectory:
         existed = self.path.is_dir()
         if resume and not existed and not mark:
             raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
         self._lock = self._acquire()
         self._replaces = existed and not resume and (self.path / "config.yaml").exists()
         self.trouble = ""
@@ -184,7 +156,7 @@ class RunDirectory:
         self._described = False
         self.identity = _identity(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
-        self._waiting: dict[str, _Waiting] = defaultdict(_Waiting)
+        self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -242,7 +214,7 @@ class RunDirectory:
                 write_durably(path, text)
         except OSError as error:
             if not self._described:
-                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+                raise _unwritable(path, error) from None
             self.trouble = f"{path} cannot be written: {error.strerror}"
 
     @property
@@ -278,7 +250,12 @@ class RunDirectory:
     def rewind(self, first_step: int) -> list[StepRecord]:
         """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
-            _cut_off(self.path / name, first_step)
+            try:
+                _cut_off(self.path / name, first_step)
+            except OSError as error:
+                if self._described:
+                    raise
+                raise _unwritable(self.path / name, error) from None
             self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
         waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
         older = [line for line, _ in islice(_backwards(self.metrics), WINDOW)]
@@ -314,22 +291,10 @@ class RunDirectory:
             self._flush(name)
 
     def _flush(self, name: str) -> None:
-        waiting = self._waiting[name]
         try:
-            with (self.path / name).open("ab") as file:
-                size = file.tell()
-                try:
-                    file.write("".join(waiting.lines).encode())
-                    file.flush()
-                except OSError:
-                    with contextlib.suppress(OSError):  # what is left in its buffer
-                        file.close()
-                    os.truncate(self.path / name, size)  # no half lines
-                    raise
-            self._waiting[name] = _Waiting()
+            self._waiting[name].write(self.path / name)
         except OSError as error:
             self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
-            waiting.failed(time.monotonic())
 
     def write_report(self, report: dict[str, Any]) -> str:
         """Write ``report.json``; returns why it could not be written, or nothing."""
@@ -349,6 +314,13 @@ class RunDirectory:
                 self.path.rmdir()
                 self.path.parent.rmdir()
         self._lock.release()
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}; see to its rights, or name another folder with "
+        f"--set runs=..."
+    )
 
 
 def _cut_off(path: Path, first_step: int) -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from braid.actors.controller import records, steps
+from braid.actors.config import ConfigError
+from braid.actors.controller import records, steps, waiting_lines
 from braid.actors.controller.records import RunDirectory, StepRecord, last_line, read_lines, read_metrics
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.steps import StepClock
@@ -206,7 +207,7 @@ def test_a_full_disk_is_tried_after_pauses_and_lines_are_bounded(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(records, "_WAITING_BYTES", 40_000)
+    monkeypatch.setattr(waiting_lines, "_WAITING_BYTES", 40_000)
     directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
     attempts: list[int] = []
     with monkeypatch.context() as patch:
@@ -232,3 +233,15 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
         directory.note("step", 1, 1, "text")
     directory.close()
     assert [line["step"] for line in read_lines(directory.path / "events.jsonl")] == [1]
+
+
+def test_folders_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = small_config(tmp_path).model_copy(update={"runs": tmp_path / "file" / "runs"})
+    with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: Not a directory; .*--set runs="):
+        RunDirectory(config, resume=False, overwrite=False)
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    (directory.path / "ranks.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"ranks\.jsonl cannot be written: Is a directory"):
+        directory.rewind(1)
+    directory.close()
