@@ -36,7 +36,7 @@ class WaitingLines:
         self.size = sum(map(len, self.lines))
 
     def write(self, path: Path) -> None:
-        """Append them to a file; `OSError` leaves it as it was, and the next attempt comes later and later."""
+        """Append them to a file; `OSError` leaves it as it was, and the next attempt comes later."""
         try:
             with path.open("ab") as file:
                 size = file.tell()
