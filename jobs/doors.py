@@ -61,7 +61,19 @@ def _complain(what: str, allowed: bool) -> None:
     )
 
 
+def head_is_silent(address: str) -> bool:
+    """Whether what listens at a Ray head's address takes a question and never answers."""
+    scheme = "ray://" if address.startswith("ray://") else ""
+    return _asked(address.removeprefix(scheme), _QUESTIONS[scheme]) == "DEADLINE_EXCEEDED"
+
+
 def _head_answers(address: str, question: str) -> bool:
+    # Refused for want of a token, or not understood at all (TLS): no stranger gets in this way.
+    return _asked(address, question) in ("OK", "UNIMPLEMENTED")
+
+
+def _asked(address: str, question: str) -> str:
+    """The name of gRPC's status of an answer."""
     import grpc  # comes with ray[default]
 
     def as_it_is(message: bytes) -> bytes:
@@ -72,9 +84,8 @@ def _head_answers(address: str, question: str) -> bool:
         try:
             ask(b"", timeout=_SECONDS)
         except grpc.RpcError as error:
-            # Refused for want of a token, or not understood at all (TLS): no stranger gets in this way.
-            return bool(error.code() == grpc.StatusCode.UNIMPLEMENTED)
-    return True
+            return str(error.code().name)
+    return "OK"
 
 
 def _http_answers(url: str) -> bool:

@@ -18,7 +18,7 @@ from braid.actors.controller.group import StoppedError
 from braid.actors.controller.parent import signals_held
 from braid.actors.controller.private_folders import private_folder
 from braid.actors.controller.processes import LOOPBACK, check_loopback
-from braid.jobs.doors import check_cluster
+from braid.jobs.doors import check_cluster, head_is_silent
 from braid.jobs.guardian import MARK, guarded
 
 _CONNECT_SECONDS = 20.0
@@ -46,20 +46,19 @@ def ray_session(config: Config) -> Iterator[None]:
             "install it (pip install 'ray[default]') or use --launcher processes"
         ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with contextlib.ExitStack() as stack:
         if address:
-            _check_reachable(address)
+            _check_reachable(address, given)
             if named := address not in ("auto", "local"):
                 check_cluster(address, config.cluster.allow_unauthenticated)
             try:
                 with _native_messages_dropped(), _handlers_kept():
                     ray.init(address=address, runtime_env=_environment(), **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"cluster.address={address!r}: cannot join this Ray cluster ({_first_line(error)})"
-                ) from None
+                raise ConfigError(f"{given}: cannot join this Ray cluster ({_first_line(error)})") from None
         else:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))
@@ -183,18 +182,20 @@ def _native_messages_dropped() -> Iterator[None]:
         os.close(saved)
 
 
-def _check_reachable(address: str) -> None:
-    """Refuse an address that nobody answers at, before Ray spends a minute finding out."""
+def _check_reachable(address: str, given: str) -> None:
+    """Refuse an address that nobody answers at, before Ray spends a minute on it; ``given``: in words."""
     if address in ("auto", "local"):
         return
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdecimal():
-        raise ConfigError(f"cluster.address={address!r} must be HOST:PORT, such as 10.0.0.1:6379, or auto")
+        raise ConfigError(f"{given} must be HOST:PORT, such as 10.0.0.1:6379 or [fd00::1]:6379, or auto")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        if head_is_silent(address):
+            raise TimeoutError("it takes connections and says nothing")
     except OSError as error:
         raise ConfigError(
-            f"cluster.address={address!r} does not answer ({error.strerror or error}); "
+            f"{given} does not answer ({error.strerror or error}); "
             f"check that 'ray start --head' runs there, or leave it out to use this machine"
         ) from None
 

@@ -20,14 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from braid import __version__
-from braid.actors.config import NAME_PATTERN, Config, ConfigError
+from braid.actors.config import NAME_PATTERN, Config, ConfigError, parse_config
 from braid.actors.config.paths import BYTES, anchored
 from braid.actors.config.variables import looks_secret
+from braid.dashboards.run_files import NotReadableError, read_text
 from braid.jobs.data.tokenizer import load_tokenizer
-from braid.jobs.doors import check_job_server
+from braid.jobs.doors import check_job_server, is_loopback
 from braid.jobs.session import package
+from braid.scheduling.yaml_text import parse_yaml
 
 CONFIG_FILE = "run.yaml"
 STOP_SECONDS = 120
@@ -44,6 +47,8 @@ _LAYOUT, _VERSION, _DIRECTORY, _STOP = (
 )
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
+_CONNECT_SECONDS, _READ_SECONDS = 20.0, 60.0
+_PASSWORD = re.compile(r"[^/@]*@")
 
 
 class JobError(RuntimeError):
@@ -72,8 +77,15 @@ class Job:
 
     @property
     def layout(self) -> str | None:
-        """The mesh in words."""
-        return self.metadata.get(_LAYOUT)
+        """The mesh in words: the present one, where an active run's directory is seen from here."""
+        given = self.metadata.get(_LAYOUT)
+        if not self.active or self.directory is None:
+            return given
+        try:  # whose directory that is, strangers say: no link is followed, nothing large is read
+            text = read_text(Path(self.directory) / "config.yaml")
+            return given if text is None else parse_config(parse_yaml(text, "it")).layout().describe()
+        except (NotReadableError, ValueError, AttributeError):
+            return given
 
     @property
     def submitted_by(self) -> str | None:
@@ -132,7 +144,7 @@ class JobServer:
         with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
             (Path(folder) / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
             try:
-                with _answers():
+                with _answers(self._address):
                     self._client.submit_job(
                         entrypoint=shlex.join(command),
                         submission_id=new,
@@ -158,7 +170,7 @@ class JobServer:
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
-        with _answers():
+        with _answers(self._address):
             found = [_job(one) for one in self._client.list_jobs() if one.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
@@ -173,18 +185,18 @@ class JobServer:
 
     def logs(self, job: Job) -> str:
         """All that the job has printed."""
-        with _answers():
+        with _answers(self._address):
             return str(self._client.get_job_logs(job.id))
 
     async def follow(self, job: Job) -> AsyncIterator[str]:
         """What the job prints, as it comes, to its end."""
-        with _answers():
+        with _answers(self._address):
             async for text in self._client.tail_job_logs(job.id):
                 yield text
 
     def stop(self, job: Job, seconds: float) -> Job:
         """Tell a job to stop, and wait until it has; `JobError` after ``seconds``."""
-        with _answers():
+        with _answers(self._address):
             self._client.stop_job(job.id)
         now = self.ended(job, seconds)
         if now.active:
@@ -300,14 +312,25 @@ def _client(address: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise ConfigError("jobs need Ray, which is not installed: pip install 'ray[default]'") from None
+
+    host = urlsplit(address).hostname or ""
+    direct: dict[str, Any] = {"proxies": {"no_proxy": host}} if is_loopback(host) else {}
+
+    class Client(JobSubmissionClient):
+        """Waits for an answer for so long and no longer; asks this machine itself and no proxy."""
+
+        def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
+            read = _CONNECT_SECONDS if endpoint == "/api/version" else _READ_SECONDS
+            return super()._do_request(method, endpoint, timeout=(_CONNECT_SECONDS, read), **direct, **named)
+
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
     names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    with _answers():
+    with _answers(address):
         try:
-            return JobSubmissionClient(address)
-        except ConnectionError:
+            return Client(address)
+        except OSError:
             raise ConfigError(
                 f"--address {address!r} does not answer; check that a Ray head with its dashboard "
                 f"(ray start --head --dashboard-host=...) runs there"
@@ -317,8 +340,8 @@ def _client(address: str) -> Any:
 
 
 @contextlib.contextmanager
-def _answers() -> Iterator[None]:
-    """Turn Ray's complaints into ours."""
+def _answers(address: str) -> Iterator[None]:
+    """Turn Ray's complaints about the server at ``address`` into ours."""
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
 
@@ -326,10 +349,24 @@ def _answers() -> Iterator[None]:
         yield
     except AuthenticationError:
         raise ConfigError(
-            "the job server wants a token, and the one here is missing or wrong: set RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN_PATH to a file with the token, or put it into ~/.ray/auth_token"
+            f"the job server wants a token, and the one here is missing or wrong: set RAY_AUTH_MODE=token "
+            f"and RAY_AUTH_TOKEN_PATH to a file with the token, or put it into ~/.ray/auth_token"
+            f"{_or_proxy(address)}"
         ) from None
     except (ClientError, OSError) as error:
-        raise JobError(f"the job server answers no more: {str(error) or type(error).__name__}") from None
+        raise JobError(
+            f"the job server answers no more: {str(error) or type(error).__name__}{_or_proxy(address)}"
+        ) from None
     except RuntimeError as error:
-        raise JobError(str(error)) from None
+        raise JobError(f"{error}{_or_proxy(address)}") from None
+
+
+def _or_proxy(address: str) -> str:
+    """What else may have answered, or not."""
+    parts = urlsplit(address)
+    proxy, host = getproxies().get(parts.scheme), parts.hostname or ""
+    if proxy is None or is_loopback(host) or proxy_bypass(host):
+        return ""
+    return (
+        f" (the proxy {_PASSWORD.sub('', proxy)} stands between; to go without it, put {host} into no_proxy)"
+    )

@@ -21,6 +21,7 @@ from braid.actors.controller.mirror import check_url
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
+from braid.actors.controller.rank_environment import allow_open_files
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
 from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
@@ -95,6 +96,7 @@ def train(
     # ranks do not share the command's folder
     config, options = anchored(config, Path.cwd()), options or RunOptions()
     check_lasting(config)
+    allow_open_files()
     inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     if config.checkpoint.mirror is not None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -68,6 +68,7 @@ class RunState:
     """Whether the run began from a checkpoint."""
     shift: int | None = None
     """How much further the rank is that keeps a rank's copies (`recovery.partner_shift`)."""
+    clock: StepClock = field(default_factory=StepClock)
     drained: bool = False
     """Whether a checkpoint was saved since a node is being drained."""
 
@@ -132,7 +133,8 @@ class Generation:
         described = run.described(facts)
         step = run.step = done
         yield from saver.step_done(group, step, run.generation, described)
-        clock = StepClock(self._last_end(records))
+        clock = run.clock
+        clock.goes_on(done)
         stepper = Stepper(plan, group, run.generation, facts, run.interruptions.spikes, clock)
         change: Change | None = None
         while step < last and not run.stop.is_set() and change is None:
@@ -169,12 +171,6 @@ class Generation:
             self._recovered(done)  # from a failure after the last step, too
             yield from saver.settle()
         return change
-
-    def _last_end(self, records: Sequence[StepRecord]) -> float:
-        """When the last step that counts was over: what was lost since belongs to the next one. A run that
-        somebody resumes begins its clock anew."""
-        run = self._run
-        return records[-1].time if run.trained and records else time.time()
 
     def _claim_mirror(self) -> Iterator[Incident]:
         """Say in the mirror that this run has begun, once it has."""

@@ -346,7 +346,7 @@ class Collector(Protocol):
         """What ranks are told (`Worker.stream_spans`)."""
 
     def counts(self) -> SpanCounts:
-        """What became of the spans so far."""
+        """What became of the spans so far, as far as that is known without waiting."""
 
 
 class Launcher(Protocol):

@@ -184,14 +184,20 @@ class ActorCollector:
 
     def __init__(self, actor: Any) -> None:
         self.target = actor
+        self._answer: Any = None
+        self._known = SpanCounts()
 
     def counts(self) -> SpanCounts:
-        """What became of the spans so far; unknown once the actor is gone."""
+        """What the actor answered to an earlier call; nobody waits for it. Unknown once it is gone."""
         try:
-            counts: SpanCounts = ray.get(self.target.counts.remote(), timeout=_EXIT_SECONDS)
+            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+                answer, self._answer = self._answer, None
+                self._known = ray.get(answer)
+            if self._answer is None:
+                self._answer = self.target.counts.remote()
         except RayError as error:
             return SpanCounts(trouble=f"the collector of spans is gone: {str(error).splitlines()[0]}")
-        return counts
+        return self._known
 
 
 class ActorGroup(WatchedGroup):

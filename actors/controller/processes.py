@@ -66,7 +66,7 @@ class Place:
 
 
 def check_loopback() -> None:
-    """`ConfigError` where this machine does not reach itself, as in a namespace whose loopback is down."""
+    """`ConfigError` where this machine does not reach itself: its loopback is down, as in a new namespace."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()

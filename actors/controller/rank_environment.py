@@ -1,5 +1,7 @@
 """What the processes of ranks begin with, wherever they are started: variables, and GPUs of this machine."""
 
+import contextlib
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -47,6 +49,18 @@ def rank_environment(config: "Config", outside: Mapping[str, str]) -> dict[str, 
     chosen = default_environment(outside, deterministic=config.train.deterministic)
     given = {name: value for name, value in config.cluster.env.items() if value is not None}
     return {**chosen, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank), **given}
+
+
+_MOST_FILES: Final = 1 << 20
+
+
+def allow_open_files() -> None:
+    """Let this process, and what it starts, open as many files as it may: shards and sockets are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 _DRIVER: Final = Path("/proc/driver/nvidia/gpus")

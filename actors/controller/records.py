@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -19,6 +19,7 @@ from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
 from braid.actors.controller.routing import ExpertNumbers, numbers_of
+from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.spec import ModelShape
@@ -124,10 +125,6 @@ class Incident:
 Event = Started | StepDone | Saved | Finished | Incident
 
 
-_WAITING_LINES = 100_000
-"""Lines of a file that wait for room on the disk; older ones are lost."""
-
-
 _MARK = "run-mark"
 
 WINDOW = 20
@@ -146,7 +143,10 @@ class RunDirectory:
         existed = self.path.is_dir()
         if resume and not existed and not mark:
             raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
         self._lock = self._acquire()
         self._replaces = existed and not resume and (self.path / "config.yaml").exists()
         self.trouble = ""
@@ -156,8 +156,7 @@ class RunDirectory:
         """Files that `describe` wrote."""
         self.identity = _identity(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
-        self._waiting: dict[str, list[str]] = {}
-        """Lines that the disk had no room for, by file."""
+        self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
         if self._replaces and not overwrite:
             self.close()
             raise ConfigError(
@@ -232,7 +231,7 @@ class RunDirectory:
                 write_durably(path, text)
         except OSError as error:
             if not self._described:
-                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+                raise _unwritable(path, error) from None
             self.trouble = f"{path} cannot be written: {error.strerror}"
 
     @property
@@ -254,7 +253,7 @@ class RunDirectory:
             return None
         now = time.time()
         text = "the controller died, and with it the ranks; a new one goes on"
-        return Failure(None, text, step["step"], now, unwell_seconds=now - step["time"])
+        return Failure(None, text, step["step"], now, unwell_seconds=max(0.0, now - step["time"]))
 
     def write_trace(self, spans: Iterable[Span]) -> None:
         """Write the spans of a step as ``trace/measured.json``."""
@@ -268,17 +267,21 @@ class RunDirectory:
     def rewind(self, first_step: int) -> list[StepRecord]:
         """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
-            cut_off(self.path / name, first_step)
-            waiting = [line for line in self._waiting.get(name, []) if json.loads(line)["step"] < first_step]
-            self._waiting[name] = waiting
-        waiting = [json.loads(line) for line in self._waiting["metrics.jsonl"][-WINDOW:]]
+            try:
+                cut_off(self.path / name, first_step)
+            except OSError as error:
+                if self._described:
+                    raise
+                raise _unwritable(self.path / name, error) from None
+            self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
+        waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
         older = [line for line, _ in islice(backwards(self.metrics), WINDOW)]
         return [_record(line) for line in [*reversed(older), *waiting][-WINDOW:]]
 
     def records(self) -> Iterator[StepRecord]:
         """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
         yield from read_metrics(self.metrics)
-        yield from (_record(json.loads(line)) for line in self._waiting.get("metrics.jsonl", []))
+        yield from (_record(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
@@ -301,23 +304,16 @@ class RunDirectory:
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
-        waiting = self._waiting.setdefault(name, [])
-        waiting.append(json.dumps(content) + "\n")
+        waiting = self._waiting[name]
+        waiting.add(json.dumps(content) + "\n")
+        if time.monotonic() >= waiting.again:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
         try:
-            with (self.path / name).open("ab") as file:
-                size = file.tell()
-                try:
-                    file.write("".join(waiting).encode())
-                    file.flush()
-                except OSError:
-                    with contextlib.suppress(OSError):  # what is left in its buffer
-                        file.close()
-                    os.truncate(self.path / name, size)  # no half lines
-                    raise
-            waiting.clear()
+            self._waiting[name].write(self.path / name)
         except OSError as error:
             self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
-            del waiting[:-_WAITING_LINES]
 
     def write_report(self, report: dict[str, Any]) -> str:
         """Write ``report.json``; returns why it could not be written, or nothing."""
@@ -326,7 +322,9 @@ class RunDirectory:
         return self.trouble
 
     def close(self) -> None:
-        """Let go of the lock, and of the directory if the run never started."""
+        """Write what waits, let go of the lock, and of the directory if the run never started."""
+        for name in [name for name, waiting in self._waiting.items() if waiting.lines]:
+            self._flush(name)
         with contextlib.suppress(OSError):
             names = {path.name for path in self.path.iterdir()}
             if names <= {".lock", log.FOLDER} and not log.anything_said(self.path):
@@ -335,6 +333,13 @@ class RunDirectory:
                 self.path.rmdir()
                 self.path.parent.rmdir()
         self._lock.release()
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}; see to its rights, or name another folder with "
+        f"--set runs=..."
+    )
 
 
 def _record(content: dict[str, Any]) -> StepRecord:

@@ -64,6 +64,8 @@ class Saver:
         """The step that a checkpoint was last asked of; there may have been no room for it."""
         self._asked_at = time.monotonic()
         self._failed_at: float | None = None
+        self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
+        """A disk that stays full is told of again after pauses that grow."""
         self.why_not = ""
         """What became of the save that failed last."""
         self.published = False
@@ -269,6 +271,7 @@ class Saver:
 
     def _told(self, save: _Save, path: Path) -> Iterator[Saved | Incident]:
         self.last_step, self.published = save.step, True
+        self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
         seconds = time.perf_counter() - save.begun
         if not self._keeping.asynchronous:  # told before `begin` is over
             save.stalled_s = seconds
@@ -296,6 +299,10 @@ class Saver:
             return
         self._save, self._failed_at = None, time.monotonic()
         self.why_not = "does not fit on the disk" if full else f"failed ({error})"
+        if full and self._failed_at < self._silent_until:
+            return  # it was told
+        self._silent_until = self._failed_at + self._silence_s
+        self._silence_s *= 2
         text = f"{what} {self.why_not}; training goes on"
         yield self._incident("save-failed", save.step, save.generation, text)
 

@@ -118,20 +118,27 @@ class SpanFiles:
             rank.file = None
         self._directory.mkdir(parents=True, exist_ok=True)
         if rank.number < 0:
-            old = [int(path.name.split(".")[1]) for path in self._directory.glob(_name(batch.rank, "*"))]
-            rank.number = max(old, default=-1)
+            rank.number = max(map(_number, self._files(batch.rank)), default=-1)
         rank.number += 1
         rank.file = (self._directory / _name(batch.rank, f"{rank.number:04d}")).open("wb")
         known = rank.labels[: batch.first_label]
         head = replace(batch, first_label=0, labels=tuple(known), records=batch.records[:0]).encode()
         rank.file.write(head)
         rank.size = len(head)
-        for path in sorted(self._directory.glob(_name(batch.rank, "*")))[:-FILES]:
+        for path in sorted(self._files(batch.rank), key=_number)[:-FILES]:
             path.unlink(missing_ok=True)
+
+    def _files(self, rank: int) -> Iterator[Path]:
+        return self._directory.glob(_name(rank, "*"))
 
 
 def _name(rank: int, number: str) -> str:
     return f"rank-{rank:05d}.{number}.spans"
+
+
+def _number(path: Path) -> int:
+    """Of a file: from 9999 on, names have more digits and do not stand in order."""
+    return int(path.name.split(".")[1])
 
 
 @dataclass(frozen=True)

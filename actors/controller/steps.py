@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -26,24 +26,43 @@ class GuardError(WorkerError):
 
 
 class StepClock:
-    """Wall-clock from the end of a step to the end of the next, and what it went to; seconds since 1970."""
+    """Time from the end of a step to the end of the next, and what it went to, by no clock that is set.
 
-    def __init__(self, begun: float) -> None:
-        self._ended = begun
+    It is known within one process: a run that somebody resumes begins anew.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._ended = now()
+        self._ends: dict[int, float] = {}
+        """Of the newest steps, by number."""
         self._parts: dict[str, float] = {}
+
+    def goes_on(self, done: int) -> None:
+        """Training goes on after ``done`` steps; what was lost since they were done belongs to the next."""
+        self._ended = self._ends.get(done, self._now())
+        self._ends = {step: end for step, end in self._ends.items() if step <= done}
+        self._parts = {}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Something that lies between two steps, or follows a step's update."""
-        begin = time.perf_counter()
+        begin = self._now()
         yield
-        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - begin
+        self._parts[name] = self._parts.get(name, 0.0) + self._now() - begin
 
-    def step_ends(self, now: float) -> tuple[float, dict[str, float]]:
+    def step_ends(self, step: int) -> tuple[float, dict[str, float]]:
         """Seconds since the last end, and the parts of them that lay beside the step."""
-        wall, parts = max(0.0, now - self._ended), self._parts
-        self._ended, self._parts = now, {}
-        return wall, parts
+        before, self._ended = self._ended, self._now()
+        parts, self._parts = self._parts, {}
+        self._ends[step] = self._ended
+        while len(self._ends) > _MOST_ENDS:
+            del self._ends[next(iter(self._ends))]
+        return self._ended - before, parts
+
+
+_MOST_ENDS = 100_000
+"""Steps that a failure may lose and the clock still counts."""
 
 
 class Spikes:
@@ -97,7 +116,7 @@ class Stepper:
             with self._clock.part("validation"):
                 bits = self._validate()
         now = time.time()
-        wall_seconds, between = self._clock.step_ends(now)
+        wall_seconds, between = self._clock.step_ends(step + 1)
         record = StepRecord(
             step=step + 1,
             loss=loss,

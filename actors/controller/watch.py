@@ -36,7 +36,7 @@ class Watch:
             "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
             "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
             "records": self._directory.trouble,
-            "dropped": "ranks record faster than spans can be streamed: some are dropped"
+            "dropped": "ranks record faster than spans are streamed, or nobody takes them: some are dropped"
             if any(ranks["dropped_spans"])
             else "",
             "sampled": "spans of some steps only, to stay within 1 % of the time"

@@ -18,7 +18,7 @@ FOLDER: Final = "logs"
 HEADER: Final = "==="
 """How the line begins that a rank writes first in every generation."""
 _MOST_BYTES: Final = 8 << 20
-"""A log that is longer when a generation begins is put aside, as the only one of its rank."""
+"""A log that is longer is put aside, as the only one of its rank."""
 
 
 def log_file(run: Path, rank: int) -> Path:
@@ -88,6 +88,7 @@ class Logged:
 
     rank: int
     address: str
+    _log: Path
     _logs = False
 
     def __init_subclass__(cls) -> None:
@@ -101,12 +102,19 @@ class Logged:
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         place = f"{socket.gethostname()} ({self.address}), process {os.getpid()}"
         header = f"{HEADER} {now}: generation {generation}, rank {self.rank} on {place}"
-        self._logs = write_to(log_file(Path(run), self.rank), header, anew=generation == 1)
+        self._log = log_file(Path(run), self.rank)
+        self._logs = write_to(self._log, header, anew=generation == 1)
+
+    def rotate_log(self) -> None:
+        """Put the log aside where it has grown too long: ranks look between two calls."""
+        if self._logs and os.fstat(2).st_size > _MOST_BYTES:
+            write_to(self._log, f"{HEADER} goes on from {put_aside(self._log).name}", anew=False)
 
 
 def _logged(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(self: Logged, *arguments: Any, **named: Any) -> Any:
+        self.rotate_log()
         try:
             return method(self, *arguments, **named)
         except Exception as error:

@@ -4,6 +4,7 @@ The training thread never waits and never fails here. What the ring cannot hold 
 streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.
 """
 
+import contextlib
 import socket
 import threading
 import time
@@ -107,7 +108,8 @@ class SpanStream:
         self._closing = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
-        self._sink.close(_CLOSE_SECONDS)
+        with contextlib.suppress(Exception):
+            self._sink.close(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         unsent: bytes | None = None
@@ -133,7 +135,7 @@ class SpanStream:
     def _try(self, batch: bytes) -> bool:
         try:
             return self._sink.send(batch)
-        except OSError:
+        except Exception:  # whatever it is, it is not worth a training run
             with self._lock:  # nobody listens: all that comes is dropped, and counted
                 self._broken = True
                 self._dropped += self._count + self._in_hand
@@ -177,15 +179,18 @@ class SpanStream:
 
 
 class SocketSink:
-    """Sends batches to a Unix socket of this machine."""
+    """Sends batches to a Unix socket of this machine, which may be gone by now."""
 
     def __init__(self, path: str) -> None:
+        self._path: str | None = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(5.0)
-        self._socket.connect(path)
 
     def send(self, batch: bytes) -> bool:
-        """Send; `OSError` if the other side is gone or takes nothing for five seconds."""
+        """Send; `OSError` if there is no other side, or it takes nothing for five seconds."""
+        if self._path is not None:
+            self._socket.connect(self._path)
+            self._path = None
         self._socket.sendall(batch)
         return True
 

@@ -310,12 +310,27 @@ def _check_replaceable(output: Path) -> None:
 def _publish(folder: Path, output: Path) -> None:
     """Make ``folder`` visible as ``output`` in one step, or two if an old data set has to go first."""
     _sync(folder)
-    old = folder.with_name(f".{output.name}.tmp-{secrets.token_hex(6)}")
+    old = folder.with_name(f".{output.name}.replaced-{secrets.token_hex(6)}")
     if output.exists():
         output.rename(old)
     folder.rename(output)
     _sync(output.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _undo_replacement(output: Path) -> None:
+    """A crash between the two renames of `_publish` leaves the data set without its name."""
+    for old in _beside(output, "replaced"):
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(output)
+
+
+def _beside(output: Path, what: str) -> list[Path]:
+    """Hidden folders of preparations of ``output``."""
+    name = re.compile(rf"\.{re.escape(output.name)}\.{what}-[0-9a-f]{{12}}")
+    return [path for path in output.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def _sync(folder: Path) -> None:
@@ -326,15 +341,19 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _unwritable(output: Path, fault: OSError) -> ValueError:
+    return ValueError(
+        f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
+    )
+
+
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the lock of ``output``; who holds it knows that hidden folders beside it are of dead runs."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
-        raise ValueError(
-            f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
-        ) from None
+        raise _unwritable(output, fault) from None
     lock = FileHold(output.parent / f".{output.name}.lock")
     try:
         lock.take()
@@ -342,9 +361,12 @@ def _locked(output: Path) -> Iterator[None]:
         logger.warning("waiting for another run that prepares %s: %s", output, held)
         lock.take(-1)
     try:
-        for path in output.parent.iterdir():
-            if re.fullmatch(rf"\.{re.escape(output.name)}\.tmp-[0-9a-f]{{12}}", path.name):
+        try:
+            _undo_replacement(output)
+            for path in _beside(output, "tmp"):
                 shutil.rmtree(path, ignore_errors=True)
+        except OSError as fault:
+            raise _unwritable(output, fault) from None
         yield
     finally:
         lock.release()

@@ -1,12 +1,16 @@
 """The numbers of ranks by their nodes and GPUs, at the begin and after some were replaced."""
 
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller.placement import host_names, numbered
+from braid.actors.controller import placement
+from braid.actors.controller.placement import host_names, machine_name, numbered
+from braid.actors.controller.span_files import SpanCounts
 
 
 def at(*places: str) -> list[dict[str, Any]]:
@@ -43,3 +47,40 @@ def test_hosts_are_told_apart_where_nodes_share_an_address() -> None:
         "x (22222222)",
         "y",
     ]
+
+
+class Asked:
+    """A collector's actor, and the Ray that is asked for its answers."""
+
+    def __init__(self) -> None:
+        self.questions = 0
+        self.there: list[int] = []
+        self.counts = SimpleNamespace(remote=self.ask)
+
+    def ask(self) -> int:
+        self.questions += 1
+        return self.questions
+
+    def wait(self, references: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        assert timeout == 0, "nobody waits between two steps"
+        return [one for one in references if one in self.there], []
+
+    def get(self, reference: int) -> SpanCounts:
+        assert reference in self.there
+        return SpanCounts(written=reference)
+
+
+def test_a_collector_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Asked()
+    monkeypatch.setattr(placement, "ray", actor)
+    collector = placement.ActorCollector(actor)
+    assert [collector.counts().written for _ in range(3)] == [0, 0, 0]
+    assert actor.questions == 1
+    actor.there = [1]
+    assert [collector.counts().written for _ in range(3)] == [1, 1, 1]
+    assert actor.questions == 2
+
+
+def test_machines_are_named_by_what_they_compute_with() -> None:
+    has = {"node:10.0.0.7": 1.0, "CPU": 16.0, "GPU": 8.0, "accelerator_type:H100": 1.0, "memory": 1e12}
+    assert machine_name(has) == "16 CPU 8 GPU accelerator_type:H100"

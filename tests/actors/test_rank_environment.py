@@ -1,6 +1,8 @@
 """What ranks' processes begin with, and which device each takes."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -114,9 +116,21 @@ def test_a_loopback_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
     monkeypatch.setattr(processes.socket, "create_connection", unreachable)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .* ip link set lo up"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .*ip link set lo up"):
         ProcessLauncher(config_of(cpus_per_rank=0.1)).check(2)
     ProcessLauncher(config_of(cpus_per_rank=0.1), [processes.Place(namespace="a")] * 2).check(2)
+
+
+def test_a_low_limit_of_open_files_is_raised() -> None:
+    program = (
+        "import resource as r\n"
+        "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1], 4096)\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, hard))\n"
+        "from braid.actors.controller.rank_environment import allow_open_files\n"
+        "allow_open_files()\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Files of a run that grow with it are read and cut from their ends."""
 
+import errno
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from braid.actors.controller import json_lines, records
+from braid.actors.config import ConfigError
+from braid.actors.controller import json_lines, records, steps, waiting_lines
 from braid.actors.controller.json_lines import last_line, read_lines
 from braid.actors.controller.records import RunDirectory, StepRecord, read_metrics
 from braid.actors.controller.reporting import build_report
@@ -132,18 +135,114 @@ def test_tokens_per_second_are_of_the_wall_clock(tmp_path: Path) -> None:
     assert old.tokens_per_s == 2.0, "a record from before there was a wall clock"
 
 
+class Clock:
+    """What StepClock asks."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_the_clock_says_what_lay_between_two_steps() -> None:
-    clock = StepClock(begun=100.0)
+    now = Clock()
+    clock = StepClock(now)
     with clock.part("save"):
-        pass
-    wall, parts = clock.step_ends(107.5)
-    assert wall == 7.5
-    assert list(parts) == ["save"]
+        now.now += 2.0
+    now.now += 5.5
+    assert clock.step_ends(1) == (7.5, {"save": 2.0})
     with clock.part("nodes"), clock.part("records"):
-        pass
+        now.now += 0.5
     with clock.part("records"):
-        pass
-    wall, parts = clock.step_ends(110.0)
-    assert wall == 2.5
-    assert sorted(parts) == ["nodes", "records"]
-    assert clock.step_ends(109.0)[0] == 0.0, "the host's clock was set back"
+        now.now += 1.0
+    now.now += 1.0
+    assert clock.step_ends(2) == (2.5, {"nodes": 0.5, "records": 1.5})
+
+
+def test_what_a_failure_lost_belongs_to_the_next_step() -> None:
+    now = Clock()
+    clock = StepClock(now)
+    clock.goes_on(4)  # resumed: of the time before, this process knows nothing
+    for step in (5, 6, 7):
+        now.now += 3.0
+        assert clock.step_ends(step)[0] == 3.0
+    with clock.part("save"):
+        now.now += 10.0
+    clock.goes_on(5)
+    now.now += 1.0
+    assert clock.step_ends(6) == (17.0, {})
+    clock.goes_on(4)
+    now.now += 2.0
+    assert clock.step_ends(5)[0] == 2.0, "no step of this process"
+
+
+def test_the_wall_clock_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumping = iter([7200.0, 0.0, 1e9])
+    monkeypatch.setattr(steps.time, "time", lambda: next(jumping))
+    clock = StepClock()
+    walls = [clock.step_ends(step)[0] for step in range(3)]
+    assert all(0.0 <= wall < 60.0 for wall in walls)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, written: list[int]) -> None:
+    """Every attempt to write is noted, with its size, and fails."""
+
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            written.append(len(bytes(data)))  # type: ignore[call-overload]
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = Path.open
+
+    def opened(self: Path, mode: str = "r", *arguments: object, **named: object) -> object:
+        if mode != "ab":
+            return real(self, mode, *arguments, **named)  # type: ignore[call-overload]
+        self.touch()
+        return Full()
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+def test_a_full_disk_is_tried_after_pauses_and_lines_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting_lines, "_WAITING_BYTES", 40_000)
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    attempts: list[int] = []
+    with monkeypatch.context() as patch:
+        full_disk(patch, attempts)
+        for step in range(2000):
+            now[0] += 0.1  # 200 s: pauses of 0.5, 1, 2, ... 60 s
+            directory.note("step", step, 1, "text")
+    assert 8 <= len(attempts) <= 11
+    assert max(attempts) <= 40_000
+    assert "No space left" in directory.trouble
+    now[0] += 61.0
+    directory.note("step", 2000, 1, "text")
+    lines = read_lines(directory.path / "events.jsonl")
+    assert [line["step"] for line in lines] == list(range(2001 - len(lines), 2001))
+    assert 100 < len(lines) < 2001
+    directory.close()
+
+
+def test_what_waits_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    with monkeypatch.context() as patch:
+        full_disk(patch, [])
+        directory.note("step", 1, 1, "text")
+    directory.close()
+    assert [line["step"] for line in read_lines(directory.path / "events.jsonl")] == [1]
+
+
+def test_folders_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = small_config(tmp_path).model_copy(update={"runs": tmp_path / "file" / "runs"})
+    with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: Not a directory; .*--set runs="):
+        RunDirectory(config, resume=False, overwrite=False)
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    (directory.path / "ranks.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"ranks\.jsonl cannot be written: Is a directory"):
+        directory.rewind(1)
+    directory.close()

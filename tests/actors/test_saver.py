@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,35 @@ def test_a_full_disk_is_not_tried_again_at_once(tmp_path: Path) -> None:
     assert run.saved == [4, 6]
     (told,) = [event.text for event in run.told if isinstance(event, Incident)]
     assert told == "the checkpoint of step 2 does not fit on the disk; training goes on"
+    run.close()
+
+
+def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [5000.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    run = Run(tmp_path, every=1)
+    full = "rank 0: [Errno 122] Disk quota exceeded"
+    run.ranks.failures = [full] * 190
+    for step in range(1, 191):
+        now[0] += 7.0
+        run.step(step)
+    run.finish()
+    told = [event.step for event in run.told if isinstance(event, Incident)]
+    assert 3 <= len(told) <= 6
+    assert told[0] == 1
+    gaps = [after - before for before, after in pairwise(told)]
+    assert gaps == sorted(gaps)
+    for step in range(191, 194):
+        run.step(step)
+    run.finish()
+    assert run.saved
+    run.ranks.failures = [full]
+    run.step(194)
+    run.finish()
+    told = [event.step for event in run.told if isinstance(event, Incident)]
+    assert told[-1] == 194, "full once more, after a save that fitted"
     run.close()
 
 

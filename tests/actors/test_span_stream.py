@@ -281,3 +281,41 @@ def _batch(generation: int, sequence: int, records: Records, labels: list[Label]
         labels=tuple(labels),
         records=records,
     ).encode()
+
+
+def test_a_socket_that_is_gone_costs_spans_and_nothing_else(tmp_path: Path) -> None:
+    """A cleaner of /tmp has removed it: ranks of a new generation find nobody."""
+    stream = SpanStream(0, 1, SocketSink(str(tmp_path / "gone")), interval_s=0.01)
+    stream.put(LABELS, records_of(0, 10), 0)
+    until(lambda: stream.dropped == 10)
+    stream.put(LABELS, records_of(1, 5), 1)
+    assert stream.dropped == 15
+    stream.close()
+
+
+class Broken:
+    """A sink that fails as none should."""
+
+    def send(self, batch: bytes) -> bool:
+        raise RuntimeError("of something else")
+
+    def close(self, timeout_s: float) -> None:
+        raise RuntimeError("again")
+
+
+def test_no_failure_of_a_sink_reaches_training() -> None:
+    stream = SpanStream(0, 1, Broken(), interval_s=0.01)
+    stream.put(LABELS, records_of(0, 10), 0)
+    until(lambda: stream.dropped == 10)
+    stream.close()
+
+
+def test_the_newest_files_are_kept_whatever_their_number(tmp_path: Path) -> None:
+    for number in range(9996, 10000):
+        (tmp_path / f"rank-00000.{number}.spans").touch()
+    files = SpanFiles(tmp_path, 1 << 20)
+    files.take(_batch(1, 0, records_of(0, 5), LABELS))
+    files.take(_batch(2, 0, records_of(1, 5), LABELS))
+    files.close()
+    numbers = sorted(int(path.name.split(".")[1]) for path in tmp_path.iterdir())
+    assert numbers == [9998, 9999, 10000, 10001]

@@ -110,3 +110,26 @@ def test_a_long_log_is_put_aside_and_a_new_run_begins_anew(tmp_path: Path) -> No
         assert in_a_process(f"write_to(Path('{log}'), 'header', anew={anew})").returncode == 0
         aside = put_aside(log)
         assert (log.read_text(), aside.stat().st_size if aside.exists() else None) == expected
+
+
+def test_a_log_is_put_aside_while_a_rank_writes_to_it(tmp_path: Path) -> None:
+    """C++ libraries among those who write; a rank looks whenever it is called."""
+    program = """
+class Rank(Logged):
+    rank, address = 0, "here"
+
+    def work(self):
+        os.write(2, b"words\\n" * 100_000)
+
+rank = Rank()
+rank.open_log(sys.argv[1], 1)
+for _ in range(40):
+    rank.work()
+"""
+    code = f"import os, sys\nfrom braid.actors.stage.log import Logged\n{program}"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    log = log_file(tmp_path, 0)
+    sizes = log.stat().st_size, put_aside(log).stat().st_size
+    assert all(0 < size < (8 << 20) + 700_000 for size in sizes), sizes
+    assert log.read_text().startswith("=== goes on from rank-0.log.1")

@@ -307,3 +307,30 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
         prepare(corpus_of(tmp_path / "a.jsonl"), output=tmp_path / "out", progress=fail)
     assert not (tmp_path / "out").exists()
     assert not hidden(tmp_path)
+
+
+def test_a_crash_between_two_renames_loses_no_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former data set takes its name again, also where the next run cannot make another."""
+    output = tmp_path / "out"
+    first = prepare(corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS)), output=output)
+    before, request = contents(output), Request.of(corpus_of(tmp_path / "a.jsonl"))
+    real = Path.rename
+
+    def crashes(self: Path, target: Path) -> Path:
+        if target == output:
+            raise KeyboardInterrupt  # and nothing is undone, as after SIGKILL
+        return real(self, target)
+
+    other = corpus_of(write_lines(tmp_path / "b.jsonl", DOCUMENTS[:9]))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crashes)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(other, output=output)
+    assert not output.exists()
+    again = prepare_if_needed(request, output=output)
+    assert again.reused
+    assert again.index == first.index
+    assert contents(output) == before
+    assert not hidden(tmp_path)

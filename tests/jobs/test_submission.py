@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -11,11 +12,12 @@ from typing import Any
 
 import grpc
 import pytest
+from ray.dashboard.modules.job.sdk import JobSubmissionClient
 
 from braid.actors.config import ConfigError, load_config, parse_config
-from braid.jobs import doors
+from braid.jobs import doors, session, submission
 from braid.jobs.cli import main
-from braid.jobs.session import check_lasting
+from braid.jobs.session import check_lasting, ray_session
 from tests.jobs.job_server_stub import TOKEN, State, job_server
 
 CANARY = "canary-4c1e77aa03"
@@ -189,11 +191,11 @@ def test_a_job_server_with_a_token(server: State, braid: Braid, monkeypatch: pyt
     assert TOKEN not in done.output + json.dumps(server.submitted)
 
 
-def _WithToken(address: str) -> object:  # noqa: N802
+class _WithToken(JobSubmissionClient):
     """Ray's client as it is in a process that was started with a token, which it reads once."""
-    from ray.dashboard.modules.job.sdk import JobSubmissionClient
 
-    return JobSubmissionClient(address, headers={"Authorization": f"Bearer {TOKEN}"})
+    def __init__(self, address: str) -> None:
+        super().__init__(address, headers={"Authorization": f"Bearer {TOKEN}"})
 
 
 class _Gcs(grpc.GenericRpcHandler):
@@ -326,3 +328,70 @@ def test_runs_in_a_copy_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     for mirror in (copy, f"file://{copy}"):
         with pytest.raises(ConfigError, match=r"checkpoint.mirror='.*/tmp/ray.*absolute path"):
             check_lasting(parse_config({"runs": "/shared/runs", "checkpoint": {"mirror": mirror}}))
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_job_server_that_never_answers(
+    silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "_CONNECT_SECONDS", 0.2)
+    with pytest.raises(SystemExit) as left:
+        main(["jobs", "list", "--address", f"http://127.0.0.1:{silent}"])
+    assert left.value.code == 2
+    assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given"), [({}, r"^\$RAY_ADDRESS \(127"), ({"address": "HERE"}, r"^cluster\.address='127")]
+)
+def test_a_ray_head_that_never_answers(
+    silent: int, monkeypatch: pytest.MonkeyPatch, cluster: dict[str, str], given: str
+) -> None:
+    """Told by the name of where the address came from."""
+    monkeypatch.setattr(doors, "_SECONDS", 0.5)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent}")
+    here = dict.fromkeys(cluster, f"127.0.0.1:{silent}")
+    with (
+        pytest.raises(
+            ConfigError, match=rf"{given}.*does not answer \(it takes connections and says nothing"
+        ),
+        ray_session(parse_config({"cluster": here})),
+    ):
+        pass
+
+
+def test_an_address_of_ipv6() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"does not answer \(Connection refused\)"):
+        session._check_reachable(f"[::1]:{port}", "cluster.address")
+
+
+def test_this_machine_is_not_asked_through_a_proxy(
+    server: State, braid: Braid, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://user:{CANARY}@127.0.0.1:{silent}")
+    done = braid("submit", "run.yaml")
+    assert done.code == 0, done
+    assert submission._or_proxy(f"http://127.0.0.1:{server.port}") == ""
+    told = submission._or_proxy("http://10.1.2.3:8265")
+    assert f"the proxy http://127.0.0.1:{silent} stands between" in told
+    assert "no_proxy" in told
+    assert CANARY not in told
+
+
+def test_the_present_layout_is_shown(server: State, braid: Braid, tmp_path: Path) -> None:
+    assert braid("submit", "run.yaml").code == 0
+    assert json.loads(braid("jobs", "status", "first", "--json").output)["metadata"]["braid_layout"] == "dp 2"
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("name: first\nparallel: {dp: 4}\n")
+    assert "dp 4" in braid("jobs", "list").output
+    server.jobs[0]["status"] = "SUCCEEDED"
+    assert "dp 2" in braid("jobs", "list").output
