@@ -31,6 +31,7 @@ from braid.actors.controller.group import (
     never,
     raised,
 )
+from braid.actors.controller.numbering import host_names, numbered
 from braid.actors.controller.rank_environment import rank_environment
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
@@ -353,32 +354,6 @@ def machine_name(has: Mapping[str, float]) -> str:
     return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
 
 
-def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Which of the actors that were started as ``ranks`` gets which of these numbers, in their order.
-
-    By node and GPU, so that inner axes lie inside nodes. One that replaces a lost rank beside others takes
-    the number that is nearest to one of theirs. ``nodes``: of all ranks.
-    """
-
-    def place(rank: int) -> tuple[Any, ...]:
-        node = nodes[rank]
-        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
-
-    free, waiting = list(ranks), sorted(ranks, key=place)
-    taken: dict[int, int] = {}
-    for actor in list(waiting):
-        beside = [
-            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
-        ]
-        if beside:
-            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
-            taken[nearest] = actor
-            free.remove(nearest)
-            waiting.remove(actor)
-    taken |= dict(zip(free, waiting, strict=True))
-    return [taken[rank] for rank in ranks]
-
-
 def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
     """Wait for a placement group; False after ``timeout_s`` without room. `StoppedError` once ``stopped``."""
     deadline = time.monotonic() + timeout_s
@@ -388,17 +363,6 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
         if time.monotonic() >= deadline:
             return False
     return True
-
-
-def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
-    """A name for every rank's host: its address, with the begin of the node's id where nodes share one."""
-    ids: dict[str, set[str]] = {}
-    for address, node in zip(addresses, node_ids, strict=True):
-        ids.setdefault(address, set()).add(node)
-    return [
-        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
-        for address, node in zip(addresses, node_ids, strict=True)
-    ]
 
 
 def _no_place(ranks: Sequence[int]) -> str:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.controller import placement
-from braid.actors.controller.placement import host_names, machine_name, numbered
+from braid.actors.controller.numbering import host_names, numbered
+from braid.actors.controller.placement import machine_name
 from braid.actors.controller.span_files import SpanCounts
 
 

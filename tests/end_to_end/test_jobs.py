@@ -104,7 +104,12 @@ def sessions(host: Host) -> set[str]:
     found: set[str] = set()
     for process in host.processes():
         with contextlib.suppress(OSError):  # it may have ended meanwhile
-            found |= set(re.findall(r"/tmp/brd[^/]+", Path(f"/proc/{process}/cmdline").read_bytes().decode()))
+            found |= set(
+                re.findall(
+                    r"/[^\0]*?/braid-[0-9]+-[a-z0-9_]+",
+                    Path(f"/proc/{process}/cmdline").read_bytes().decode(),
+                )
+            )
     return found
 
 

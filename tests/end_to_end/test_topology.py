@@ -167,8 +167,8 @@ def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
 
         group: WorkerGroup
 
-        def _bundles(self, ranks: int, avoid: Sequence[str]) -> list[dict[str, float]]:
-            bundles = super()._bundles(ranks, avoid)
+        def _bundles(self, ranks: int, avoid: Sequence[str], stopped: Any) -> list[dict[str, float]]:
+            bundles = super()._bundles(ranks, avoid, stopped)
             return [{**bundle, f"place{node}": 0.01} for bundle, node in zip(bundles, SCRAMBLED, strict=True)]
 
         def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:

@@ -1,0 +1,41 @@
+"""The numbers of ranks that are actors, and the names of their hosts. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
+    """Which of the actors that were started as ``ranks`` gets which of these numbers, in their order.
+
+    By node and GPU, so that inner axes lie inside nodes. One that replaces a lost rank beside others takes
+    the number that is nearest to one of theirs. ``nodes``: of all ranks.
+    """
+
+    def place(rank: int) -> tuple[Any, ...]:
+        node = nodes[rank]
+        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
+
+    free, waiting = list(ranks), sorted(ranks, key=place)
+    taken: dict[int, int] = {}
+    for actor in list(waiting):
+        beside = [
+            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
+        ]
+        if beside:
+            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
+            taken[nearest] = actor
+            free.remove(nearest)
+            waiting.remove(actor)
+    taken |= dict(zip(free, waiting, strict=True))
+    return [taken[rank] for rank in ranks]
+
+
+def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
+    """A name for every rank's host: its address, with the begin of the node's id where nodes share one."""
+    ids: dict[str, set[str]] = {}
+    for address, node in zip(addresses, node_ids, strict=True):
+        ids.setdefault(address, set()).add(node)
+    return [
+        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
+        for address, node in zip(addresses, node_ids, strict=True)
+    ]
