@@ -3,16 +3,18 @@
 import asyncio
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from aiohttp import web
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, Sink, layout_of
-from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_text
+from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_bytes, read_text
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.yaml_text import parse_yaml
 
@@ -58,24 +60,44 @@ class MetricsFeed:
 
 @dataclass
 class _NewLines(GrowingLines):
-    """Of a file that was cut or replaced, only lines that are newer than those that were read before it."""
+    """Of a file that was cut or replaced, only lines that do not stand where they were read before.
+
+    Whatever clocks say, but for lines that were history when reading began: of them the newest time is known.
+    """
 
     newest: float = -math.inf
+    _begins: int = 0
+    _ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    _marks: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Where the lines that were read end, and their checksums."""
 
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """See `GrowingLines`."""
-        for batch in super().batches():
-            self.newest = max([self.newest, *(line["time"] for line in batch if "time" in line)])
-            yield batch
+    def _took(self, lines: list[bytes]) -> None:
+        end = self._offset
+        if not self._ends:
+            self._begins = end
+        for line in lines:
+            end += len(line) + 1
+            self._ends.append(end)
+            self._marks.append(crc32(line + b"\n"))
 
     def _begin(self, inode: int, size: int) -> None:
         super()._begin(inode, size)
-        if self.newest > -math.inf:
+        standing = bisect_left(range(len(self._ends)), True, key=lambda n: self._line(n) is None)
+        del self._ends[standing:], self._marks[standing:]
+        if standing:
+            self._offset, self._last = self._ends[-1], self._line(standing - 1) or b""
+        elif self.newest > -math.inf:
             # one into the last line of before
             behind = bisect_right(range(size), self.newest, key=self._time)
             if behind:
                 begin, self._last = self.next_line(behind - 1)
                 self._offset = begin + len(self._last)
+
+    def _line(self, number: int) -> bytes | None:
+        """A line that was read, if it stands where it stood."""
+        begin = self._ends[number - 1] if number else self._begins
+        line = read_bytes(self.path, begin, self._ends[number] - begin)
+        return line if crc32(line) == self._marks[number] else None
 
     def _time(self, offset: int) -> float:
         """Of the first line from there on: they stand in order of time."""

@@ -142,10 +142,14 @@ class GrowingLines:
                 unread += len(data)
                 *whole, rest = (rest + data).split(b"\n")
                 if whole:
+                    self._took(whole)
                     self._offset, self._last = unread - len(rest), whole[-1] + b"\n"
                     yield _objects(whole)
         except OSError:
             return
+
+    def _took(self, lines: list[bytes]) -> None:
+        """Lines that begin at the offset were read."""
 
     def _stands(self, size: int) -> bool:
         begin = self._offset - len(self._last)

@@ -85,6 +85,18 @@ def test_steps_that_ran_twice_count_twice_and_others_once(
     assert value(sink, "braid_starts_total") == 1
 
 
+def test_a_clock_that_was_set_back_hides_nothing(tmp_path: Path) -> None:
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    feed = MetricsFeed(run.path, sink)
+    run.steps(range(1, 7))
+    feed.refresh()
+    run.back_to(3)
+    run._clock -= 3600.0
+    run.steps(range(4, 9))
+    feed.refresh()
+    assert counts(sink) == (11, 11, 11)
+
+
 def test_a_line_that_is_half_written_counts_when_it_is_whole_or_is_forgotten(tmp_path: Path) -> None:
     run, sink = Run(tmp_path / "run"), PrometheusSink()
     feed = MetricsFeed(run.path, sink)
