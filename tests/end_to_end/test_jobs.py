@@ -106,7 +106,7 @@ def sessions(host: Host) -> set[str]:
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             found |= set(
                 re.findall(
-                    r"/[^\0]*?/braid-[0-9]+-[a-z0-9_]+",
+                    r"/tmp/braid-[0-9]+-[a-z0-9_]+",
                     Path(f"/proc/{process}/cmdline").read_bytes().decode(),
                 )
             )
