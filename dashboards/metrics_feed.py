@@ -60,9 +60,10 @@ class MetricsFeed:
 
 @dataclass
 class _NewLines(GrowingLines):
-    """Of a file that was cut or replaced, only lines that do not stand where they were read before.
+    """Reads every line of a growing file once, also if the file is cut or replaced.
 
-    Whatever clocks say, but for lines that were history when reading began: of them the newest time is known.
+    Lines that were read before are known by their places and checksums. Lines that are no newer than the time
+    ``newest`` were there before reading began: they are left out by their times.
     """
 
     newest: float = -math.inf
@@ -87,7 +88,7 @@ class _NewLines(GrowingLines):
         if standing:
             self._offset, self._last = self._ends[-1], self._line(standing - 1) or b""
         elif self.newest > -math.inf:
-            # one into the last line of before
+            # ``behind - 1`` is where the last line that is not newer begins
             behind = bisect_right(range(size), self.newest, key=self._time)
             if behind:
                 begin, self._last = self.next_line(behind - 1)

@@ -22,7 +22,7 @@ _SECONDS = 10.0
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Processes with `MARK`, or who write to files below ``folder``, end with the block at last."""
+    """When the block or this process ends, end all processes that have `MARK` or write below ``folder``."""
     command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid())]
     guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert guardian.stdin is not None
@@ -34,8 +34,9 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 def members(folder: str, command: int) -> list[int]:
-    """Processes of the cluster in ``folder``: by variable, or, where a title overwrites those, by logs.
-    The command, which writes there as well, is none."""
+    """Ids of the processes of the cluster in ``folder``: processes that have the variable `MARK` or, since a
+    title may overwrite a process' variables, write to its log files. The command, which also writes there, is
+    left out."""
     mark = f"{MARK}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -46,7 +47,7 @@ def members(folder: str, command: int) -> list[int]:
 
 
 def _writes(process: Path, below: str) -> bool:
-    """Whether it has a file open there to write to; who reads logs is not of the cluster."""
+    """Whether a process has a file below a folder open for writing; reading logs does not count."""
     return any(
         os.readlink(handle).startswith(below) and handle.lstat().st_mode & stat.S_IWUSR
         for handle in (process / "fd").iterdir()

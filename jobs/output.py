@@ -38,19 +38,15 @@ class BackgroundOutput(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream."""
         return self._stream.encoding
 
     def isatty(self) -> bool:
-        """Whether a terminal shows it."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The stream's."""
         return self._file
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def write(self, text: str) -> int:
@@ -114,7 +110,7 @@ def background(stream: TextIO) -> Iterator[TextIO]:
 
 
 def surviving(show: Callable[..., None]) -> Callable[..., None]:
-    """``show``, whose errors are told, the first one of them, and end nothing."""
+    """Wrap ``show`` so that its exceptions do not end training; the first exception is reported."""
     failed = False
 
     def shown(event: object) -> None:

@@ -91,8 +91,8 @@ def ray_session(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def session_folder() -> Iterator[Path]:
-    """A private folder for Ray clusters; what is started here meanwhile ends with this process, however it
-    ends, and so does the folder."""
+    """A private folder for Ray clusters. However this process ends, the processes that it starts within the
+    block end with it, and the folder is removed."""
     with (
         private_folder(_SESSION_ROOM) as folder,
         environment({MARK: str(folder)}),

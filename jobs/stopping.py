@@ -20,11 +20,11 @@ class SecondSignalError(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Hears SIGINT, SIGTERM and SIGHUP while it is entered.
+    """Handles SIGINT, SIGTERM and SIGHUP within the block of `heard`.
 
-    Before there is something to stop, the first signal raises `StoppedError`: nothing is lost then. Once
-    there is (`calling`), it calls ``stop`` in a thread; and when that is over, the command ends anyway. A
-    second signal raises `SecondSignalError`.
+    Before a run begins, the first signal raises `StoppedError`: nothing is lost then. Within the block of
+    `calling` the first signal calls ``stop`` in a thread. After that block it does nothing, as the command is
+    about to end anyway. A second signal raises `SecondSignalError`.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator["StopSignals"]:
-        """Hear signals. Python does in its main thread only: beside one that does something else they stay
-        what they are. SIGHUP that is ignored (``nohup``) stays ignored."""
+        """Handle signals within the block. Python handles signals in its main thread only: called in another
+        thread, this does nothing. A SIGHUP that is ignored (``nohup``) stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -58,7 +58,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def calling(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Meanwhile the first signal calls ``stop``; at once if it has come."""
+        """Within the block the first signal calls ``stop``. If it came before, ``stop`` is called at once."""
         self._stop, self._begun = stop, True
         try:
             if self.asked.is_set():

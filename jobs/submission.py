@@ -362,7 +362,7 @@ def _answers(address: str) -> Iterator[None]:
 
 
 def _or_proxy(address: str) -> str:
-    """What else may have answered, or not."""
+    """A hint for messages: a proxy between this machine and the server, if there is any, may be at fault."""
     parts = urlsplit(address)
     proxy, host = getproxies().get(parts.scheme), parts.hostname or ""
     if proxy is None or is_loopback(host) or proxy_bypass(host):

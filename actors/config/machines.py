@@ -51,7 +51,8 @@ class ClusterConfig(Section):
     peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     nccl: NcclConfig = NcclConfig()
-    # variables of ranks' processes, such as NCCL_SOCKET_IFNAME; null: as for the command, for secrets
+    # environment variables of the ranks' processes, such as NCCL_SOCKET_IFNAME; null, for secrets: the value
+    # in the environment of the run's command
     env: Annotated[dict[str, str | None], BeforeValidator(check_variables)] = Field(default_factory=dict)
     placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
     group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective

@@ -42,8 +42,8 @@ class OverlapConfig(Section):
     expert_imbalance: Annotated[float, Field(ge=1)] | None = None
     # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
     memory_slack: Annotated[float, Field(ge=0)] | None = None
-    # a step's passes as one CUDA graph; auto: on a single rank, where issuing them takes the host as long as
-    # the GPU; false on several, as no two GPUs have shown it yet
+    # issue the passes of a step as one CUDA graph; auto: with a single rank, if the host takes about as long
+    # to issue the passes as the GPU to run them; with several ranks false, as that is untested on two GPUs
     cuda_graphs: bool | Literal["auto"] = "auto"
 
     @property

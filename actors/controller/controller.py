@@ -98,7 +98,7 @@ class Controller:
                 run.resumed = resume and (homes.begun() or not options.again)
                 if run.trained:  # its home may be away for a while
                     run.step = run.interruptions.failure.step if run.interruptions.failure else 0
-                elif run.resumed:  # what is wrong shows before anything starts; what is good, ranks find out
+                elif run.resumed:  # errors show before anything starts; ranks verify all files later
                     run.step = homes.newest_of(run.plan.shape).manifest.step
                 budget = config.telemetry.trace_mb_per_rank << 20
                 with self._launcher.collector(directory.path / "trace", budget) as collector:

@@ -47,8 +47,9 @@ def best_degrees(
     """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
 
     Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
-    ``runs``: whether model and batch fit a layout, and planning accepts it; the best layouts are asked first,
-    and none after the answer. None if nothing from ``elastic.min_ranks`` on does.
+    ``runs(config)``: whether model and batch fit a layout, and planning accepts it. Layouts are tried from
+    the best one on, and the first that runs is returned. None if no layout of ``elastic.min_ranks`` or more
+    ranks runs.
     """
     now = degrees_of(config)
     limit = min(capacity, elastic.max_ranks or capacity)

@@ -178,7 +178,7 @@ class Generation:
         if places.homes.mirror is not None:
             try:
                 places.homes.mirror.begin()
-            except MirrorError as error:  # there may be one when the first checkpoint is to be copied
+            except MirrorError as error:  # the mirror may answer when the first checkpoint is copied
                 places.directory.note("telemetry", run.step, run.generation, str(error))
                 yield Incident(kind="failed", text=str(error), step=run.step)
 
@@ -209,7 +209,7 @@ class Generation:
         return change
 
     def _recovered(self, first_step: int) -> None:
-        """A step is done: the first one after a failure or change, perhaps."""
+        """After a step, record the failures and changes that the run has recovered from with it."""
         run, directory = self._run, self._places.directory
         now = time.time()
         for over in run.interruptions.step_done(run.step, now):

@@ -123,11 +123,11 @@ class WorkerGroup(Protocol):
         """From now on, ranks that do not get on for so long in a step have failed."""
 
     def heeding(self, stopped: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Meanwhile a call that waits raises `StoppedError` once ``stopped`` says so."""
+        """Within the block, calls that wait for ranks raise `StoppedError` once ``stopped()`` is true."""
 
     def interrupt(self, generation: int) -> list[int]:
-        """Make all ranks drop what they are at in a generation; returns the ranks that are gone: dead, or
-        killed as they did not drop it. The others have acknowledged it."""
+        """Break off the calls of all ranks in a generation; returns the ranks that are gone: dead, or killed
+        because they did not break off. All other ranks have acknowledged the interrupt."""
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start ranks that are gone anew; `ConfigError` if there is no room for them."""

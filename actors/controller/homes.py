@@ -94,8 +94,8 @@ class Homes:
     def newest_good(self, verify: Verify | None = None) -> Found:
         """The newest checkpoint that nothing is wrong with, and what there is to tell of it.
 
-        `CheckpointError` if there is none: `AwayError` where none was there to be looked at. Of the same step
-        the one in the run's directory is taken, else the mirror's.
+        `CheckpointError` if there is none; `AwayError` if no home holds a checkpoint, or one is unreadable.
+        If both places hold a good checkpoint of a step, the run's directory is preferred to the mirror.
         """
         complaints: list[str] = []
         here, there = self._steps_here(complaints), self._copies(complaints)

@@ -5,10 +5,10 @@ from typing import Any
 
 
 def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Which of the actors that were started as ``ranks`` gets which of these numbers, in their order.
+    """Assign the numbers ``ranks`` to the actors that were started with them; returns each number's actor.
 
-    By node and GPU, so that inner axes lie inside nodes. One that replaces a lost rank beside others takes
-    the number that is nearest to one of theirs. ``nodes``: of all ranks.
+    Actors are sorted by node and GPU, so that inner axes lie inside nodes. An actor that replaces a lost rank
+    on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all ranks.
     """
 
     def place(rank: int) -> tuple[Any, ...]:

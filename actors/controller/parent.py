@@ -14,11 +14,11 @@ terminal that closes). Only the command obeys them."""
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Processes that this thread starts meanwhile, and theirs, do not receive `HELD`. For this thread the
-    signals come when the block is over.
+    """Block the signals `HELD` in this thread, and in the processes that it starts within the block and their
+    children. This thread receives the signals after the block.
 
-    A process inherits which signals are held, so that programs which know nothing of this, such as
-    multiprocessing's fork server and Ray's daemons, survive them too.
+    A process inherits which signals are blocked. So programs that have no code for it, such as
+    multiprocessing's fork server and Ray's daemons, survive the signals too.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:

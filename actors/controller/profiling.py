@@ -169,10 +169,11 @@ def machine() -> str:
 def profile_key(
     config: Config, shape: ModelShape, hardware: Sequence[str], streams: Mapping[str, Stream]
 ) -> str:
-    """What a profile is good for: equal keys, equal costs.
+    """The key of a profile: runs with equal keys have equal costs.
 
-    Hardware and links; the operators' graphs; the sources that run and measure them, the user's layers among
-    them; numerics; and what bounds ranks. Of ``cluster.env`` only what is written in the configuration.
+    It holds hardware and links, the operators' graphs, the sources that run and measure operators (the user's
+    layers too), numerics, and the limits of ranks. Of ``cluster.env`` it holds only values that the
+    configuration gives.
     """
     layout, train, cluster = config.layout(), config.train, config.cluster
     content = {

@@ -26,9 +26,9 @@ def rescue(
 ) -> Iterator[Saved | Incident]:
     """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
 
-    Without it the run, in another layout or resumed by its user, would go on from the newest checkpoint,
-    which it still does where this fails. ``done``: steps that are on record. ``describe``: makes a manifest's
-    facts of the data's.
+    The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it goes
+    on from the newest checkpoint. ``done``: the number of recorded steps. ``describe``: makes the facts of a
+    manifest from the facts of the data.
     """
     layout, left = config.layout(), group.left()
     try:

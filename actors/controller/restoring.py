@@ -75,8 +75,8 @@ def restore(
 def _newest(
     homes: Homes, shape: ModelShape, verify: Verify, patience: Patience, step: int
 ) -> Generator[Incident, None, Found]:
-    """`Homes.newest_of`, waiting while every home is away: a disk that is not mounted comes back, a run that
-    begins anew does not."""
+    """Call `Homes.newest_of`, again while no home holds a checkpoint and ``patience`` lasts: a missing disk
+    may be mounted again, but steps that a new beginning throws away are lost."""
     deadline, pause, told = time.monotonic() + patience.seconds, _LOOK_SECONDS, False
     while True:
         try:

@@ -208,10 +208,10 @@ class Saver:
     def rescue(
         self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
     ) -> Iterator[Saved | Incident]:
-        """Publish at once what ``write(folder)`` writes; in the mirror, if that is another disk, where the
-        run's own directory takes nothing. Raises what goes wrong with it."""
+        """Let ``write(folder)`` write a checkpoint and publish it at once: in the run's own directory or, if
+        that fails, in a mirror that is another disk. Raises the error if no place takes it."""
         begun = time.perf_counter()
-        # What is published beside this would remove its folder, as one that nobody writes to.
+        # A publication that ends meanwhile would remove the new folder: it looks like an unfinished save.
         wait_for([self._publisher.submit(lambda: None)], _LATE_SECONDS)
         save = _Save(step, generation, facts, self._homes.store, begun)
         try:

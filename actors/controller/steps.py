@@ -26,9 +26,9 @@ class GuardError(WorkerError):
 
 
 class StepClock:
-    """Time from the end of a step to the end of the next, and what it went to, by no clock that is set.
+    """Measures the time from the end of a step to the end of the next, and its parts, by a monotonic clock.
 
-    It is known within one process: a run that somebody resumes begins anew.
+    It does not know the time before this process began: when a run is resumed, it begins anew.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

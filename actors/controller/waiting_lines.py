@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _WAITING_BYTES = 32 << 20
-"""Of lines of a file that wait for room on the disk; older ones are lost."""
+"""Limit of the lines of a file that wait for room on the disk; beyond it the oldest lines are dropped."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
-"""Between two attempts to write them; every one that fails doubles it."""
+"""Pause between two attempts to write the lines; every failed attempt doubles it, up to the second number."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Graph(Protocol):
         """Give all of it to the current stream, in one call, on the memory that it was captured with."""
 
     def reset(self) -> None:
-        """Give it up, and what it refers to, communicators among that; what is under way ends by itself."""
+        """Release the work and its references, also to communicators; a replay under way still completes."""
 
 
 class Accelerator(Protocol):

@@ -124,8 +124,8 @@ _NO_LIMIT = timedelta(days=365)
 def save_group(timeout: timedelta) -> dist.ProcessGroup:
     """A group of all ranks for `Saves`; ``timeout``: for ranks to meet.
 
-    A rank waits in it for as long as another one writes. Whether that one gets on is the controller's to see
-    (`SaveProgress`); a limit here would call ranks failed whose disks are slow.
+    In this group a rank waits for as long as another rank writes. The controller watches whether that rank
+    makes progress (`SaveProgress`); a time limit here would fail saves to slow disks.
     """
     group = dist.new_group(backend="gloo", timeout=timeout)
     dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
@@ -135,15 +135,15 @@ def save_group(timeout: timedelta) -> dist.ProcessGroup:
 class Saves:
     """The saves of one rank, at most one at a time; every rank of the run makes the same calls.
 
-    Where ranks lose touch in a save, the save has failed and no rank has: whether one is lost, its process
-    and its pulse say. The group is of no use afterwards, so the next save raises.
+    If communication breaks during a save, the save has failed, but no rank counts as failed: the process and
+    the pulse of a rank show whether it is lost. The group is unusable afterwards, so the next save raises.
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
         """``group``: of all ranks, for saves alone (`save_group`)."""
         self._optimizer, self._group = optimizer, group
         self._lost_touch = ""
-        """Why the group is of no use; empty as long as it is."""
+        """Why the group is unusable; empty while it is usable."""
         self._under_way: _BackgroundSave | None = None
         self._written: Written | None = None
         """What became of the newest background save, once it is over."""
@@ -212,7 +212,7 @@ class Saves:
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
 
-    As many updates were, where the checkpoint does not tell.
+    If the checkpoint does not contain the number of updates, every step counts as an update.
 
     `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """

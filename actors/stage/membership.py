@@ -15,17 +15,17 @@ from braid.actors.stage.network import Connections, bind_gloo, store_on
 
 
 class RefersToGroups(Protocol):
-    """A graph of collectives."""
+    """A CUDA graph with collectives: it refers to process groups."""
 
     def drop(self) -> None:
-        """Let go of the groups; from any thread."""
+        """Give up the references to the groups; callable from any thread."""
 
 
 class Membership:
     """The store where ranks meet, the connections between them, the device that they compute on."""
 
     graph: RefersToGroups | None = None
-    """What goes before the groups do: NCCL gives a communicator up only once no graph refers to it."""
+    """Dropped before the groups are destroyed: NCCL destroys no communicator that a graph still refers to."""
 
     def __init__(self, address: str) -> None:
         self.device = torch.device("cpu")
@@ -72,9 +72,10 @@ class Membership:
             self._connections.pace(mbit)
 
     def break_off(self, generation: int | None = None) -> None:
-        """Make what waits for other ranks raise, or come back with garbage; from any thread.
+        """Make calls that wait for other ranks raise, or return garbage; callable from any thread.
 
-        A ``generation`` that is over is left alone, one that has not begun will not. None: the one that runs.
+        ``generation``: the generation to break off; None: the present one. If it is over, nothing happens. If
+        it has not begun yet, its `begin` will raise.
         """
         with self._lock:
             meant = self._generation if generation is None else generation

@@ -79,7 +79,7 @@ class Optimizer:
         self.shares = shares = gradients.shares
         """What of its parameters the rank updates."""
         self.updates = 0
-        """How many led to the state. AdamW corrects its moments' bias by them, and skipped steps are none."""
+        """Updates that led to the state, for AdamW's bias correction; a skipped step is no update."""
         self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         """Of every master."""

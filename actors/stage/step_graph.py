@@ -66,16 +66,16 @@ class _Kept:
 class StepGraph:
     """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or by none.
 
-    It refers to communicators, which NCCL gives up only once no graph does. So it is dropped before they are,
-    perhaps by another thread (`drop`).
+    The graph refers to communicators, and NCCL destroys no communicator that a graph still refers to. So the
+    graph is dropped before the communicators are destroyed, possibly by another thread (`drop`).
     """
 
     def __init__(
         self, streams: CudaStreams, recorder: Recorder, *, always: bool, gather: Gather = _alone
     ) -> None:
-        """``always``: also where the host is ahead of its device, and with an error where it cannot be.
+        """``always``: capture also where the host is ahead of its device, and raise where a capture fails.
 
-        ``gather``: what all ranks give, in rank order; they call it together.
+        ``gather``: returns the values that all ranks pass to it, in rank order; all ranks call it together.
         """
         self._streams, self._recorder, self._always, self._gather = streams, recorder, always, gather
         self._kept: _Kept | None = None
@@ -84,7 +84,7 @@ class StepGraph:
         """Seconds that the host took to issue the newest eager passes, and where they begin and end."""
         self._wanted: bool | None = None
         self._lock = threading.Lock()
-        """Held for moments only: for what follows."""
+        """Guards ``_in_use``, ``_dropped`` and the release of the graph; held for moments only."""
         self._in_use = self._dropped = False
 
     def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
@@ -101,9 +101,10 @@ class StepGraph:
         return runs.passes(batches, loss_scale)
 
     def drop(self) -> None:
-        """Give the graph up for good, from any thread: at once, or when the thread that uses it is done.
+        """Release the graph for good; callable from any thread. Later uses raise an error.
 
-        That thread is soon: it never waits for the device, and for other ranks only in ``gather``.
+        If a thread is using the graph, that thread releases it when it is done. This does not take long: the
+        thread never waits for the device, and waits for other ranks only in ``gather``.
         """
         with self._lock:
             self._dropped = True
@@ -165,7 +166,7 @@ class StepGraph:
     def _capture(
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _Kept | None:
-        """None if it cannot be, on this rank or another, from then on."""
+        """Capture the passes. None if this rank or another one cannot; then no later step is captured."""
         static = [None if one is None else replace(one, **_cloned(_tensors(one))) for one in batches]
         kept, why = None, ""
         try:
@@ -208,10 +209,10 @@ def step_graph(
     ranks: int = 1,
     gather: Gather = _alone,
 ) -> StepGraph | None:
-    """The graph of ``overlap.cuda_graphs``; ValueError where one was asked for and cannot be.
+    """The graph that ``overlap.cuda_graphs`` asks for, or None; ValueError if true is set for a CPU.
 
-    auto: for one of several ``ranks``, none. No two GPUs have shown yet that NCCL's collectives can be
-    captured, least of all between nodes, where the host takes part in them.
+    auto: None with more than one rank. NCCL's collectives in a graph have not been tried on two GPUs yet, nor
+    between nodes, where the host takes part in collectives.
     """
     if isinstance(streams, CudaStreams) and (wanted is True or (wanted == "auto" and ranks == 1)):
         return StepGraph(streams, recorder, always=wanted is True, gather=gather)

@@ -319,7 +319,7 @@ def _publish(folder: Path, output: Path) -> None:
 
 
 def _undo_replacement(output: Path) -> None:
-    """A crash between the two renames of `_publish` leaves the data set without its name."""
+    """Give the old data set its name back if a crash has interrupted `_publish` between its two renames."""
     for old in _beside(output, "replaced"):
         if output.exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -111,7 +111,7 @@ class Drill:
             return self._compare(time.monotonic() - begin, held)
 
     def _undisturbed(self, until: int | None) -> None:
-        """The run without faults but steps that are left out in both; up to a step if one is given."""
+        """The run without faults, except those that make both runs skip a step. ``until``: its last step."""
         self._progress("the undisturbed run" + ("" if until is None else f", {until} steps"))
         both = [fault for fault in self._faults if fault.kind == "skip"]
         self._start("whole", both, resume=False, until=until)

@@ -183,11 +183,11 @@ class Pairs:
             self.pairs[other].warm_up()
 
     def _turn(self, other: int) -> int:
-        """When a pair's turn is: two that share a rank have different ones, and all ranks know them alike."""
+        """The round of a pair: 0, 1 or 2. Pairs with a common rank have different rounds; all ranks agree."""
         first, second = sorted((self.rank, other))
         if second - first == 1:
             return first % 2
-        return 1 if second % 2 else 2  # the ends: with an odd number of stages the first two turns are taken
+        return 1 if second % 2 else 2  # first and last stage: if stages are odd in number, 0 and 1 are taken
 
     def _other(self, peer: int) -> int:
         """A rank's number in its pair with this one."""
