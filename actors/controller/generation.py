@@ -69,6 +69,8 @@ class RunState:
     shift: int | None = None
     """How much further the rank is that keeps a rank's copies (`recovery.partner_shift`)."""
     clock: StepClock = field(default_factory=StepClock)
+    described: dict[str, Any] = field(default_factory=dict)
+    """What manifests of checkpoints say beside their files, once the ranks have met."""
     drained: bool = False
     """Whether a checkpoint was saved since a node is being drained."""
 
@@ -76,10 +78,6 @@ class RunState:
     def config(self) -> Config:
         """The configuration, with the present layout."""
         return self.plan.config
-
-    def described(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """What manifests of checkpoints say beside their files. ``facts``: of the data."""
-        return manifest_facts(self.config.layout(), data_cursor(self.config, facts), self.plan.shape)
 
 
 class Generation:
@@ -130,7 +128,7 @@ class Generation:
         )
         directory.note("started", done, run.generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(places.collector, directory, layout)
-        described = run.described(facts)
+        described = run.described = manifest_facts(layout, data_cursor(run.config, facts), plan.shape)
         step = run.step = done
         yield from saver.step_done(group, step, run.generation, described)
         clock = run.clock

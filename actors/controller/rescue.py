@@ -1,6 +1,6 @@
 """The end of a run, or of its layout, without a save: what ranks hold in memory becomes a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from braid.actors.config import Config
@@ -22,13 +22,13 @@ def rescue(
     directory: RunDirectory,
     generation: int,
     done: int,
-    describe: Callable[[dict[str, Any]], dict[str, Any]],
+    facts: Mapping[str, Any],
 ) -> Iterator[Saved | Incident]:
     """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
 
     The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it goes
-    on from the newest checkpoint. ``done``: the number of recorded steps. ``describe``: makes the facts of a
-    manifest from the facts of the data.
+    on from the newest checkpoint. ``done``: the number of recorded steps. ``facts``: what a manifest says
+    beside files. Ranks that hold no state, such as ranks that have just been replaced, are not asked.
     """
     layout, left = config.layout(), group.left()
     try:
@@ -37,17 +37,17 @@ def rescue(
         if common is None or common[0] <= (saver.last_step or 0):
             return
         step, sources = common
-        facts = describe(group.call(left[0], Rank.data_facts))
+        holders = sorted(set(sources))
 
         def write(folder: str) -> list[Written]:
-            group.call_some(left, Rank.leave)
-            port = group.call(left[0], Rank.open_store, config.cluster.group_timeout_s)
-            meeting = Rendezvous(address=group.addresses[left[0]], port=port, generation=generation)
-            plan = Rescue(meeting=meeting, survivors=tuple(left), step=step, sources=tuple(sources))
-            return group.call_some(left, Rank.rescue, folder, plan)
+            group.call_some(holders, Rank.leave)
+            port = group.call(holders[0], Rank.open_store, config.cluster.group_timeout_s)
+            meeting = Rendezvous(address=group.addresses[holders[0]], port=port, generation=generation)
+            plan = Rescue(meeting=meeting, survivors=tuple(holders), step=step, sources=tuple(sources))
+            return group.call_some(holders, Rank.rescue, folder, plan)
 
         yield from saver.rescue(step, generation, facts, write)
-        kind, text = "rescued", f"{_names(left)} held the states of all ranks after step {step} in memory"
+        kind, text = "rescued", f"{_names(holders)} held the states of all ranks after step {step} in memory"
     except (WorkerError, CheckpointError, OSError) as error:
         kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"
     directory.note(kind, done, generation, text)

@@ -216,6 +216,24 @@ def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, fa
     assert losses(again) == states(12)[9:]
 
 
+@pytest.mark.parametrize("method", ["setup", "data_facts", "open_log"])
+def test_a_recovery_that_fails_for_good_leaves_what_copies_hold(tmp_path: Path, method: str) -> None:
+    """The ranks never set up again: their data are unreadable, say."""
+    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure={"max_tries": 2})
+    dying = Once("train_step", 10, died)
+
+    def then(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dying(name, rank, arguments)
+        if dying.done and name == method:
+            raise mistaken(rank)
+
+    with pytest.raises(WorkerError, match="not JSON"):
+        run(config, StandInLauncher(then))
+    assert CheckpointStore(config.run_directory / "checkpoints").steps()[-1] == 9
+    again = run(config, StandInLauncher(), RunOptions(resume=True))
+    assert losses(again) == states(12)[9:]
+
+
 def test_a_fixed_run_whose_node_is_lost_leaves_what_copies_hold(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1})
 

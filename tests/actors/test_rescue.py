@@ -45,7 +45,7 @@ class Run:
         """What is told of it."""
         plan, group = self._ranks.plan, self._ranks.group
         facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
-        return list(rescue(group, plan.config, self.saver, self.directory, 1, done, lambda _: facts))
+        return list(rescue(group, plan.config, self.saver, self.directory, 1, done, facts))
 
     def close(self) -> None:
         self.saver.close()
