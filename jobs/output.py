@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from braid.actors.controller.group import StoppedError
+
 _MOST_BYTES = 1 << 20
 """Output that waits for its reader; what comes beyond that is left out."""
 _LAST_SECONDS = 5.0
@@ -117,6 +119,8 @@ def surviving(show: Callable[..., None]) -> Callable[..., None]:
         nonlocal failed
         try:
             show(event)
+        except StoppedError:  # a signal that came while the event was shown
+            raise
         except Exception as error:
             if not failed:
                 complain(f"an event cannot be shown ({type(error).__name__}: {error}); training goes on")

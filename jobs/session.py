@@ -57,6 +57,8 @@ def ray_session(config: Config) -> Iterator[None]:
             try:
                 with _native_messages_dropped(), _handlers_kept():
                     ray.init(address=address, runtime_env=_environment(), **quiet)
+            except StoppedError:
+                raise
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"{given}: cannot join this Ray cluster ({_first_line(error)})") from None
         else:
@@ -83,6 +85,7 @@ def ray_session(config: Config) -> Iterator[None]:
                     f"cluster.launcher='ray': Ray does not start on this machine ({_first_line(error)}); see "
                     f"that /dev/shm can be written and memory is free, or use --launcher processes"
                 ) from None
+        os.environ.pop(MARK, None)  # Ray's processes have it; trackers and the page are not the cluster's
         stack.callback(ray.shutdown)
         if address and not named:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)

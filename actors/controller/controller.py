@@ -95,7 +95,7 @@ class Controller:
             homes = Homes.of(config, directory.identity, resume=resume)
             saver = Saver(homes, directory, config.checkpoint)
             try:
-                run.resumed = resume and (homes.begun() or not options.again)
+                run.resumed = resume and (not options.again or homes.begun())
                 if run.trained:  # its home may be away for a while
                     run.step = run.interruptions.failure.step if run.interruptions.failure else 0
                 elif run.resumed:  # errors show before anything starts; ranks verify all files later
@@ -107,6 +107,7 @@ class Controller:
                     except StoppedError:
                         if not run.step:
                             raise
+                        yield from self._stopped_short(directory, saver)
                 yield from self._finish(directory)
             finally:
                 saver.close()
@@ -132,6 +133,7 @@ class Controller:
                     lost = NoRoomError(str(error).splitlines()[0])
                     change = yield from self._on_what_is_left(lost, "measuring for the new layout failed")
                 continue
+            self._run.resizing.started()
             try:
                 change = yield from self._with_ranks(group, places)
             finally:
@@ -169,6 +171,7 @@ class Controller:
         if run.config.checkpoint.copies_every:
             group.interrupt(run.generation)
             places.saver.abandon()
+            run.generation += 1  # a folder and a meeting of its own
             yield from rescue(
                 group, run.config, places.saver, places.directory, run.generation, run.step, run.described
             )
@@ -222,6 +225,15 @@ class Controller:
         places.directory.note("restarted", failure.step, self._run.generation, text)
         yield Incident(kind="restarted", text=text, step=failure.step)
         self._stop.wait(self._run.interruptions.wait_s)
+
+    def _stopped_short(self, directory: RunDirectory, saver: Saver) -> Iterator[Event]:
+        """The run was asked to stop while it had no ranks that could save its newest steps."""
+        run, saved = self._run, saver.last_step or 0
+        if run.trained and saved < run.step:
+            text = f"stopped in a recovery; the newest checkpoint is of step {saved}, {run.step} were done"
+            directory.note("telemetry", run.step, run.generation, text)
+            yield Incident(kind="failed", text=text, step=run.step)
+            run.step = saved
 
     def _finish(self, directory: RunDirectory) -> Iterator[Event]:
         """Nothing runs any more, and all spans that were streamed are in the files."""

@@ -197,6 +197,8 @@ class Generation:
             lambda: median(record.seconds for record in records),
             last - step,
         )
+        if change is not None and not run.resizing.leaving:
+            change = yield from self._affordable(change, described)
         if run.resizing.leaving and change is None and not run.drained:
             run.drained = True
             text = "a node is being drained: a checkpoint is saved at once"
@@ -205,6 +207,14 @@ class Generation:
             yield from saver.begin(group, step, run.generation, described)
             yield from saver.finish(group)
         return change
+
+    def _affordable(self, change: Change, described: dict[str, Any]) -> Generator[Event, None, Change | None]:
+        """A change that the run could do without, if its state can be saved; None where the disk is full."""
+        run, saver = self._run, self._places.saver
+        if not saver.failing and saver.last_step != run.step:
+            yield from saver.begin(self._group, run.step, run.generation, described)
+            yield from saver.finish(self._group)
+        return None if saver.failing else change
 
     def _recovered(self, first_step: int) -> None:
         """After a step, record the failures and changes that the run has recovered from with it."""

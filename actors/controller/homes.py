@@ -1,5 +1,6 @@
 """Where the checkpoints of a run are: in its own directory and, if it has one, in its mirror."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -62,9 +63,14 @@ class Homes:
         return self.mirror.store if self.mirror is not None else None
 
     def steps(self) -> list[int]:
-        """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first."""
-        here = [step for step in self.store.steps() if self.store.run_of(step) in self._own]
-        return sorted({*here, *(self.spare.steps() if self.spare is not None else ())})
+        """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
+        folder that cannot be read has none at present."""
+        found: set[int] = set()
+        with contextlib.suppress(OSError):
+            found |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
+        with contextlib.suppress(OSError):
+            found |= set(self.spare.steps()) if self.spare is not None else set()
+        return sorted(found)
 
     def begun(self) -> bool:
         """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""

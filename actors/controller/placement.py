@@ -275,7 +275,7 @@ class ActorGroup(WatchedGroup):
                 raise WorkerError(late, "its actor has a place and has not started", died=True)
             if self._stopped():
                 raise StoppedError
-            if waiting and not self._group.wait(self._timeout_s):
+            if waiting and not _placed(self._group, self._timeout_s, self._stopped):
                 homeless = [ranks[call] for call in waiting]
                 self._gone.update(homeless)  # they will never answer
                 raise NoRoomError(_no_place(homeless))

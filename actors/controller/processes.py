@@ -228,6 +228,7 @@ class ProcessGroup(WatchedGroup):
         return outcome
 
     def _kill(self, rank: int) -> None:
+        self._asked.pop(rank, None)  # it answers nothing more, and its pipe is closed
         self._children[rank].kill()
 
     def _restart(self, ranks: Sequence[int]) -> None:

@@ -35,6 +35,8 @@ from braid.scheduling.spec import AXES, ModelShape
 from braid.scheduling.topology import Topology
 
 ROUNDS = 9
+_MEASURED_SECONDS = 600.0
+"""For another run to measure the same; then this one measures, too."""
 KEPT = 64
 """Profiles that are kept, of all runs in a folder."""
 _PROFILE = re.compile(r"[0-9a-f]{16}\.json")
@@ -103,7 +105,7 @@ def _held(path: Path) -> Iterator[None]:
     lock = FileHold(path.with_name(f".{path.stem}.lock"))
     with contextlib.suppress(OSError, ConfigError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.take(-1)
+        lock.take(_MEASURED_SECONDS)
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ class RunDirectory:
         try:
             lock.take()
         except HeldError as error:
-            raise ConfigError(
+            raise HeldError(
                 f"run directory {self.path} is in use by {error}; "
                 f"wait for it, or choose another with --set name=..."
             ) from None
@@ -211,12 +211,20 @@ class RunDirectory:
     def _make_anew(self) -> None:
         """Write the description again where somebody has removed the directory: the run goes on in it.
 
-        `ConfigError` if another run has begun there.
+        `HeldError` if another run has begun there. A disk that does not answer is waited for, as always.
         """
-        if not (self.path / ".lock").exists():
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.release()
-            self._lock = self._acquire()
+        try:
+            if (self.path / _MARK).exists() and (self.path / ".lock").exists():
+                return
+            if not (self.path / ".lock").exists():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock.release()
+                self._lock = self._acquire()
+        except HeldError:
+            raise
+        except (OSError, ConfigError) as error:
+            self.trouble = f"{self.path} cannot be written: {error}"
+            return
         for name, text in self._description.items():
             self._write(name, text)
         self.trouble = f"{self.path} was removed during the run; records of earlier steps are lost"
@@ -285,8 +293,7 @@ class RunDirectory:
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
-        if not (self.path / _MARK).exists():
-            self._make_anew()
+        self._make_anew()
         content = asdict(record)
         if record.experts is None:
             del content["experts"]

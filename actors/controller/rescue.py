@@ -5,7 +5,6 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import newest_common
 from braid.actors.controller.saving import Saver
@@ -48,7 +47,7 @@ def rescue(
 
         yield from saver.rescue(step, generation, facts, write)
         kind, text = "rescued", f"{_names(holders)} held the states of all ranks after step {step} in memory"
-    except (WorkerError, CheckpointError, OSError) as error:
+    except (WorkerError, ValueError, OSError) as error:
         kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"
     directory.note(kind, done, generation, text)
     yield Incident(kind=kind, text=text, step=done)

@@ -26,6 +26,8 @@ class Resizing:
         )
         self._quarantine = Quarantine(config.elastic.quarantine_s)
         self._refused: set[Degrees] = set()
+        self._waiting_since: float | None = None
+        """Since when the run has been without ranks, waiting for room."""
         self._asked = 0.0
         self.leaving = False
         """Whether a node that has ranks is being drained."""
@@ -74,25 +76,30 @@ class Resizing:
         if self.membership is None:
             raise error
         text = str(error)
-        deadline = time.monotonic() + self._elastic.wait_s
+        self._waiting_since = self._waiting_since or time.monotonic()
+        deadline = self._waiting_since + self._elastic.wait_s
         told = False
         while True:
+            if stopped():
+                raise StoppedError
             avoid = self._quarantine.active(time.monotonic())
             capacity = max(left, self._launcher.capacity(None, avoid)[0])
             best = self.membership.best(config, capacity)
-            if best is not None:
+            if best is not None and time.monotonic() <= deadline:
                 return Change(best, f"{why}: {text}", avoid)
             if avoid:
                 self._quarantine.lift()  # better slow than not at all
                 continue
-            if stopped():
-                raise StoppedError
             if time.monotonic() > deadline:
                 raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")
             if not told:
                 told = True
                 yield Incident(kind="waiting", text=f"{text}; waiting for nodes", step=step)
             time.sleep(_NODES_SECONDS)
+
+    def started(self) -> None:
+        """Ranks have started: there is room."""
+        self._waiting_since = None
 
     def refuse(self, degrees: Degrees) -> None:
         """Planning refuses a layout, for a reason that only measured costs show: it is not proposed again."""

@@ -27,6 +27,8 @@ from braid.actors.stage.rank import Rank
 
 _TRIES = 3
 """Of one save; then training goes on to the next one."""
+_UPLOAD_SECONDS = 60.0
+"""For a rescued checkpoint to come to the mirror, when the run ends by an error."""
 _LATE_SECONDS = 30.0
 """For publications that are under way, where what comes next needs them."""
 _AGAIN_SECONDS = 60.0
@@ -70,6 +72,7 @@ class Saver:
         """What became of the save that failed last."""
         self.published = False
         """Whether a checkpoint of this run has been published since this controller began."""
+        self._rescued = False
         self._told_of: set[str] = set()
         """Trouble with old checkpoints that was told."""
 
@@ -86,6 +89,11 @@ class Saver:
         most = self._keeping.lose_at_most
         if most is not None and self._save is not None and step + 1 - (self.last_step or 0) > most:
             yield from self.finish(group)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the newest save has failed."""
+        return self._failed_at is not None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is wanted of a state: at every so many steps, or so many seconds after the
@@ -203,7 +211,8 @@ class Saver:
         for text in (text for home in homes if home is not None for text in home.trouble()):
             if text not in self._told_of:
                 self._told_of.add(text)
-                yield self._incident("failed", self.last_step or 0, 0, text)
+                self._directory.note("telemetry", self.last_step or 0, 0, text)
+                yield Incident(kind="failed", text=text, step=self.last_step or 0)
 
     def rescue(
         self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
@@ -220,12 +229,14 @@ class Saver:
             except (OSError, ValueError, WorkerError):
                 if self._homes.spare is None:
                     raise
+                shutil.rmtree(save.folder, ignore_errors=True)
                 save.home = self._homes.spare
                 path = self._publish_now(save, write)
         finally:
             if save.folder.name:
                 shutil.rmtree(save.folder, ignore_errors=True)  # published, it has another name
         save.stalled_s = time.perf_counter() - begun
+        self._rescued = True
         yield from self._told(save, path)
 
     def _publish_now(self, save: _Save, write: Callable[[str], Sequence[Written]]) -> Path:
@@ -239,6 +250,8 @@ class Saver:
         """Nothing is under way any more: what the ranks have not written whole is removed."""
         self.abandon()
         self._publisher.shutdown()
+        if self._uploads is not None and self._rescued:  # what is rescued may have no other home tomorrow
+            self._uploads.wait(_UPLOAD_SECONDS)
         if self._uploads is not None:
             self._uploads.close()
 

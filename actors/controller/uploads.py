@@ -57,10 +57,10 @@ class Uploads:
             told, self._trouble = self._trouble, []
         yield from told
 
-    def wait(self) -> None:
-        """Until all have arrived, or failed to."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until all have arrived, or failed to, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and self._under_way is None)
+            self._changed.wait_for(lambda: not self._waiting and self._under_way is None, timeout_s)
 
     def close(self) -> None:
         """End the thread; what is still under way is given up."""

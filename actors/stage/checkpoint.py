@@ -104,10 +104,11 @@ class _BackgroundSave:
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._error = error
 
-    def finished(self, *, wait: bool) -> bool:
-        """Whether it is over, well or not."""
-        if wait:
-            self._thread.join()
+    def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> bool:
+        """Whether it is over, well or not. ``intact`` raises once nobody waits for it any more."""
+        while wait and self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            intact()
         return not self._thread.is_alive()
 
     def written(self) -> Written:
@@ -119,6 +120,7 @@ class _BackgroundSave:
 
 
 _NO_LIMIT = timedelta(days=365)
+_LOOK_SECONDS = 0.2
 
 
 def save_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -178,12 +180,13 @@ class Saves:
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
-    def finished(self, *, wait: bool) -> Written | None:
-        """What became of the save that was begun; None while it is under way."""
+    def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
+        """What became of the save that was begun; None while it is under way. ``intact`` raises once
+        communication was broken off: a thread that writes to a slow disk does not notice that."""
         if self._under_way is None:  # said so before, when other ranks were not done
             return self._written
         with self._waiting(self._under_way.progress):
-            if not self._under_way.finished(wait=wait):
+            if not self._under_way.finished(wait=wait, intact=intact):
                 return None
         over, self._under_way = self._under_way, None
         self._written = self._outcome(over.written)

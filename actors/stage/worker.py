@@ -336,7 +336,7 @@ class Worker(Logged, Rank):
     def save_finished(self, wait: bool) -> Written | None:
         """What became of the save that was begun; None while it is under way."""
         assert self._saves is not None
-        return self._saves.finished(wait=wait)
+        return self._saves.finished(wait=wait, intact=self._membership.intact)
 
     def save(self, directory: str, step: int) -> Written:
         """Write this rank's shards into a checkpoint directory that the controller publishes."""

@@ -1,20 +1,22 @@
 """The real controller over stand-in ranks: which state a run goes on from, whatever fails on the way."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.actors.config import Config
+from braid.actors.config import CheckpointConfig, Config, ElasticConfig
+from braid.actors.controller import elastic, resizing, restoring
 from braid.actors.controller import group as groups
-from braid.actors.controller import restoring
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore
-from braid.actors.controller.records import Event, Incident, Saved, StepDone, read_identity
+from braid.actors.controller.mirror import MirrorError
+from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone, read_identity
 from braid.actors.controller.resizing import Resizing
 from braid.actors.stage.messages import RunPlan
 from tests.actors.stand_ins import StandInLauncher, controller_of, losses, states, told
@@ -371,13 +373,13 @@ def test_whether_a_layout_fits_is_asked_of_the_planner(tmp_path: Path) -> None:
         overlap={"schedule": "interleaved"},
         elastic={"max_ranks": 4},
     )
-    resizing = Resizing(config, StandInLauncher(), BYTES_VOCABULARY)  # type: ignore[arg-type]
+    follows = Resizing(config, StandInLauncher(), BYTES_VOCABULARY)  # type: ignore[arg-type]
     four = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 4})})
     four.check(BYTES_VOCABULARY)
     with pytest.raises(ValueError, match="micro-batch"):
         controller_of(four, StandInLauncher())
-    assert resizing._fits(config)
-    assert not resizing._fits(four)
+    assert follows._fits(config)
+    assert not follows._fits(four)
 
 
 # -- R13: who keeps whose copies -----------------------------------------------------------------------------
@@ -474,3 +476,139 @@ def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> Non
 
 def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
     assert groups._STEADY.isdisjoint(groups._LONG)
+
+
+# -- ends and disks ------------------------------------------------------------------------------------------
+
+
+def test_a_stop_in_a_recovery_says_what_is_lost_and_is_never_complete(tmp_path: Path) -> None:
+    """All steps are done, and a rank dies in the last save: without copies the newest state is gone."""
+    config = config_of(tmp_path, checkpoint={"every": 5})
+    dying = Once("begin_save", 3, died)
+
+    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dying(method, rank, arguments)
+        if dying.done and method == "setup":
+            controller.stop()
+            raise StoppedError
+
+    controller = controller_of(config, StandInLauncher(hook))
+    events = list(controller.run())
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert not finished.report["complete"]
+    texts = [event.text for event in events if isinstance(event, Incident)]
+    assert texts[-1] == "stopped in a recovery; the newest checkpoint is of step 10, 12 were done"
+
+
+def test_a_disk_that_does_not_answer_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE for three steps: training goes on."""
+    config = config_of(tmp_path)
+    exists = Path.exists
+    away = False
+
+    def stale(self: Path, **named: Any) -> bool:
+        if away and self.is_relative_to(config.run_directory):
+            raise OSError(116, "Stale file handle", str(self))
+        return exists(self, **named)
+
+    monkeypatch.setattr(Path, "exists", stale)
+    events: list[Event] = []
+    for event in controller_of(config, StandInLauncher()).run():
+        events.append(event)
+        if isinstance(event, StepDone):
+            away = 4 <= event.record.step < 7
+    assert losses(events) == states(12)
+    assert len((config.run_directory / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_a_home_that_cannot_be_read_is_waited_for_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
+    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 60.0})
+    steps, dying = CheckpointStore.steps, Once("train_step", 10, died)
+    back: list[bool] = []
+
+    def stale(self: CheckpointStore) -> list[int]:
+        if dying.done and not back:
+            raise OSError(116, "Stale file handle", str(self.directory))
+        return steps(self)
+
+    monkeypatch.setattr(CheckpointStore, "steps", stale)
+    events: list[Event] = []
+    for event in controller_of(config, StandInLauncher(dying)).run():
+        events.append(event)
+        if isinstance(event, Incident) and event.kind == "waiting":
+            back.append(True)
+    assert losses(events) == states(12)
+    assert told(events) == ["restarted", "waiting"]
+
+
+def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, checkpoint={"copies_every": 1}, failure={"max_restarts": 0})
+
+    def refuses(*arguments: Any, **named: Any) -> Any:
+        raise MirrorError("the mirror cannot be written")
+
+    monkeypatch.setattr(CheckpointStore, "publish", refuses)
+    with pytest.raises(WorkerError, match=DIED):
+        run(config, StandInLauncher(Once("train_step", 7, died)))
+
+
+def test_a_rescued_checkpoint_comes_to_the_mirror(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        checkpoint={"copies_every": 1, "mirror": str(tmp_path / "mirror")},
+        failure={"max_restarts": 0},
+    )
+    with pytest.raises(WorkerError, match=DIED):
+        run(config, StandInLauncher(Once("train_step", 7, died)))
+    assert list((tmp_path / "mirror" / config.name).glob("*/step-6/manifest.json"))
+
+
+def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: Path) -> None:
+    """They are counted as room, and placement fails each time."""
+    config = elastic_config(tmp_path).model_copy(
+        update={"elastic": ElasticConfig(max_ranks=4, settle_s=0.0, wait_s=0.5)}
+    )
+
+    class Full(StandInLauncher):
+        def start(self, ranks: int, avoid: Any = (), stopped: Any = None) -> Any:
+            time.sleep(0.05)
+            raise NoRoomError("another job holds the CPUs")
+
+    def replan(config: Config, _: Any) -> RunPlan:
+        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
+
+    with pytest.raises(NoRoomError, match="another job holds the CPUs"):
+        list(controller_of(config, Full(room=4), None, replan).run())
+
+
+def test_growth_that_cannot_be_saved_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full: training goes on with the ranks that there are."""
+    config = elastic_config(tmp_path).model_copy(
+        update={"checkpoint": CheckpointConfig(every=100, asynchronous=False)}
+    )
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": 1, "tp": 1})})
+    publish = CheckpointStore.publish
+
+    def refuses(self: CheckpointStore, *arguments: Any, **named: Any) -> Path:
+        if named["step"] < 12:
+            raise OSError(28, "No space left on device")
+        return publish(self, *arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, "publish", refuses)
+    monkeypatch.setattr(resizing, "_NODES_SECONDS", 0.0)
+    monkeypatch.setattr(elastic, "_GUESSED_COST_S", -1.0)
+
+    def replan(config: Config, _: Any) -> RunPlan:
+        raise AssertionError("there is no checkpoint to go on from")
+
+    events = list(controller_of(config, StandInLauncher(room=4), None, replan).run())
+    assert losses(events) == states(12)
+    assert "save-failed" in told(events)
