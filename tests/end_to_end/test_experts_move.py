@@ -133,7 +133,7 @@ def test_a_run_with_experts_follows_its_nodes(
     assert all(one["steps_lost"] <= 1 for one in incidents), "its last copy may have been on its way"
     last = {event.record.step: event.record for event in events if isinstance(event, StepDone)}
     run = Run(
-        config=config, shape=controller._plan.shape, directory=config.run_directory, events=tuple(events)
+        config=config, shape=controller._run.plan.shape, directory=config.run_directory, events=tuple(events)
     )
     fixed = run_layout(
         tmp_path / "fixed",
