@@ -214,9 +214,7 @@ class TorchGroups:
             list(ranks),
             timeout=self.timeout,
             use_local_synchronization=True,
-            backend="nccl"
-            if axis
-            else "gloo",  # by default a mesh of gloo's would stand beside each of NCCL's
+            backend="nccl" if axis else None,  # else a mesh of gloo would stand beside each of NCCL
             pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
         )
         assert made is not None

@@ -210,8 +210,10 @@ def test_equals_transformers(name, kind, size, dtype):
     d_x_tD = layer.backward(dy_tD)
     assert (int(layer.counts.max()) == 48) or kind != "hot"
     assert (int((layer.counts == 0).sum()) >= min(E - k, E // 2)) or kind != "unvisited"
+    # Of one choice the normalised gate is 1: the router's gradient is 0, but for rounding.
+    bound = 5e-5 if dtype is torch.float32 else 1e-5
     for actual, reference in zip((d_x_tD, *layer.gradients), d_leaves, strict=True):
-        assert_close(actual, reference, 1e-5)
+        assert_close(actual, reference, bound)
 
 
 @pytest.mark.parametrize("kind", UNEVEN)
