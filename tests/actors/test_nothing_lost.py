@@ -316,15 +316,20 @@ def elastic_config(path: Path) -> Config:
     )
 
 
-def test_a_node_that_is_lost_while_the_run_is_planned_anew_is_one_more_try(tmp_path: Path) -> None:
-    """4 ranks; the second node is lost while 2 are planned for: 1 goes on."""
-    config = elastic_config(tmp_path)
+def losing_a_node() -> StandInLauncher:
+    """Room for 4 ranks, until one dies in step 5: then its node is gone, and there is room for 2."""
 
     def no_room(rank: int) -> Exception:
         launcher.room = 2
         return NoRoomError("a node is gone")
 
     launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, no_room)), room=4)
+    return launcher
+
+
+def test_a_node_that_is_lost_while_the_run_is_planned_anew_is_one_more_try(tmp_path: Path) -> None:
+    """4 ranks; the second node is lost while 2 are planned for: 1 goes on."""
+    config, launcher = elastic_config(tmp_path), losing_a_node()
     tries: list[str] = []
 
     def replan(config: Config, _: Any) -> RunPlan:
@@ -342,13 +347,7 @@ def test_a_node_that_is_lost_while_the_run_is_planned_anew_is_one_more_try(tmp_p
 
 
 def test_a_layout_that_planning_refuses_is_not_taken_again(tmp_path: Path) -> None:
-    config = elastic_config(tmp_path)
-
-    def no_room(rank: int) -> Exception:
-        launcher.room = 2
-        return NoRoomError("a node is gone")
-
-    launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, no_room)), room=4)
+    config, launcher = elastic_config(tmp_path), losing_a_node()
     tries: list[int] = []
 
     def replan(config: Config, _: Any) -> RunPlan:
