@@ -28,13 +28,43 @@ _KINDS = (
 
 def parse_yaml(text: str, where: str) -> Any:
     """What a YAML text holds: mappings, lists and scalars, nothing that runs code. `ValueError` names
-    ``where`` it stands."""
+    ``where`` it stands; a key that stands twice in a mapping is an error, with both lines."""
     import yaml  # here, since pairings are searched for where it is not installed, too
 
+    loader = _loader()(text)
     try:
-        return yaml.load(text, Loader=_loader())
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node, set())
+        return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _check_keys(node: Any, seen: set[int]) -> None:
+    """`yaml.YAMLError` for a key that stands twice: PyYAML would drop the first one without a word."""
+    import yaml
+
+    if id(node) in seen or isinstance(node, yaml.ScalarNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _check_keys(entry, seen)
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"{key.value!r} stands in line {lines[name]} and again in line {line}; keep one of them"
+                )
+            lines[name] = line
+        _check_keys(value, seen)
 
 
 def write_yaml(content: Any, width: int | None = None) -> str:
