@@ -220,8 +220,6 @@ class Saver:
         """Let ``write(folder)`` write a checkpoint and publish it at once: in the run's own directory or, if
         that fails, in a mirror that is another disk. Raises the error if no place takes it."""
         begun = time.perf_counter()
-        # A publication that ends meanwhile would remove the new folder: it looks like an unfinished save.
-        wait_for([self._publisher.submit(lambda: None)], _LATE_SECONDS)
         save = _Save(step, generation, facts, self._homes.store, begun)
         try:
             try:

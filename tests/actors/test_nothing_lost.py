@@ -15,8 +15,16 @@ from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore
-from braid.actors.controller.mirror import MirrorError
-from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone, read_identity
+from braid.actors.controller.mirror import Mirror, MirrorError
+from braid.actors.controller.records import (
+    Event,
+    Finished,
+    Incident,
+    Saved,
+    Started,
+    StepDone,
+    read_identity,
+)
 from braid.actors.controller.resizing import Resizing
 from braid.actors.stage.messages import RunPlan
 from tests.actors.stand_ins import StandInLauncher, controller_of, losses, states, told
@@ -523,11 +531,13 @@ def test_a_disk_that_does_not_answer_for_a_while_ends_nothing(
     assert len((config.run_directory / "metrics.jsonl").read_text().splitlines()) == 12
 
 
-def test_a_home_that_cannot_be_read_is_waited_for_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
     monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
-    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 60.0})
+    keeping = {"every": 4, "asynchronous": False, "copies_every": copies}
+    config = config_of(tmp_path, checkpoint=keeping, elastic={"wait_s": 60.0})
     steps, dying = CheckpointStore.steps, Once("train_step", 10, died)
     back: list[bool] = []
 
@@ -540,10 +550,11 @@ def test_a_home_that_cannot_be_read_is_waited_for_too(
     events: list[Event] = []
     for event in controller_of(config, StandInLauncher(dying)).run():
         events.append(event)
-        if isinstance(event, Incident) and event.kind == "waiting":
+        waits = isinstance(event, Incident) and event.kind == "waiting"
+        if dying.done and (waits or isinstance(event, Started)):
             back.append(True)
     assert losses(events) == states(12)
-    assert told(events) == ["restarted", "waiting"]
+    assert told(events) == ["restarted", "waiting"][: 1 if copies else 2]
 
 
 def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
@@ -559,7 +570,15 @@ def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
         run(config, StandInLauncher(Once("train_step", 7, died)))
 
 
-def test_a_rescued_checkpoint_comes_to_the_mirror(tmp_path: Path) -> None:
+def test_a_rescued_checkpoint_comes_to_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though that takes a while."""
+    put = Mirror.put
+
+    def slowly(self: Mirror, checkpoint: Path) -> None:
+        time.sleep(0.5)
+        put(self, checkpoint)
+
+    monkeypatch.setattr(Mirror, "put", slowly)
     config = config_of(
         tmp_path,
         checkpoint={"copies_every": 1, "mirror": str(tmp_path / "mirror")},
