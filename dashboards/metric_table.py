@@ -61,9 +61,10 @@ def _of_step(name: str, text: str, field: str, kind: Kind = Kind.GAUGE, per_rank
 
 
 _OF_RANKS: Final = {
-    "communication": "Time in which some communication was in flight",
-    "hidden": "Time in which communication was in flight and a compute operator ran",
-    "exposed": "Time in which communication was in flight and no compute operator ran",
+    "communication": "Time in which some transfer was under way",
+    "hidden": "Time in which a transfer was under way and a compute operator ran",
+    "exposed": "Time in which a transfer was under way and no compute operator ran",
+    "waiting": "Time in which nothing ran, as a peer had not issued a collective yet",
     "slowdown": "Time that compute lost to communication beside it, against solo times (below 0: 0 in sums)",
     "launch_gap": "Time in which nothing ran inside a block",
     "bubble": "Time between blocks",

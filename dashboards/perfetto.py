@@ -1,6 +1,7 @@
 """A run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process per rank; a lane for compute, and one for each link. Strands differ in colour; blocks stand above
+A process per rank; a lane for compute, one for each link, and one for waiting until a peer too has issued a
+collective. Strands differ in colour; blocks stand above
 the operators that they hold; arrows lead from a message between stages to the block that it arrives for.
 """
 
@@ -12,9 +13,9 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
 
-LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3}
+LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3, "waiting": 4}
 """The thread that a kind of span is shown as."""
-_LANE_NAMES = {0: "blocks", 1: "compute", 2: "intra-node", 3: "inter-node"}
+_LANE_NAMES = {0: "blocks", 1: "compute", 2: "intra-node", 3: "inter-node", 4: "waiting for a peer"}
 _COLOURS = {
     ("alpha", "forward"): "thread_state_running",
     ("alpha", "backward"): "thread_state_iowait",
@@ -62,13 +63,15 @@ def _block(record: Any) -> _Key:
 
 def _event(rank: int, record: Any, label: Label, begin: int) -> dict[str, Any]:
     strand, direction = STRANDS[record["strand"]], DIRECTIONS[record["direction"]]
-    is_block = KINDS[record["kind"]] != "operator"
+    kind = KINDS[record["kind"]]
+    lane = LANES[label.stream] if kind == "operator" else LANES["waiting" if kind == "waiting" else "block"]
+    waited_for = {"waits for rank": int(record["peer"])} if kind == "waiting" else {}
     event = {
         "name": label.operator,
         "cat": ",".join(filter(None, (strand, direction))) or "step",
         "ph": "X",
         "pid": rank,
-        "tid": LANES["block"] if is_block else LANES[label.stream],
+        "tid": lane,
         "ts": (int(record["start_ns"]) - begin) / 1000,
         "dur": (int(record["end_ns"]) - int(record["start_ns"])) / 1000,
         "args": {
@@ -82,6 +85,7 @@ def _event(rank: int, record: Any, label: Label, begin: int) -> dict[str, Any]:
             "bytes": label.bytes,
             "flops": label.flops,
             "alone_us": None if label.solo_ns is None else label.solo_ns / 1000,
+            **waited_for,
         },
     }
     if (strand, direction) in _COLOURS:

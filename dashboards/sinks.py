@@ -30,6 +30,7 @@ SCALARS = (
     "slowdown_seconds",
     "launch_gap_seconds",
     "bubble_seconds",
+    "waiting_seconds",
     "experts.imbalance",
     "experts.worst_imbalance",
     "experts.rank_imbalance",

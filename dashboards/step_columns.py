@@ -23,6 +23,7 @@ COLUMNS: Final = (
     "slowdown_seconds",
     "launch_gap_seconds",
     "bubble_seconds",
+    "waiting_seconds",
     "generation",
 )
 OF_EXPERTS: Final = tuple(

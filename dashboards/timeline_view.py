@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from braid.dashboards.trace_folder import RankTrace
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Records
-from braid.scheduling.trace import KINDS, STRANDS, Label, OverlapNumbers, Span
-from braid.scheduling.trace_arrays import IntArray, joined, overlap_numbers, union
+from braid.scheduling.record_numbers import Labels, numbers_of_records, times_of
+from braid.scheduling.span_batches import RECORD, Records, apart
+from braid.scheduling.trace import STRANDS, Label, OverlapNumbers, Span
+from braid.scheduling.trace_arrays import IntArray, union
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 Durations = Mapping[tuple[str, int], float]
@@ -43,17 +44,19 @@ def packed_step(
     labels: list[NDArray[np.uint32]] = []
     blocks: list[Records] = []
     exposed: list[IntArray] = []
+    peers: list[Records] = []
+    peer_labels: list[NDArray[np.uint32]] = []
     for rank, trace in sorted(traces.items()):
         records = trace.records(step)
-        is_block = records["kind"] != KINDS.index("operator")
-        own, own_blocks = records[~is_block], records[is_block]
-        numbers, waits = _numbers(own, own_blocks, trace.labels)
+        own, own_blocks, own_waits = apart(records)
+        numbers, transfers_awaited = _numbers(records, trace.labels)
         ranks.append(
             {
                 "rank": rank,
                 "spans": [sum(map(len, operators)), len(own)],
                 "blocks": [sum(map(len, blocks)), len(own_blocks)],
-                "exposed": [sum(map(len, exposed)), len(waits)],
+                "exposed": [sum(map(len, exposed)), len(transfers_awaited)],
+                "waits": [sum(map(len, peers)), len(own_waits)],
                 "dropped": trace.dropped,
                 "damage": trace.damage,
                 "numbers": {**asdict(numbers), "exposed_ns": numbers.exposed_ns},
@@ -62,8 +65,11 @@ def packed_step(
         operators.append(own)
         labels.append(table.numbers(own["label"], trace.labels))
         blocks.append(own_blocks)
-        exposed.append(waits)
+        exposed.append(transfers_awaited)
+        peers.append(own_waits)
+        peer_labels.append(table.numbers(own_waits["label"], trace.labels))
     spans, all_blocks = _joined(operators), _joined(blocks)
+    waits = _joined(peers)
     waiting = np.concatenate([np.zeros((0, 2), np.int64), *exposed])
     lanes = np.array([LANES.index(label.stream) for label in table.labels], np.uint8)
     numbers_of = np.concatenate([np.zeros(0, np.uint32), *labels])
@@ -81,6 +87,10 @@ def packed_step(
         "block_kind": all_blocks["kind"],
         "exposed_start": (waiting[:, 0] - begin_ns).astype("<f8"),
         "exposed_end": (waiting[:, 1] - begin_ns).astype("<f8"),
+        "wait_start": (waits["start_ns"] - begin_ns).astype("<f8"),
+        "wait_end": (waits["end_ns"] - begin_ns).astype("<f8"),
+        "wait_label": np.concatenate([np.zeros(0, np.uint32), *peer_labels]).astype("<u4"),
+        "wait_peer": waits["peer"].astype("<i4"),
     }
     header = {
         "step": step + 1,
@@ -120,7 +130,7 @@ def trace_of_spans(spans: Sequence[Span], step: int) -> dict[int, RankTrace]:
         number = numbers.setdefault(label, len(numbers))
         strand = STRANDS.index(span.strand) if span.strand in STRANDS else 0
         rows.setdefault(span.rank, []).append(
-            (span.start_ns, span.end_ns, number, step, span.micro_batch, span.chunk, strand, 0, 0, 0)
+            (span.start_ns, span.end_ns, number, step, -1, span.micro_batch, span.chunk, strand, 0, 0, 0)
         )
     for rank, found in rows.items():
         labels = {number: label for label, number in known[rank].items()}
@@ -128,25 +138,16 @@ def trace_of_spans(spans: Sequence[Span], step: int) -> dict[int, RankTrace]:
     return traces
 
 
-def _numbers(
-    operators: Records, blocks: Records, labels: Mapping[int, Label]
-) -> tuple[OverlapNumbers, IntArray]:
-    """A rank's numbers of a step, and when it waited for communication: disjoint intervals (n, 2)."""
-    found, places = np.unique(operators["label"], return_inverse=True)
-    own = [_label(labels, int(number)) for number in found]
-    ran_on = np.array([label.stream for label in own], object)[places]
-    computes = ran_on == Stream.COMPUTE
-    solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in own], np.int64)[places]
-    busy = _intervals(operators[computes])
-    links = [_intervals(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)]
-    numbers = overlap_numbers(
-        busy,
-        solo[computes],
-        links,
-        _intervals(blocks),
-        blocks["kind"] == KINDS.index("paired block"),
-    )
-    return numbers, without(joined(links), busy)
+def _numbers(records: Records, labels: Mapping[int, Label]) -> tuple[OverlapNumbers, IntArray]:
+    """A rank's numbers of a step, and when it waited for transfers: disjoint intervals (n, 2)."""
+    found, places = np.unique(records["label"], return_inverse=True)
+    table = Labels([_label(labels, int(number)) for number in found])
+    by_place = records.copy()
+    by_place["label"] = places
+    operators, _, _ = apart(by_place)
+    computes = table.streams[operators["label"]] == Stream.COMPUTE
+    exposed = without(times_of(operators[~computes]), times_of(operators[computes]))
+    return numbers_of_records(by_place, table), exposed
 
 
 def without(some: IntArray, others: IntArray) -> IntArray:
@@ -160,10 +161,6 @@ def without(some: IntArray, others: IntArray) -> IntArray:
     times = times[order]
     keep = np.flatnonzero(alone[:-1])
     return union(np.stack([times[keep], times[keep + 1]], axis=1).reshape(-1, 2))
-
-
-def _intervals(records: Records) -> IntArray:
-    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
 
 
 def _joined(arrays: Sequence[Records]) -> Records:

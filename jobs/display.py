@@ -219,9 +219,10 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
 def overlap_line(overlap: dict[str, Any]) -> str:
     """What overlap came to, per step, in one line."""
     facts = [f"{overlap['hidden_fraction']:.0%} of communication hidden"]
-    for name in ("slowdown", "launch_gap", "bubble"):
+    names = {"waiting": "waiting for a peer", "slowdown": "slowdown", "launch_gap": "launch gap"}
+    for name, told in {**names, "bubble": "bubble"}.items():
         if (seconds := overlap[f"{name}_seconds"]) is not None:
-            facts.append(f"{name.replace('_', ' ')} {seconds * 1e3:.1f} ms")
+            facts.append(f"{told} {seconds * 1e3:.1f} ms")
     if overlap["alpha"] is not None:
         facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
     if (recovered := overlap["recovered"]) is not None and recovered < 0:

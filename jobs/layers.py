@@ -53,13 +53,13 @@ def as_chosen(config: Config, setting: Setting) -> Config:
 
 
 def with_layers(
-    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell
+    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
     fitting = _fitting(setting_of(config, shape), layer_search(config))
     tell(f"layers of degree {' and '.join(map(str, fitting))}")
     probe = as_chosen(config, with_choices(setting_of(config, shape), _side_by_side(fitting, shape.layers)))
-    return layers_chosen(config, shape, find_or_measure(probe, shape, launcher).profile)
+    return layers_chosen(config, shape, find_or_measure(probe, shape, launcher, data=data).profile)
 
 
 def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[Config, list[MeasuredLayout]]:

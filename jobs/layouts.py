@@ -42,7 +42,7 @@ Tell = Callable[[str], None]
 
 
 def with_layout(
-    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell
+    config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
 
@@ -57,7 +57,7 @@ def with_layout(
         layout = one.layout().describe()
         tell(f"layout {layout} ({number} of {len(fitting)})")
         try:
-            profile = find_or_measure(one, shape, launcher).profile
+            profile = find_or_measure(one, shape, launcher, data=data).profile
         except WorkerError as error:  # such as a model that does not fit
             failure = error
             found.append(MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0]))

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,26 @@ def train(
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
+    report: dict[str, Any] = {}
+    for event in training(config, options, show, faults=faults, places=places):
+        if isinstance(event, Finished):
+            report = event.report
+    return report
+
+
+def training(
+    config: Config,
+    options: RunOptions | None = None,
+    show: Show = lambda event: None,
+    *,
+    faults: tuple[Fault, ...] = (),
+    places: Sequence[Place] | None = None,
+) -> Generator[Event, None, None]:
+    """As `train`, event by event: ranks wait while nobody asks for the next one. `Finished` has the report.
+
+    Where it is not followed to its end, close it: that ends what it has started. Several may run by turns in
+    one thread, if those that began later end earlier.
+    """
     # ranks do not share the command's folder
     config, options = anchored(config, Path.cwd()), options or RunOptions()
     check_lasting(config)
@@ -110,7 +130,6 @@ def train(
         made = plan_run(config, shape, str(prepared.output), launcher, show)
         return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
-    report: dict[str, Any] = {}
     events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
     telemetry = config.telemetry
     with contextlib.ExitStack() as stack:
@@ -137,9 +156,7 @@ def train(
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
                 case StepDone(record=record):
                     sinks.step(asdict(record))
-                case Finished():
-                    report = event.report
-    return report
+            yield event
 
 
 @contextlib.contextmanager
@@ -189,7 +206,7 @@ def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, s
     else:
         if known_profile(config, shape, launcher) is None:
             show(Profiling())
-        known = find_or_measure(config, shape, launcher)
+        known = find_or_measure(config, shape, launcher, data=data)
         show(known)
         if known.trouble:
             show(Incident(kind="telemetry", text=known.trouble, step=0))
@@ -217,21 +234,21 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     return replace(made, faults=before.faults)
 
 
-def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
+def _laid_out(config: Config, launcher: Launcher, prepared: Prepared, show: Show) -> Config:
     """The configuration with a layout and what is best for every layer, where they are to be searched for."""
     if not config.parallel.auto and not config.chooses_layers:
         return config
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape, data = config.check(load_tokenizer(config.data.tokenizer).vocabulary), str(prepared.output)
 
     def tell(layout: str) -> None:
         show(Profiling(layout=layout))
 
     if config.parallel.auto:
-        config, layouts = with_layout(config, shape, launcher, tell)
+        config, layouts = with_layout(config, shape, launcher, tell, data)
         show(LayoutsMeasured(layouts=tuple(layouts)))
         config = left_open(config, shape)
     if config.chooses_layers and config.overlap.plan is None:
-        config, layouts = with_layers(config, shape, launcher, tell)
+        config, layouts = with_layers(config, shape, launcher, tell, data)
         show(LayoutsMeasured(layouts=tuple(layouts)))
     return config
 
@@ -248,7 +265,7 @@ def _in_processes(
     if not config.parallel.auto:
         launcher.check(config.layout().ranks)
     prepared = prepare_data(config, local_map, show, resume=options.resume)
-    config = _laid_out(config, launcher, show)
+    config = _laid_out(config, launcher, prepared, show)
     controller = Controller(plan(config, prepared, launcher), launcher, options)
     with signals.calling(controller.stop):
         yield from controller.run()
@@ -270,7 +287,7 @@ def _on_ray(
         if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
             launcher.check(config.layout().ranks)
         prepared = prepare_data(config, ray_map, show, resume=options.resume)
-        config = _laid_out(config, launcher, show)
+        config = _laid_out(config, launcher, prepared, show)
         made = plan(config, prepared, launcher)
         controllers = Controllers(made, options, partial(replan, made))
         budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)

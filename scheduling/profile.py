@@ -70,8 +70,8 @@ class Profile:
     copy_ns_per_byte: float = 0.0
     """Of what pieces of values bring to its place in the whole."""
     expert_imbalance: float = 0.0
-    """Rows of the rank of ep with most over the average, at which experts were measured; 0: there are none,
-    or all ranks have as many."""
+    """Rows of the rank of ep with most over the average, mean over the passes that were measured. 0: there
+    are none, or all ranks have as many."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION

@@ -3,7 +3,8 @@
 The numbers: docs/design.md, Numbers of overlap.
 
 Exact for the symmetric case: one rank is simulated per pipeline stage and stands for all ranks of the stage,
-which do the same at the same time on a homogeneous cluster. Routing of experts is taken as balanced.
+which do the same at the same time on a homogeneous cluster. Where experts have unequal numbers of rows, that
+rank is the fullest one (`braid.scheduling.uneven`); modelled costs have equal ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.trace import STRANDS, Label, Span
+from braid.scheduling.trace import KINDS, STRANDS, Label, Span
 
 Records = NDArray[np.void]
 """(spans,) of `RECORD`."""
@@ -28,6 +28,7 @@ RECORD: Final = np.dtype(
         ("end_ns", "<i8"),
         ("label", "<u4"),
         ("step", "<i4"),
+        ("peer", "<i4"),
         ("micro_batch", "<i2"),
         ("chunk", "<i2"),
         ("strand", "u1"),
@@ -36,9 +37,10 @@ RECORD: Final = np.dtype(
         ("unused", "u1"),
     ]
 )
-"""32 bytes. Times are of the wall clock. A micro-batch or chunk of -1: it belongs to none."""
+"""36 bytes. Times are of the wall clock. A micro-batch or chunk of -1: it belongs to none. ``peer``: the
+rank that was waited for; -1 where the kind is not waiting."""
 
-_MAGIC: Final = b"BRAIDSP1"
+_MAGIC: Final = b"BRAIDSP2"
 _HEAD: Final = struct.Struct("<8sIII")
 """Magic, bytes of the header, bytes of the records, CRC-32 of both."""
 _LARGEST: Final = 1 << 28
@@ -110,6 +112,13 @@ _DEFAULTS = {known.name: known.default for known in fields(Label)}
 def _label_fields(label: Label) -> dict[str, Any]:
     """Fields that are not what they are by default. Without `asdict`, which takes twelve times as long."""
     return {name: value for name, default in _DEFAULTS.items() if (value := getattr(label, name)) != default}
+
+
+def apart(records: Records) -> tuple[Records, Records, Records]:
+    """A step's operators, its blocks, and its waiting."""
+    kinds = records["kind"]
+    operators, waits = kinds == KINDS.index("operator"), kinds == KINDS.index("waiting")
+    return records[operators], records[~(operators | waits)], records[waits]
 
 
 def span_of(rank: int, record: np.void, label: Label) -> Span:

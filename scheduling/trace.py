@@ -1,7 +1,7 @@
 """Spans and the numbers made of them, of simulator and runtime alike (docs/design.md, Numbers of overlap)."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from braid.scheduling.operators import Stream
@@ -12,8 +12,9 @@ Interval = tuple[int, int]
 
 STRANDS: Final = ("", "alpha", "beta")
 DIRECTIONS: Final = ("", "forward", "backward")
-KINDS: Final = ("operator", "block", "paired block")
-"""Blocks are spans too: what lies between them is bubble."""
+KINDS: Final = ("operator", "block", "paired block", "waiting")
+"""Blocks are spans too: what lies between them is bubble. Waiting: a rank has issued a collective, another
+member of it has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Label:
     operator: str
     stream: Stream
     layer: int = -1
+    axis: str = ""
+    """Whose ranks a collective spans: an axis of the mesh or a factor of one. Empty: no collective."""
     bytes: int = 0
     flops: int = 0
     shapes: str = ""
@@ -49,6 +52,11 @@ class Label:
     """Its name in a profile."""
     solo_ns: int | None = None
     """What it takes with nothing beside it, where that was measured."""
+
+    @property
+    def along(self) -> str:
+        """The axis that it communicates over, "pp" for messages between stages; empty: it computes."""
+        return "" if self.stream is Stream.COMPUTE else self.axis or "pp"
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -105,10 +113,20 @@ def communication(compute: Iterable[Interval], transfers: Iterable[Interval]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerWait:
+    """How long a rank waited, in a step, until a peer too had issued the collectives of an operator."""
+
+    peer: int
+    operator: str
+    ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlapNumbers:
     """What overlap came to on one rank in one step (docs/design.md, Numbers of overlap); nanoseconds."""
 
     communication_ns: int
+    """With some transfer under way. A collective is from its last member's issue to its last member's end."""
     hidden_ns: int
     slowdown_ns: int | None
     """Compute in paired blocks beyond the same operators' solo times; None without a profile."""
@@ -119,6 +137,17 @@ class OverlapNumbers:
     compute_ns: int
     links_together_ns: int
     """Of the communication, when links inside nodes and between them moved data at the same time."""
+    waiting_ns: int = 0
+    """Waiting for a peer: with nothing computed and no transfer under way, while this rank had issued a
+    collective and another member had not."""
+    peer_waits: tuple[PeerWait, ...] = ()
+    """For whom this rank waited longest, and with which operators: the longest first."""
+    fullest_bytes: int = 0
+    """Of all collectives, what the member sent that had most to send, summed up. Over the rate of the one
+    link that all take, it is the least that `communication_ns` can be. 0: not known."""
+    exposed_by_axis_ns: Mapping[str, int] = field(default_factory=dict)
+    """Of each axis, by itself, transfers during which nothing was computed; "pp": messages between stages.
+    Their sum exceeds `exposed_ns` where transfers of two axes were exposed at once."""
 
     @property
     def exposed_ns(self) -> int:

@@ -1,6 +1,7 @@
 """The numbers of `braid.scheduling.trace` from arrays: for ranks, which make them after every step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +14,38 @@ BoolArray = NDArray[np.bool_]
 
 
 def overlap_numbers(
-    compute: IntArray, solo_ns: IntArray, links: Sequence[IntArray], blocks: IntArray, paired: BoolArray
+    compute: IntArray,
+    solo_ns: IntArray,
+    links: Sequence[IntArray],
+    blocks: IntArray,
+    paired: BoolArray,
+    waits: IntArray | None = None,
+    axes: Mapping[str, IntArray] = MappingProxyType({}),
 ) -> OverlapNumbers:
     """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
 
     compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
     of transfers inside nodes, and of those between them. blocks: of all blocks; ``paired`` (n,): which are
-    paired ones.
+    paired ones. waits: from this rank's issue of collectives to their last members'. axes: the transfers of
+    each axis.
     """
     each = [union(link) for link in links]
     busy, in_flight, inside = union(compute), union(joined(each)), union(blocks)
     running = union(np.concatenate([busy, in_flight]))
+    occupied = running if waits is None else union(np.concatenate([running, waits]))
     bubble = int(inside[-1, 1] - inside[0, 0] - length(inside)) if len(inside) else 0
     return OverlapNumbers(
         communication_ns=length(in_flight),
         hidden_ns=length(in_flight) + length(busy) - length(running),
         slowdown_ns=_slowdown_ns(compute, solo_ns, blocks[paired]),
-        launch_gap_ns=length(union(np.concatenate([inside, running]))) - length(running),
+        launch_gap_ns=length(union(np.concatenate([inside, occupied]))) - length(occupied),
         bubble_ns=bubble,
         compute_ns=length(busy),
         links_together_ns=sum(map(length, each)) - length(in_flight),
+        waiting_ns=length(occupied) - length(running),
+        exposed_by_axis_ns={
+            axis: length(union(np.concatenate([busy, own]))) - length(busy) for axis, own in axes.items()
+        },
     )
 
 

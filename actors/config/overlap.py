@@ -38,7 +38,8 @@ class OverlapConfig(Section):
     plan: Path | None = None  # decisions to repeat, from `braid plan --output` or a run's plan.yaml
     profile: Path | None = None  # measured costs to use instead of the run's own profile
     # Rows of the rank with most over the average, of experts over ep, that profiles are measured at: a run's
-    # report says what they were. null: what routers give that have learned nothing
+    # report says what they were. null: the rows that the tokens of the run's first step have, with the
+    # weights of its begin
     expert_imbalance: Annotated[float, Field(ge=1)] | None = None
     # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
     memory_slack: Annotated[float, Field(ge=0)] | None = None

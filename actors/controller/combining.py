@@ -52,9 +52,21 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         copy_ns_per_byte=max(median(rank.copy_ns_per_byte) for rank in samples),
-        expert_imbalance=max(rank.expert_imbalance for rank in samples),
+        expert_imbalance=_imbalance(samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
     )
+
+
+def _imbalance(samples: Sequence[Samples]) -> float:
+    """Rows of a group's fullest rank over its average, mean over passes and groups; 0: there are none."""
+    groups = {rank.experts_with for rank in samples if rank.expert_rows}
+    passes = [
+        rows
+        for group in sorted(groups)
+        for rows in zip(*(samples[r].expert_rows for r in group), strict=True)
+    ]
+    ratios = [max(rows) * len(rows) / sum(rows) for rows in passes if sum(rows)]
+    return round(sum(ratios) / len(ratios), 3) if ratios else 0.0
 
 
 def streams_of(samples: Sequence[Samples]) -> dict[str, Stream]:

@@ -75,8 +75,14 @@ class Profiled:
     """Why it was not kept for other runs; empty if it was."""
 
 
-def find_or_measure(config: Config, shape: ModelShape, launcher: Launcher, *, anew: bool = False) -> Profiled:
-    """The profile that is known (`known_profile`), else a new one, which is kept; others wait for it."""
+def find_or_measure(
+    config: Config, shape: ModelShape, launcher: Launcher, *, data: str = "", anew: bool = False
+) -> Profiled:
+    """The profile that is known (`known_profile`), else a new one, which is kept; others wait for it.
+
+    ``data``: where the run's tokens are. Experts are measured with the rows that those of the first step give
+    them; without data, with what routers choose for random tokens.
+    """
     if not anew and (found := known_profile(config, shape, launcher)) is not None:
         return found
     path = _profile_path(config, shape, launcher)
@@ -86,7 +92,7 @@ def find_or_measure(config: Config, shape: ModelShape, launcher: Launcher, *, an
         begin, stops = time.perf_counter(), throttled()
         serial = config.with_schedule("megatron")
         schedule = build_schedule(serial, shape)
-        plan = RunPlan(config=serial, shape=shape, schedule=write(schedule), data="")
+        plan = RunPlan(config=serial, shape=shape, schedule=write(schedule), data=data)
         profile = measure(plan, launcher, model_graphs(serial, shape))
         seconds = time.perf_counter() - begin
         if stops := throttled() - stops:

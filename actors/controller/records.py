@@ -43,6 +43,10 @@ class StepRecord:
     slowdown_seconds: float | None
     launch_gap_seconds: float
     bubble_seconds: float
+    waiting_seconds: float
+    """Waiting for a peer: with nothing running, as another member of a collective had not issued it yet."""
+    exposed_by_axis: Mapping[str, float]
+    """Seconds of exposed transfers along every axis of the mesh ("pp": messages between stages)."""
     peak_bytes: tuple[int, ...]
     """Of this step, by rank."""
     validation_bits_per_byte: float | None = None

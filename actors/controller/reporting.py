@@ -64,6 +64,7 @@ class _Overlap:
         "slowdown_seconds",
         "launch_gap_seconds",
         "bubble_seconds",
+        "waiting_seconds",
     )
 
     def __init__(self) -> None:
@@ -102,6 +103,7 @@ class _Overlap:
             "slowdown_seconds": self._mean("slowdown_seconds"),
             "launch_gap_seconds": self._mean("launch_gap_seconds"),
             "bubble_seconds": self._mean("bubble_seconds"),
+            "waiting_seconds": self._mean("waiting_seconds"),
             "alpha": serial.alpha if serial else None,
             "limit_speedup": serial.limit_speedup if serial else None,
             "recovered": serial.recovered(median(seconds)) if serial else None,
@@ -134,16 +136,23 @@ class _Experts:
 
 
 def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
-    """What a line of ``ranks.jsonl`` says of every rank."""
+    """What a line of ``ranks.jsonl`` says of every rank.
+
+    ``waits_for``: peer, operator and seconds of the longest waits for a peer.
+    """
 
     def seconds(name: str) -> list[float | None]:
         values = [getattr(result.overlap, f"{name}_ns") for result in results]
         return [None if ns is None else ns / 1e9 for ns in values]
 
-    parts = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
+    parts = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "waiting", "compute")
     return {
         "seconds": [result.seconds for result in results],
         **{f"{name}_seconds": seconds(name) for name in parts},
+        "waits_for": [
+            [[wait.peer, wait.operator, wait.ns / 1e9] for wait in result.overlap.peer_waits]
+            for result in results
+        ],
         "peak_bytes": [result.peak_bytes for result in results],
         "lifetime_peak_bytes": [result.lifetime_peak_bytes for result in results],
         "dropped_spans": [result.dropped_spans for result in results],
@@ -166,4 +175,9 @@ def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
         "slowdown_seconds": mean("slowdown_ns") if known else None,
         "launch_gap_seconds": mean("launch_gap_ns"),
         "bubble_seconds": mean("bubble_ns"),
+        "waiting_seconds": mean("waiting_ns"),
+        "exposed_by_axis": {
+            axis: sum(rank.exposed_by_axis_ns.get(axis, 0) for rank in ranks) / len(ranks) / 1e9
+            for axis in sorted({axis for rank in ranks for axis in rank.exposed_by_axis_ns})
+        },
     }

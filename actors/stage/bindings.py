@@ -252,7 +252,14 @@ class Binder:
     def _label(self, node: Node, instance: PartInstance) -> Label:
         op = node.operator
         stream = op.stream if op.axis is None else self._mesh.stream(op.axis)
-        return Label(operator=name_of(node), stream=stream, layer=instance.index, flops=op.flops, key=op.key)
+        return Label(
+            operator=name_of(node),
+            stream=stream,
+            layer=instance.index,
+            axis=op.axis or "",
+            flops=op.flops,
+            key=op.key,
+        )
 
 
 def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:

@@ -118,6 +118,8 @@ class Executor:
         self._watch, self._graph, self._routing = watch, graph, routing
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
+        self.ended: Callable[[], None] | None = None
+        """Called when all transfers of a step have ended, before the first of the next step begins."""
         self._update: Updating | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[object, Transfer] = {}
@@ -138,6 +140,7 @@ class Executor:
             self._stretches.append((stretch, frames, bound[key]))
         self._update_begins = _update_begins([stretch for stretch, _, _ in self._stretches])
         self._prefetched = _prefetched([stretch for stretch, _, _ in self._stretches])
+        self._next_begins = len(self._stretches) - bool(self._prefetched)
 
     def _frame(self, one: Pass, frame: Frame) -> Registers:
         key = one.micro_batch, one.chunk
@@ -166,7 +169,10 @@ class Executor:
             self._losses = self._graph.run(self, batches, loss_scale)
         else:
             self._losses = self.passes(batches, loss_scale)
-        self._do(self._update_begins, len(self._stretches))
+        self._do(self._update_begins, self._next_begins)
+        if self.ended is not None:
+            self.ended()
+        self._do(self._next_begins, len(self._stretches))
         return sum(float(loss) for loss in self._losses)
 
     def passes(self, batches: Sequence[MicroBatch | None], loss_scale: float) -> list[Tensor]:

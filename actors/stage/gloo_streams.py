@@ -53,8 +53,8 @@ class HostStreams:
         if awaited_next:
             self._all_issued()
             begin = time.perf_counter_ns()
-            return Transfer(launch=launch, work=_issued(launch), begin=begin)
-        transfer = Transfer(launch=launch, work=None, begin=None)
+            return Transfer(launch=launch, work=_issued(launch), begin=begin, sent=launch.sends)
+        transfer = Transfer(launch=launch, work=None, begin=None, sent=launch.sends)
         transfer.issued, transfer.done = threading.Event(), threading.Event()
         order = _Order(transfer, launch, self._waiter(stream, lane))
         if 0 < launch.sends <= _SMALL_BYTES:

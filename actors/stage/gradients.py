@@ -228,7 +228,11 @@ class GradientBuckets:
             along = reduce.axis if reduce.move is None else str(reduce.move.factor)
             stream = self._mesh.stream(along)
             self._labels[key] = Label(
-                operator=name_of(reduce), stream=stream, bytes=buffer.nbytes, shapes=str(buffer.numel())
+                operator=name_of(reduce),
+                stream=stream,
+                axis=along,
+                bytes=buffer.nbytes,
+                shapes=str(buffer.numel()),
             )
         return self._labels[key]
 

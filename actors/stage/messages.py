@@ -212,6 +212,8 @@ class Samples:
     norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
     copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
-    expert_imbalance: float = 0.0
-    """Rows of the rank of ep with most over the average, mean; 0 where no rows are exchanged."""
+    expert_rows: list[int] = field(default_factory=list)
+    """Of this rank's experts, pass by pass; empty where all ranks have as many."""
+    experts_with: tuple[int, ...] = ()
+    """The ranks that tokens of these passes went to: this rank's group along ep."""
     hardware: str

@@ -72,6 +72,8 @@ class Profiler:
     """`MicroBatch.documents` of some, by turns."""
     expert_imbalance: float | None = None
     """`UnevenRouting.imbalance`."""
+    choices: Sequence[Tensor] = ()
+    """`UnevenRouting.choices`."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -95,7 +97,7 @@ class Profiler:
         self._ways = WAYS[0]
         self._documents = cycle(self.documents)
         self._links = LinkTimes(self.mesh, self.streams, self.model)
-        self._routing = UnevenRouting(self.model, self.expert_imbalance, self._generator)
+        self._routing = UnevenRouting(self.model, self.expert_imbalance, self.choices, self._generator)
 
     @torch.no_grad()
     def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
@@ -124,7 +126,8 @@ class Profiler:
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             copy_ns_per_byte=self._copies(rounds),
-            expert_imbalance=self._routing.met,
+            expert_rows=self._routing.rows,
+            experts_with=tuple(self.mesh.topology.groups("ep")[0]) if self._routing.rows else (),
             hardware=hardware(self.model.context.device),
         )
 

@@ -1,24 +1,41 @@
 """A step's spans as records, to be streamed, and the numbers made of them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from braid.actors.stage.streams import Streams
-from braid.actors.stage.telemetry import OPERATOR, Recorder
-from braid.scheduling.operators import Stream
+from braid.actors.stage.telemetry import Recorder
+from braid.scheduling.record_numbers import Labels, numbers_of_records
 from braid.scheduling.schedule import Direction, Pass, Strand
 from braid.scheduling.span_batches import RECORD, Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
-from braid.scheduling.trace_arrays import IntArray, overlap_numbers
+from braid.scheduling.trace_arrays import IntArray
 
 _STRAND = {strand: STRANDS.index(strand.value) for strand in Strand}
 _DIRECTION = {
     Direction.FORWARD: DIRECTIONS.index("forward"),
     Direction.BACKWARD: DIRECTIONS.index("backward"),
 }
+
+
+_WAITING: Final = KINDS.index("waiting")
+Exchange = Callable[[str, IntArray], IntArray]
+"""Takes an axis and an array (n, 3) of this rank, returns those of all ranks along the axis (ranks, n, 3)."""
+
+
+@dataclass(frozen=True)
+class _Met:
+    """Collectives of one axis, n of them, as all their members have seen them."""
+
+    issued: IntArray
+    """(n,) when the last member had issued each; nanoseconds of the wall clock."""
+    ended: IntArray
+    """(n,) when the last member's had ended."""
+    last: IntArray
+    """(n,) ranks that were the last to issue them."""
 
 
 class StepRecorder(Recorder):
@@ -41,11 +58,39 @@ class StepRecorder(Recorder):
         self._ran: tuple[Any, ...] = ()
         self._timeless: Records = np.zeros(0, RECORD)
         """Labels, blocks and kinds of the newest step's spans, and its records but for their times."""
-        self._solo = np.zeros(0, np.int64)
-        self._streams_of = np.zeros(0, object)
+        self._along: dict[str, IntArray] = {}
+        """Rows of the newest step that are collectives, by axis."""
+        self._met: dict[str, _Met] = {}
+        self._fullest_bytes = 0
+        """Of the newest step's collectives, what their members sent that had most to send, summed up."""
+        self._table = Labels(())
+
+    def meet(self, rank: int, exchange: Exchange) -> None:
+        """Learn when the other members of the step's collectives issued them, and when theirs had ended.
+
+        All ranks call this at the same point of a step, when its collectives have ended. rank: this one.
+        """
+        if not self.recording:
+            return
+        for axis, rows in sorted(self.collectives().items()):
+            members = exchange(axis, np.array([(rank, 0, 0), *rows], np.int64))
+            issued, ended, sent = (members[:, 1:, column] for column in range(3))
+            begins = issued.max(0)
+            last = members[:, 0, 0][issued.argmax(0)]
+            self._met[axis] = _Met(begins, np.maximum(begins, ended.max(0)), last)
+            self._fullest_bytes += int(sent.max(0).sum())
+
+    def clear(self) -> None:
+        """Forget the step's spans and marks, and what other ranks told of them."""
+        super().clear()
+        self._met, self._fullest_bytes = {}, 0
 
     def records(self, step: int) -> Records:
-        """The step's records: compute operators, transfers, blocks; times are of the wall clock."""
+        """The step's records: compute operators, transfers, blocks, waiting; times are of the wall clock.
+
+        After `meet` a collective is a transfer from its last member's issue to its last member's end, and
+        waiting from this rank's own issue until then.
+        """
         rows = self._marked()
         if not rows:
             return np.zeros(0, RECORD)
@@ -59,25 +104,14 @@ class StepRecorder(Recorder):
         # What the step before has started counts from this one's begin on; it may have ended by then.
         np.maximum(found["start_ns"], found["end_ns"], out=found["end_ns"])
         found["step"] = step
-        return found
+        waits = [_as_met(found, self._along[axis], met) for axis, met in self._met.items()]
+        return np.concatenate([found, *waits]) if waits else found
 
     def numbers(self, records: Records) -> OverlapNumbers:
         """What overlap came to in a step with these records."""
-        is_block = records["kind"] != OPERATOR
-        blocks, operators = records[is_block], records[~is_block]
-        if len(self._solo) < len(self.labels):
-            known = (-1 if label.solo_ns is None else label.solo_ns for label in self.labels)
-            self._solo = np.fromiter(known, np.int64, len(self.labels))
-            self._streams_of = np.array([label.stream for label in self.labels], object)
-        ran_on = self._streams_of[operators["label"]] if len(operators) else np.zeros(0, object)
-        compute = operators[ran_on == Stream.COMPUTE]
-        return overlap_numbers(
-            _intervals(compute),
-            self._solo[compute["label"]],
-            [_intervals(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)],
-            _intervals(blocks),
-            blocks["kind"] == KINDS.index("paired block"),
-        )
+        if len(self._table) < len(self.labels):
+            self._table = Labels(self.labels)
+        return replace(numbers_of_records(records, self._table), fullest_bytes=self._fullest_bytes)
 
     def _without_times(
         self, labels: Sequence[Label], blocks: Sequence[Pass | None], kinds: Sequence[int]
@@ -89,6 +123,9 @@ class StepRecorder(Recorder):
         found["chunk"] = [-1 if block is None else block.chunk for block in blocks]
         found["strand"] = [0 if block is None else _STRAND[block.strand] for block in blocks]
         found["direction"] = [0 if block is None else _DIRECTION[block.direction] for block in blocks]
+        found["peer"] = -1
+        axes = np.array([label.axis for label in labels], object)
+        self._along = {axis: np.flatnonzero(axes == axis) for axis in sorted({*axes} - {""})}
         return found
 
     def _number(self, label: Label) -> int:
@@ -100,5 +137,10 @@ class StepRecorder(Recorder):
         return found
 
 
-def _intervals(records: Records) -> IntArray:
-    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
+def _as_met(found: Records, rows: IntArray, met: _Met) -> Records:
+    """Give collectives (rows of ``found``) the times of all their members; returns what was waiting."""
+    rows = rows[: len(met.issued)]
+    waits = found[rows]
+    waits["kind"], waits["end_ns"], waits["peer"] = _WAITING, met.issued, met.last
+    found["start_ns"][rows], found["end_ns"][rows] = met.issued, met.ended
+    return waits[waits["start_ns"] < waits["end_ns"]]

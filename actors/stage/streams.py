@@ -37,6 +37,8 @@ class Transfer:
     arrival: Any = None
     """On a device: what compute waits for. In a graph not the mark of the end, which orders nothing."""
     error: BaseException | None = None
+    sent: int | None = None
+    """Bytes that this rank sends, where they are known."""
 
     def take(self) -> Any:
         """The result, once `Streams.wait` has returned; the transfer lets go of it, and of what it read."""

@@ -54,6 +54,20 @@ class Recorder:
         if self.recording:
             self._transfers.append((label, block, transfer))
 
+    def collectives(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Of the step so far, by axis, in the order of issue: when each was issued and ended, nanoseconds of
+        the wall clock, and the bytes that this rank has sent (what is usual where that is not known).
+        """
+        epoch, at = self._epoch_ns, self._streams.nanoseconds
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        given = ((label, begin, end, None) for label, _, _, begin, end in self._given)
+        own = ((label, one.begin, one.end, one.sent) for label, _, one in self._transfers)
+        for label, begin, end, sent in chain(given, own):
+            if label.axis:
+                times = epoch + at(begin), epoch + at(end)
+                found.setdefault(label.axis, []).append((*times, label.bytes if sent is None else sent))
+        return found
+
     def pulse(self) -> tuple[int, str]:
         """What was done so far; and, if that was nothing since the last call, which transfer has not ended.
 

@@ -98,7 +98,11 @@ class ShardedWeights:
                 launch = bucket.stage(gather.move, self._mesh.line(along))
             moved = launch.result
             label = Label(
-                operator=name_of(gather), stream=stream, bytes=moved.nbytes, shapes=str(moved.numel())
+                operator=name_of(gather),
+                stream=stream,
+                axis=along,
+                bytes=moved.nbytes,
+                shapes=str(moved.numel()),
             )
             transfer = self._streams.start(stream, launch, awaited_next=False, lane="data")
             pending.append((label, transfer))

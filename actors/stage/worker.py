@@ -32,6 +32,7 @@ from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan,
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
+from braid.actors.stage.peers import Peers
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
 from braid.actors.stage.rescue import held_slices, write_slices
@@ -43,6 +44,7 @@ from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.uneven_routing import ChoicesMade
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
@@ -52,18 +54,9 @@ from braid.scheduling.validate import linked
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-
 _OF_A_GENERATION = (
-    "_model",
-    "_gradients",
-    "_weights",
-    "_optimizer",
-    "_executor",
-    "_evaluator",
-    "_bind",
-    "_recorder",
-    "_saboteur",
-    "_mesh",
+    *("_model", "_gradients", "_weights", "_optimizer", "_executor", "_evaluator", "_bind", "_recorder"),
+    *("_saboteur", "_mesh"),
 )
 """What `Worker.setup` makes and `Worker.leave` gives up."""
 
@@ -176,11 +169,8 @@ class Worker(Logged, Rank):
             reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
         )
         self._weights = ShardedWeights(self._gradients.plans, self._mesh, streams, self._recorder)
-        self._optimizer = Optimizer(
-            self._gradients,
-            optimizer_settings(config),
-            accelerator_of(self._device),
-        )
+        device = accelerator_of(self._device)
+        self._optimizer = Optimizer(self._gradients, optimizer_settings(config), device)
         self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
         # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
         captured = False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs
@@ -189,6 +179,8 @@ class Worker(Logged, Rank):
         self._membership.graph = graph
         routing = routing_of(self._model)
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
+        told = Peers(self._mesh, streams, self._device).told
+        self._executor.ended = partial(self._recorder.meet, self.rank, told)
         self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         stage = self._code.stages[self._mesh.position["pp"]]
         self._saboteur = Saboteur(plan.faults, self.rank, config.run_directory, stage)
@@ -255,7 +247,12 @@ class Worker(Logged, Rank):
         assert self._streams is not None
         documents = documents_to_measure(self._samples, self._config, self._model.context)
         uneven = self._config.overlap.expert_imbalance
-        profiler = Profiler(self._parts, self._model, self._mesh, self._streams, seed, documents, uneven)
+        made = ChoicesMade(self._model)
+        if made.wanted and uneven is None and self._samples is not None:
+            self._run_again(0, routing=made)
+        profiler = Profiler(
+            self._parts, self._model, self._mesh, self._streams, seed, documents, uneven, made.choices
+        )
         samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0))
         self._gradients.zero()
         return samples
@@ -267,14 +264,18 @@ class Worker(Logged, Rank):
         """
         assert self._streams is not None
         meter = MemoryMeter(lambda: passing(self._weights, self._gradients))
-        executor = self._bind(code=self._code, recorder=Recorder(self._streams), watch=meter)
-        meter.executor = executor
-        assert self._samples is not None
-        tokens = self._config.train.global_batch * self._shape.sequence
-        sharing = Sharing(self._weights, self._gradients)
-        executor.run(self._samples.of_step(step), 1.0 / tokens, sharing)
-        self._gradients.zero()
+        self._run_again(step, watch=meter)
         return meter.peak_bytes
+
+    def _run_again(self, step: int, **watching: Any) -> None:
+        assert self._streams is not None
+        assert self._samples is not None
+        executor = self._bind(code=self._code, recorder=Recorder(self._streams), **watching)
+        if (meter := watching.get("watch")) is not None:
+            meter.executor = executor
+        tokens = self._config.train.global_batch * self._shape.sequence
+        executor.run(self._samples.of_step(step), 1.0 / tokens, Sharing(self._weights, self._gradients))
+        self._gradients.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
         """Stream the spans of all further steps to a collector (here: the path of a Unix socket)."""

@@ -118,10 +118,12 @@ PANELS: Final = (
     Panel(
         kind="timeseries",
         title="What communication costs",
-        description="Shares of time, mean over the chosen ranks, stacked: communication that nothing hid, "
-        "compute slowed down by what runs beside it, gaps inside blocks, waits between blocks.",
+        description="Shares of time, mean over the chosen ranks, stacked: transfers that nothing hid, "
+        "waiting until a peer too has issued a collective, compute slowed down by what runs beside it, gaps "
+        "inside blocks, waits between blocks.",
         queries=(
             Query(expr=_lost("exposed"), legend="exposed", colour=VERMILION),
+            Query(expr=_lost("waiting"), legend="waiting for a peer", colour=SKY),
             Query(expr=_lost("slowdown"), legend="slowdown", colour=ORANGE),
             Query(expr=_lost("launch_gap"), legend="launch gap", colour=PURPLE),
             Query(expr=_lost("bubble"), legend="bubble", colour=GREY),
@@ -157,6 +159,7 @@ PANELS: Final = (
             Query(expr=of_ranks("braid_step_communication_seconds")),
             Query(expr=of_ranks("braid_step_hidden_seconds")),
             Query(expr=of_ranks("braid_step_exposed_seconds")),
+            Query(expr=of_ranks("braid_step_waiting_seconds")),
             Query(expr=of_ranks("braid_step_slowdown_seconds")),
             Query(expr=of_ranks("braid_step_launch_gap_seconds")),
             Query(expr=of_ranks("braid_step_bubble_seconds")),
@@ -165,9 +168,10 @@ PANELS: Final = (
             ("A", "communication", "s"),
             ("B", "hidden", "s"),
             ("C", "exposed", "s"),
-            ("D", "slowdown", "s"),
-            ("E", "launch gap", "s"),
-            ("F", "bubble", "s"),
+            ("D", "waiting for a peer", "s"),
+            ("E", "slowdown", "s"),
+            ("F", "launch gap", "s"),
+            ("G", "bubble", "s"),
         ),
     ),
 )

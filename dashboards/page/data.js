@@ -1,7 +1,7 @@
 // What the server knows, fetched when it says that something is new. Only the newest state matters: what a slow
 // page misses is old by the time that it looks again.
 
-const NUMBERS = { f8: Float64Array, u4: Uint32Array, i2: Int16Array, u1: Uint8Array };
+const NUMBERS = { f8: Float64Array, i4: Int32Array, u4: Uint32Array, i2: Int16Array, u1: Uint8Array };
 export const RANKS_AT_ONCE = 16;
 const MOST_STEPS_OF_RANKS = 96;
 

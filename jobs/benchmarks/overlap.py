@@ -137,7 +137,7 @@ def run(
         starts=starts,
         ray=ray,
         paced=bool(why_paced),
-        rows=tuple(row_of(side, serial, case.step_tokens) for side in sides),
+        rows=tuple(row_of(side, serial, case.step_tokens, mbit) for side in sides),
         seed=case.seed,
         load_before=load,
         exact_seconds=bench.exact_seconds(profile),
@@ -187,7 +187,7 @@ class _Bench:
     def _measure(self, rounds: int = 5) -> Profile:
         config = self._every_degree()
         schedule = write(build_schedule(config, self.shape))
-        plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data="")
+        plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data=self._data)
         return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
 
     def _every_degree(self) -> Config:

@@ -36,6 +36,12 @@ class OverlapRow:
     """Of a step, when links inside hosts and between them moved data at the same time."""
     launch_gap_fraction: float | None = None
     bubble_fraction: float | None = None
+    waiting_fraction: float | None = None
+    """Of a step, waiting until a peer too had issued a collective."""
+    communication_seconds: float | None = None
+    """Of a step, with some transfer under way; mean over the ranks."""
+    link_seconds: float | None = None
+    """What the bytes of the fullest direction take at the rate of the link between hosts."""
     peak_bytes: int = 0
     """Of the largest process."""
     activation_bytes: int | None = None
@@ -172,7 +178,8 @@ class Side:
     """Whether its steps record spans, where another side of the same ranks does otherwise."""
 
 
-def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
+def row_of(side: Side, serial: Side, tokens: int, link_mbit: float) -> OverlapRow:
+    """What a side's rounds came to, beside the serial schedule's; tokens: of a step."""
     seconds = Spread.of(side.seconds)
     row = OverlapRow(
         schedule=side.name,
@@ -211,6 +218,9 @@ def row_of(side: Side, serial: Side, tokens: int) -> OverlapRow:
         links_together_fraction=share("links_together_ns"),
         launch_gap_fraction=share("launch_gap_ns"),
         bubble_fraction=share("bubble_ns"),
+        waiting_fraction=share("waiting_ns"),
+        communication_seconds=median(communication) / 1e9,
+        link_seconds=median(max(rank.fullest_bytes for rank in step) for step in numbers) * 8e-6 / link_mbit,
         activation_bytes=side.activation_bytes,
         predicted_seconds=side.predicted,
         beside_seconds=median(side.beside) if side.beside else None,
@@ -235,7 +245,8 @@ def show(console: Console, result: OverlapResult) -> None:
     two_links = any(row.links_together_fraction for row in result.rows)
     for name in (
         "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", *(["both links"] if two_links else []),
-        "slowdown", "gap", "bubble", "peak MiB", "slots MiB", "simulated s", "again s",
+        "waiting", "slowdown", "gap", "bubble", "link s", "bytes s", "peak MiB", "slots MiB", "simulated s",
+        "again s",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in result.rows:
@@ -251,11 +262,13 @@ def show(console: Console, result: OverlapResult) -> None:
                     row.recovered,
                     row.hidden_fraction,
                     *([row.links_together_fraction] if two_links else []),
+                    row.waiting_fraction,
                     row.slowdown_fraction,
                     row.launch_gap_fraction,
                     row.bubble_fraction,
                 )
             ),
+            *("-" if s is None else f"{s:.3f}" for s in (row.communication_seconds, row.link_seconds)),
             f"{row.peak_bytes / 2**20:.0f}",
             "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
             *("-" if s is None else f"{s:.3f}" for s in (row.predicted_seconds, row.beside_seconds)),

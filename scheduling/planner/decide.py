@@ -29,6 +29,7 @@ from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation, simulate
 from braid.scheduling.sizes import part_sizes
+from braid.scheduling.uneven import of_fullest_rank
 from braid.scheduling.validate import check, linked
 
 ALIKE = 0.02
@@ -109,13 +110,12 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
 
 
 def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
-    """The graphs of a run, with its own costs."""
+    """The graphs of a run, with its own costs: of the rank that the others wait for."""
+    costs = of_fullest_rank(profile, graphs)
 
     def bench_of(setting: Setting) -> Bench:
         members = with_partitions(graphs, setting.partitions, setting.layout)
-        return Bench(
-            setting, members, with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])
-        )
+        return Bench(setting, members, with_piece_costs(costs, members.values(), DTYPE_BYTES[setting.dtype]))
 
     return bench_of
 

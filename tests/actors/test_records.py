@@ -68,6 +68,8 @@ def a_record(step: int, **changes: Any) -> StepRecord:
         "slowdown_seconds": None,
         "launch_gap_seconds": 0.0,
         "bubble_seconds": 0.0,
+        "waiting_seconds": 0.0,
+        "exposed_by_axis": {},
     }
     return StepRecord(**{"step": step, "tokens": 8, "peak_bytes": (1, 2), **numbers, **rest, **changes})
 

@@ -1,7 +1,9 @@
 """A step's records: what ran, for which block and when, whatever ran in the step before."""
 
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from braid.actors.stage.streams import Transfer
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Pass, PassKind, Strand
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, communication
+from braid.scheduling.trace_arrays import IntArray
 
 LABELS = [
     Label(operator=f"operator {n}", stream=stream, layer=n, bytes=n, key=f"{stream.value} {n}")
@@ -117,3 +120,71 @@ def test_nothing_is_recorded_unless_asked() -> None:
     record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, PASSES[1], True)]))
     assert not len(recorder.records(0))
     assert recorder.numbers(recorder.records(0)).communication_ns == 0
+
+
+class _Members:
+    """Ranks of one axis that meet: each gives its array and gets everyone's, by number."""
+
+    def __init__(self, recorders: list[StepRecorder]) -> None:
+        self._recorders = recorders
+
+    def exchange(self, axis: str, own: IntArray) -> IntArray:
+        rows = [
+            np.array([(rank, 0, 0), *one.collectives()[axis]], np.int64)
+            for rank, one in enumerate(self._recorders, start=5)
+        ]
+        assert any((own == row).all() for row in rows)
+        return np.stack(rows)
+
+
+@given(st.integers(0, 2**31))
+def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
+    """Against counting nanosecond by nanosecond, by the definition, what each of three ranks did."""
+    random = Random(seed)
+    streams = HostStreams()
+    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
+    recorders = [StepRecorder(streams) for _ in range(3)]
+    both = [label for label in LABELS if label.stream is not Stream.COMPUTE]
+    collectives = [(replace(random.choice(both), axis="ep"), random.randrange(1000)) for _ in range(6)]
+    seen: list[list[tuple[Label, int, int]]] = []
+    busy: list[list[tuple[int, int]]] = []
+    for recorder in recorders:
+        recorder.clear()
+        own, now = [], random.randrange(100)
+        for label, sent in collectives:
+            begin = now = now + random.randrange(60)
+            end = begin + random.randrange(80)
+            own.append((label, begin, end))
+            recorder.transfer(label, None, Transfer(None, None, begin, end, sent=sent + len(seen)))
+        message = both[0], now, now + random.randrange(50)
+        recorder.transfer(*(message[0], None, Transfer(None, None, *message[1:])))
+        seen.append([*own, message])
+        busy.append([(at, at + random.randrange(40)) for at in random.sample(range(500), 4)])
+        for begin, end in busy[-1]:
+            recorder.compute(LABELS[0], None, begin, end)
+    for rank, recorder in enumerate(recorders, start=5):
+        recorder.meet(rank, _Members(recorders).exchange)
+    for number, recorder in enumerate(recorders):
+        numbers = recorder.numbers(recorder.records(0))
+        moving, waiting = set[int](), set[int]()
+        computing = {t for begin, end in busy[number] for t in range(begin, end)}
+        waits: dict[tuple[int, str], list[range]] = {}
+        for place in range(len(collectives)):
+            issued = [own[place][1] for own in seen]
+            last = max(issued)
+            moving |= set(range(last, max(last, *(own[place][2] for own in seen))))
+            waiting |= set(range(issued[number], last))
+            who = 5 + issued.index(last), collectives[place][0].operator
+            waits.setdefault(who, []).append(range(issued[number], last))
+        along = moving - computing
+        moving |= set(range(*seen[number][-1][1:]))
+        assert numbers.communication_ns == len(moving)
+        assert numbers.exposed_ns == len(moving - computing)
+        assert numbers.waiting_ns == len(waiting - computing - moving)
+        assert numbers.exposed_by_axis_ns["ep"] == len(along)
+        assert numbers.fullest_bytes == sum(sent + 2 for _, sent in collectives)
+        told = {who: sum(len(set(one) - computing - moving) for one in own) for who, own in waits.items()}
+        for wait in numbers.peer_waits:
+            assert told[wait.peer, wait.operator] == wait.ns > 0
+        longest = sorted((ns for ns in told.values() if ns), reverse=True)[:3]
+        assert [wait.ns for wait in numbers.peer_waits] == longest

@@ -41,7 +41,7 @@ def test_the_fullest_rank_has_as_many_rows_as_asked(
     experts: int, top_k: int, ep: int, imbalance: float
 ) -> None:
     model, op = of_experts(experts, top_k, ep)
-    uneven = UnevenRouting(model, imbalance, torch.Generator().manual_seed(3))
+    uneven = UnevenRouting(model, imbalance, (), torch.Generator().manual_seed(3))
     gates, _, _, scores = results = routed(experts, top_k)
     found_gates, choice, counts, found_scores = uneven.of(op, results)
     assert found_gates is gates
@@ -52,25 +52,44 @@ def test_the_fullest_rank_has_as_many_rows_as_asked(
     rows = counts.view(ep, -1).sum(1) * ep / counts.sum()
     assert float(rows[0]) == pytest.approx(imbalance, rel=0.05)
     assert rows[1:].tolist() == pytest.approx([(ep - imbalance) / (ep - 1)] * (ep - 1), rel=0.15)
-    assert uneven.met == pytest.approx(max(rows.tolist()), rel=1e-3)
 
 
-def test_without_a_wish_routers_choose_and_what_they_did_is_told() -> None:
+def test_without_a_wish_routers_choose() -> None:
     model, op = of_experts(8, 2, 2)
-    uneven = UnevenRouting(model, None, torch.Generator())
+    uneven = UnevenRouting(model, None, (), torch.Generator())
     results = routed(8, 2)
     assert all(a is b for a, b in zip(uneven.of(op, results), results, strict=True))
-    rows = results[2].view(2, -1).sum(1)
-    assert uneven.met == pytest.approx(float(rows.max() / rows.double().mean()), abs=1e-3)
+
+
+def test_choices_of_a_run_come_back_by_turns() -> None:
+    model, op = of_experts(8, 2, 2)
+    choices = [routed(8, 2)[1] for _ in range(3)]
+    uneven = UnevenRouting(model, None, choices, torch.Generator())
+    results = routed(8, 2)
+    for turn in range(5):
+        gates, choice, counts, scores = uneven.of(op, results)
+        assert choice is choices[turn % 3]
+        assert counts.tolist() == torch.bincount(choice.flatten(), minlength=8).tolist()
+        assert (gates, scores) == (results[0], results[3])
+
+
+def test_rows_of_this_rank_are_told_pass_by_pass() -> None:
+    model, _ = of_experts(8, 2, 2)
+    part = built_in_parts(part_sizes(model.shape, model.layout, 1))["layer"]
+    uneven = UnevenRouting(model, None, (), torch.Generator())
+    for rows in ((3, 0, 4, 1), (2, 2, 2, 3)):
+        told = (None, None, None, None, rows)
+        assert uneven.of(part.forward.named("router_rows"), told) is told
+    assert uneven.rows == [8, 9]
 
 
 @pytest.mark.parametrize(("ep", "capacity"), [(1, 0.0), (2, 1.0)])
 def test_where_ranks_have_as_many_rows_nothing_changes(ep: int, capacity: float) -> None:
     model, op = of_experts(8, 2, ep, capacity)
-    uneven = UnevenRouting(model, None, torch.Generator())
+    uneven = UnevenRouting(model, None, (), torch.Generator())
     results = routed(8, 2)
     assert uneven.of(op, results) is results
-    assert uneven.met == 0
+    assert not uneven.rows
 
 
 def test_more_than_all_rows_are_refused() -> None:

@@ -21,13 +21,13 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import Outcome, evaluate
 from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.record_numbers import Labels, numbers_of_records
 from braid.scheduling.schedule_text import write
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.span_batches import RECORD, Batch, Records
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
-from braid.scheduling.trace_arrays import overlap_numbers
 
 SIMULATED = "simulated"
 BEGIN_NS = 1_750_000_000_000_000_000
@@ -189,7 +189,7 @@ class MadeUpRun:
             )
             strand = span.strand if direction else ""
             record["strand"], record["direction"] = STRANDS.index(strand), direction
-        made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:]]
+        made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:3]]
         for row, run in enumerate(rank.blocks, start=len(spans)):
             paired, (block, *_) = run.stretch.paired, run.stretch.passes
             record = made.records[row]
@@ -209,7 +209,7 @@ class MadeUpRun:
             for name in ("start_ns", "end_ns"):
                 records[name] = self._clock + np.rint(stage.records[name] * factor).astype(np.int64)
             records["step"] = self.done
-            found.append(rank_numbers(records, stage.labels))
+            found.append(numbers_of_records(records, Labels(stage.labels)))
             seconds.append(float(records["end_ns"].max() - self._clock) / 1e9)
             batch = Batch(
                 rank=rank,
@@ -225,7 +225,16 @@ class MadeUpRun:
         self._lines(found, seconds)
 
     def _lines(self, found: list[OverlapNumbers], seconds: list[float]) -> None:
-        fields = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "compute")
+        fields = (
+            "communication",
+            "hidden",
+            "exposed",
+            "slowdown",
+            "launch_gap",
+            "bubble",
+            "waiting",
+            "compute",
+        )
         ranks = {f"{name}_seconds": [getattr(one, f"{name}_ns") / 1e9 for one in found] for name in fields}
         means = {name: float(np.mean(values)) for name, values in ranks.items()}
         peaks = [memory.total_bytes for memory in self._outcome.simulation.memory]
@@ -281,25 +290,6 @@ class MadeUpRun:
         """Write what a complete run ends with."""
         self.note("finished", self.done, "complete")
         self._write("report.json", json.dumps({"complete": True}))
-
-
-def rank_numbers(records: Records, labels: list[Label]) -> OverlapNumbers:
-    """What overlap came to in one rank's records of a step."""
-    operators, blocks = records[records["kind"] == 0], records[records["kind"] > 0]
-    ran_on = np.array([label.stream for label in labels], object)[operators["label"]]
-    solo = np.array([-1 if label.solo_ns is None else label.solo_ns for label in labels], np.int64)
-    compute = operators[ran_on == Stream.COMPUTE]
-    return overlap_numbers(
-        _ends(compute),
-        solo[compute["label"]],
-        [_ends(operators[ran_on == link]) for link in (Stream.INTRA, Stream.INTER)],
-        _ends(blocks),
-        blocks["kind"] == KINDS.index("paired block"),
-    )
-
-
-def _ends(records: Records) -> NDArray[np.int64]:
-    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
 
 
 def _sides(simulation: Simulation, stage: int) -> Iterator[tuple[int, float]]:

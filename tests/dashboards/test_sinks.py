@@ -29,6 +29,7 @@ LINES: list[dict[str, Any]] = [
         "slowdown_seconds": None,
         "launch_gap_seconds": 0.0,
         "bubble_seconds": 0.01,
+        "waiting_seconds": 0.02,
         "peak_bytes": [1, 2],
         "validation_bits_per_byte": 3.0 if step == 4 else None,
         "mfu": None,

@@ -96,7 +96,7 @@ def test_bytes_of_something_else_are_refused() -> None:
 
 def test_a_record_is_the_span_that_the_simulator_emits() -> None:
     records = made_up(1, 3)
-    records[0] = (100, 250, 0, 7, 3, 1, 2, 1, 0, 0)
+    records[0] = (100, 250, 0, 7, -1, 3, 1, 2, 1, 0, 0)
     span = span_of(5, records[0], _label(bytes=64))
     expected: dict[str, Any] = {
         "rank": 5,
