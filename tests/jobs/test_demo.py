@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from braid.actors.controller.json_lines import read_lines
 from braid.jobs.demo import PICTURE, STRETCH, Demo
 from tests.end_to_end.command import braid
 
 FOUND = Demo(
-    seconds=(0.3, 0.2),
+    seconds=((0.3, 0.9, 0.36, 0.32), (0.2, 0.6, 0.3, 0.1)),
     hidden=(0.0, 0.82),
     compared=12,
     alike=12,
@@ -20,11 +21,16 @@ FOUND = Demo(
 
 
 def test_the_sentence_says_what_was_won() -> None:
+    """Pair by pair: other work slows both steps of a pair alike."""
     assert FOUND.sentence == (
         "1.50x faster: 82% of communication hidden (0% without); same losses to the last bit in the 12 steps "
         "that both made"
     )
     assert "a fault: other losses in 1 of the 12 steps" in replace(FOUND, alike=11).sentence
+
+
+def test_the_pictures_are_of_steps_of_median_length() -> None:
+    assert FOUND.typical == (4, 4), "0.36 s and 0.3 s, behind the two steps that are left out"
 
 
 @pytest.mark.slow
@@ -38,4 +44,8 @@ def test_a_small_demo(tmp_path: Path) -> None:
     assert "emulated" in outcome.output
     for name in ("without overlap: ", "with overlap: ", "bits per byte"):
         assert name in outcome.output
-    assert (tmp_path / "runs" / "demo" / PICTURE).read_bytes().startswith(b"\x89PNG")
+    runs = [tmp_path / "runs" / name for name in ("demo", "demo-without-overlap")]
+    ends = [[line["time"] for line in read_lines(run / "metrics.jsonl")[:STRETCH]] for run in runs]
+    both = [end for pair in zip(*ends, strict=True) for end in pair]
+    assert both == sorted(both), "the two runs made their steps by turns"
+    assert (runs[0] / PICTURE).read_bytes().startswith(b"\x89PNG")
