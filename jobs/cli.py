@@ -24,6 +24,7 @@ from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.viewing_cli import report, trace
+from braid.scheduling.json_text import json_text
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -107,7 +108,7 @@ def train(
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
-        write_durably(report, json.dumps(result, indent=1))
+        write_durably(report, json_text(result, indent=1))
     if not result["complete"] and len(result["steps"]) != until:
         raise typer.Exit(_INTERRUPT_EXIT)
 

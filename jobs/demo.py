@@ -4,7 +4,7 @@ The demo's model is trained twice over an emulated slow link: a short stretch wi
 same beginning to the end with it. Both compute the same, so their losses must agree to the last bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from braid.actors.controller.controller import RunOptions
 from braid.dashboards.timeline_picture import comparison_png
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
+from braid.jobs.display import validation_line
 from braid.jobs.train import Show, train
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -38,7 +39,8 @@ class Demo:
     """Steps that both runs made."""
     alike: int
     """Those of them whose loss and gradient norm are the same to the last bit."""
-    bits_per_byte: float
+    validation: Mapping[str, float | None]
+    """As in the report."""
     link_mbit: float
     runs: tuple[Path, Path]
 
@@ -74,7 +76,7 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
         hidden=_pair([report["overlap"]["hidden_fraction"] for report in reports]),
         compared=len(both),
         alike=sum(_result(first) == _result(second) for first, second in both),
-        bits_per_byte=reports[1]["validation"]["bits_per_byte"],
+        validation=reports[1]["validation"],
         link_mbit=mbit,
         runs=(serial.run_directory, config.run_directory),
     )
@@ -110,6 +112,6 @@ def show_demo(console: Console, demo: Demo) -> None:
     console.print(
         f"every operator of the run: braid dashboard {demo.runs[1]}", highlight=False, soft_wrap=True
     )
-    console.print(f"validation: {demo.bits_per_byte:.3f} bits per byte", highlight=False)
+    console.print(f"validation: {validation_line(demo.validation)}", highlight=False)
     style = "bold green" if demo.alike == demo.compared else "bold red"
     console.print(Text(demo.sentence, style=style), soft_wrap=True)

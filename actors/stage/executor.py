@@ -56,6 +56,8 @@ class MicroBatch:
     documents: Mapping[str, Documents] = field(default_factory=dict)
     """Which of them attend to each other, where that is not all of a sample; by what parts of the model read
     (`documents_seen`)."""
+    counted: Tensor | None = None
+    """T booleans: whose loss counts; the others only fill the micro-batch up. None: all."""
 
 
 class Updating(Protocol):
@@ -122,6 +124,7 @@ class Executor:
         self._chunks = code.schedule.chunks
         self._sending: dict[object, Transfer] = {}
         self._losses: list[Tensor] = []
+        self._seen: list[int] = []  # micro-batches that these are of
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
         """Micro-batch, registers, and which of them the batch fills."""
@@ -135,6 +138,8 @@ class Executor:
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
+            losses = [one for one in stretch.operations if isinstance(one, Loss)]
+            self._seen += [stretch.passes[one.turn].micro_batch for one in losses]
             self._stretches.append((stretch, frames, bound[key]))
         self._update_begins = _update_begins([stretch for stretch, _, _ in self._stretches])
         self._prefetched = _prefetched([stretch for stretch, _, _ in self._stretches])
@@ -149,7 +154,7 @@ class Executor:
 
     @torch.no_grad()
     def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Updating | None) -> float:
-        """Run the code once. Returns the sum of token losses this rank saw (0.0 without the head).
+        """Run the code once. Returns the sum of the token losses that count and that this rank saw (or 0.0).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
         ``loss_scale`` multiplies gradients. ``update`` may be None for code that shares nothing.
@@ -167,10 +172,10 @@ class Executor:
         else:
             self._losses = self.passes(batches, loss_scale)
         self._do(self._update_begins, len(self._stretches))
-        return sum(float(loss) for loss in self._losses)
+        return sum(_total(loss_T, batches[m]) for m, loss_T in zip(self._seen, self._losses, strict=True))
 
     def passes(self, batches: Sequence[MicroBatch | None], loss_scale: float) -> list[Tensor]:
-        """Run what comes before the update; returns the losses of micro-batches that this rank saw."""
+        """Run what comes before the update; returns the tokens' losses of micro-batches that it saw."""
         self._losses = []
         self._fill(batches, loss_scale)
         self._do(0, self._update_begins)
@@ -200,11 +205,6 @@ class Executor:
             else:
                 for operation in operations:
                     operation(frames, passes)
-
-    @property
-    def losses(self) -> int:
-        """Micro-batches whose loss this rank saw in its last run."""
-        return len(self._losses)
 
     @property
     def routed(self) -> "RoutingSums | None":
@@ -367,6 +367,12 @@ class Executor:
 
     def _tag(self, moved: Pass) -> int:
         return moved.micro_batch * self._chunks + moved.chunk
+
+
+def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
+    """The sum of the losses that count."""
+    counted = None if batch is None else batch.counted
+    return float((loss_T if counted is None else loss_T[counted]).sum())
 
 
 def _update_begins(stretches: Sequence[Stretch]) -> int:

@@ -56,6 +56,7 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "launch_gap_seconds": 0.01,
         "bubble_seconds": 0.03,
         "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
+        "validation_loss": 4.0,
         "validation_bits_per_byte": 2.0,
         "time": BEGIN + 0.5 * step,
         "generation": 0,
