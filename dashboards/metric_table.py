@@ -49,6 +49,8 @@ class Metric:
     event: str = ""
     per_rank: bool = False
     cumulative: bool = False
+    in_every_line: bool = False
+    """Then null says that it was no number, which a gauge shows."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -56,8 +58,23 @@ class Metric:
         return RANK_LABELS if self.per_rank else RUN_LABELS
 
 
-def _of_step(name: str, text: str, field: str, kind: Kind = Kind.GAUGE, per_rank: bool = False) -> Metric:
-    return Metric(name=name, kind=kind, help=text, source=Source.METRICS, field=field, per_rank=per_rank)
+def _of_step(
+    name: str,
+    text: str,
+    field: str,
+    kind: Kind = Kind.GAUGE,
+    per_rank: bool = False,
+    in_every_line: bool = False,
+) -> Metric:
+    return Metric(
+        name=name,
+        kind=kind,
+        help=text,
+        source=Source.METRICS,
+        field=field,
+        per_rank=per_rank,
+        in_every_line=in_every_line,
+    )
 
 
 _OF_RANKS: Final = {
@@ -121,13 +138,20 @@ def _count(name: str, text: str, event: str) -> Metric:
 
 METRICS: Final = (
     _of_step("braid_step", "Number of the last finished step, from 1", "step"),
-    _of_step("braid_loss_nats", "Mean training loss of a token, in nats", "loss"),
+    _of_step("braid_loss_nats", "Mean training loss of a token, in nats", "loss", in_every_line=True),
+    _of_step(
+        "braid_validation_loss_nats",
+        "Mean loss of a token on the validation split, in nats",
+        "validation_loss",
+    ),
     _of_step(
         "braid_validation_bits_per_byte",
-        "Loss on the validation split, in bits per byte of text",
+        "The same loss in bits per byte of text",
         "validation_bits_per_byte",
     ),
-    _of_step("braid_gradient_norm", "Global norm of the gradient, before clipping", "grad_norm"),
+    _of_step(
+        "braid_gradient_norm", "Global norm of the gradient, before clipping", "grad_norm", in_every_line=True
+    ),
     _of_step("braid_learning_rate", "Learning rate of the last step", "lr"),
     _of_step(
         "braid_tokens_total",

@@ -227,6 +227,8 @@ class Exporter:
             if metric.source is not source:
                 continue
             value = value_of(line, metric.field)
+            if metric.in_every_line and value is None and metric.field in line:
+                value = math.nan
             if not metric.per_rank:
                 self._record(metric, (self._run,), _number(value))
             elif isinstance(value, Sequence) and not isinstance(value, str):

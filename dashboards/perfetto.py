@@ -5,11 +5,11 @@ collective. Strands differ in colour; blocks stand above
 the operators that they hold; arrows lead from a message between stages to the block that it arrives for.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.json_text import json_text
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
 
@@ -53,7 +53,7 @@ def perfetto_trace(traces: TraceFolder, steps: Iterable[int]) -> str:
                     seen.add(key)
                     first.setdefault(key, []).append((rank, event))
     events += _arrows(sent, first)
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    return json_text({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _block(record: Any) -> _Key:

@@ -20,7 +20,6 @@ from braid.dashboards.run_files import (
     GrowingLines,
     NotReadableError,
     file_facts,
-    finite,
     numbers_in,
     read_json,
     read_text,
@@ -36,6 +35,7 @@ from braid.dashboards.timeline_view import (
 )
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.compare_traces import read_trace
+from braid.scheduling.json_text import finite
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import AXES, ParallelLayout
 from braid.scheduling.stragglers import stragglers

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+from braid.scheduling.json_text import finite
 
 MOST_BYTES: Final = 64 << 20
 """No description of a run is larger."""
@@ -68,17 +69,6 @@ def read_json(path: Path) -> Any:
         return finite(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise NotReadableError(f"{path.name} is not JSON: {error}") from None
-
-
-def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return value
 
 
 def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:

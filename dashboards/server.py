@@ -320,7 +320,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
                 except TimeoutError:
                     await _send(response, ": still here\n\n")
                 else:
-                    await _send(response, f"data: {json.dumps(seen)}\n\n")
+                    await _send(response, f"data: {json.dumps(seen, allow_nan=False)}\n\n")
     return response
 
 

@@ -17,6 +17,7 @@ from braid.dashboards.run_files import shown_config, value_of
 
 SCALARS = (
     "loss",
+    "validation_loss",
     "validation_bits_per_byte",
     "grad_norm",
     "lr",

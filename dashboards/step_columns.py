@@ -15,6 +15,7 @@ COLUMNS: Final = (
     "loss",
     "grad_norm",
     "lr",
+    "validation_loss",
     "validation_bits_per_byte",
     "mfu",
     "communication_seconds",

@@ -216,6 +216,6 @@ def _packed(header: dict[str, Any], columns: Mapping[str, NDArray[Any]]) -> byte
         )
         parts.append(data + bytes(-len(data) % 8))
         place += len(parts[-1])
-    text = json.dumps({**header, "arrays": arrays}, separators=(",", ":")).encode()
+    text = json.dumps({**header, "arrays": arrays}, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 8)
     return struct.pack("<I", len(text)) + text + b"".join(parts)

@@ -6,12 +6,13 @@ failed has exit code 1.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from braid.scheduling.json_text import json_text
 
 _FAILED_EXIT, _ERROR_EXIT = 1, 2
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"braid: {error}", file=sys.stderr)
         return _ERROR_EXIT
-    print(json.dumps(result.as_json()) if chosen.json else text)
+    print(json_text(result.as_json()) if chosen.json else text)
     return _FAILED_EXIT if failed else 0
 
 

@@ -1,6 +1,5 @@
 """``braid checkpoint``: list, verify and export what runs have saved."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.actors.config import ConfigError
+from braid.scheduling.json_text import json_text
 
 checkpoint = typer.Typer(
     help="List, verify and export the checkpoints of a run.", no_args_is_help=True, add_completion=False
@@ -44,7 +44,7 @@ def list_checkpoints(run: RunArgument, as_json: AsJson = False) -> None:
             }
             for one in found
         ]
-        typer.echo(json.dumps(rows))
+        typer.echo(json_text(rows))
         return
     table = Table(box=None, pad_edge=False)
     for name in ("step", "size"):

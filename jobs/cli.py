@@ -24,6 +24,7 @@ from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.viewing_cli import report, trace
+from braid.scheduling.json_text import json_text
 
 app = typer.Typer(
     help="Train transformer language models and hide communication behind computation.",
@@ -81,7 +82,7 @@ def train(
 
         resolved = with_plan(resolved, plan)
     if dry_run:
-        _dry_run(Console(), resolved)
+        _dry_run(Console(), resolved, resume=resume or resume_if_begun)
         return
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
@@ -107,21 +108,24 @@ def train(
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
-        write_durably(report, json.dumps(result, indent=1))
+        write_durably(report, json_text(result, indent=1))
     if not result["complete"] and len(result["steps"]) != until:
         raise typer.Exit(_INTERRUPT_EXIT)
 
 
-def _dry_run(console: Console, config: Config) -> None:
+def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
     from braid.actors.stage.hub_files import check_initial
     from braid.jobs.data.data_sets import check_data
     from braid.jobs.data.tokenizer import load_tokenizer
     from braid.jobs.planning.drawing import show_dry_run
+    from braid.jobs.remarks import on_learning_rate
 
     shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
     check_initial(config.model.initial, shape)
     check_data(config)
     show_dry_run(console, config, shape)
+    for text in on_learning_rate(config, resume=resume):
+        console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

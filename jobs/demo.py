@@ -5,7 +5,7 @@ beginning a short stretch without it. In that stretch both make their steps by t
 the machine slows both alike. Both compute the same, so their losses must agree to the last bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from braid.actors.controller.records import Event, Finished, StepDone
 from braid.dashboards.timeline_picture import comparison_png
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
+from braid.jobs.display import validation_line
 from braid.jobs.train import Show, training
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -44,7 +45,8 @@ class Demo:
     """Steps that both runs made."""
     alike: int
     """Those of them whose loss and gradient norm are the same to the last bit."""
-    bits_per_byte: float | None
+    validation: Mapping[str, float | None]
+    """As in the report."""
     link_mbit: float
     runs: tuple[Path, Path]
 
@@ -105,7 +107,7 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
         hidden=(hidden[0], hidden[1]),
         compared=len(both),
         alike=sum(_result(first) == _result(second) for first, second in both),
-        bits_per_byte=reports[1]["validation"]["bits_per_byte"],
+        validation=reports[1]["validation"],
         link_mbit=mbit,
         runs=(serial.run_directory, config.run_directory),
     )
@@ -150,7 +152,6 @@ def show_demo(console: Console, demo: Demo) -> None:
     console.print(
         f"every operator of the run: braid dashboard {demo.runs[1]}", highlight=False, soft_wrap=True
     )
-    if demo.bits_per_byte is not None:
-        console.print(f"validation: {demo.bits_per_byte:.3f} bits per byte", highlight=False)
+    console.print(f"validation: {validation_line(demo.validation)}", highlight=False)
     style = "bold green" if demo.alike == demo.compared else "bold red"
     console.print(Text(demo.sentence, style=style), soft_wrap=True)

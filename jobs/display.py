@@ -1,9 +1,11 @@
 """What a person sees while a run goes on: a live progress line in a terminal, plain lines elsewhere."""
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console, Group
@@ -47,7 +49,7 @@ class Display:
         )
         self._task: Any = None
         self._losses: list[float] = []
-        self._bits: float | None = None
+        self._validation: str = "-"
         self._screen: Live | None = None
         self._last_line = 0.0
         self._last_step = 0
@@ -125,8 +127,10 @@ class Display:
 
     def _step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        if record.validation_bits_per_byte is not None:
-            self._bits = record.validation_bits_per_byte
+        if record.validation_loss is not None:
+            self._validation = validation_line(
+                {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
+            )
         self._progress.update(self._task, completed=record.step)
         if self._screen:
             self._screen.update(Group(self._numbers(record), self._progress))
@@ -136,7 +140,7 @@ class Display:
     def _due(self, record: StepRecord) -> bool:
         """Plain lines at most every two seconds, but always for the last step and for validations."""
         now = time.monotonic()
-        important = record.step == self._last_step or record.validation_bits_per_byte is not None
+        important = record.step == self._last_step or record.validation_loss is not None
         if not important and now - self._last_line < _LINE_SECONDS:
             return False
         self._last_line = now
@@ -147,7 +151,7 @@ class Display:
         return [
             ("step", f"{record.step}/{self._last_step}"),
             ("loss", f"{record.loss:.4f}"),
-            ("validation", f"{self._bits:.3f} bits/byte" if self._bits is not None else "-"),
+            ("validation", self._validation),
             ("tokens/s", si(record.tokens_per_s)),
             ("step time", f"{record.seconds * 1e3:.0f} ms"),
             ("communication", f"{share:.0%}"),
@@ -172,16 +176,26 @@ class Display:
         self._say("done" if event.complete else "stopped early; go on with --resume")
 
 
-def curve(values: list[float], width: int = 32) -> str:
-    """A series as a line of blocks, averaged into ``width`` columns."""
+def curve(values: Sequence[float], width: int = 32) -> str:
+    """A series as a line of blocks, averaged into ``width`` columns; an x where no value is a number."""
     if not values:
         return ""
     columns = min(width, len(values))
     edges = [round(n * len(values) / columns) for n in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
+    known = [[value for value in values[a:b] if math.isfinite(value)] for a, b in pairwise(edges)]
+    means = [fmean(column) if column else None for column in known]
+    low, high = (end((mean for mean in means if mean is not None), default=0.0) for end in (min, max))
     scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
-    return "".join(_CURVE[round((mean - low) * scale)] for mean in means)
+    return "".join("x" if mean is None else _CURVE[round((mean - low) * scale)] for mean in means)
+
+
+def validation_line(validation: Mapping[str, float | None]) -> str:
+    """What a report says of the last validation: in nats as the loss is, and in bits where that is known."""
+    loss, bits = validation["loss"], validation["bits_per_byte"]
+    facts = [] if loss is None else [f"{loss:.4f} nats per token"]
+    if bits is not None:
+        facts.append(f"{bits:.3f} bits per byte")
+    return ", ".join(facts) or "-"
 
 
 def report_table(report: dict[str, Any], losses: list[float]) -> Table:
@@ -196,8 +210,7 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     table.add_row("layout", f"{ranks}, schedule {layout['schedule']}")
     if steps:
         table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}")
-    bits = report["validation"]["bits_per_byte"]
-    table.add_row("validation", "-" if bits is None else f"{bits:.3f} bits per byte")
+    table.add_row("validation", validation_line(report["validation"]))
     between = f"{wall:.1f} s for {len(steps)} steps, {wall - seconds:.1f} of them between steps"
     table.add_row("speed", f"{si(report['tokens_per_s'])} tokens/s, {between}")
     if seconds:

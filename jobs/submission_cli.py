@@ -1,7 +1,6 @@
 """``braid submit`` and ``braid jobs``: runs as jobs of a Ray cluster."""
 
 import asyncio
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.actors.config import ConfigError, load_config
+from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.submission import Job, JobServer
@@ -90,7 +90,7 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
 
     found = JobServer(address).jobs()
     if as_json:
-        typer.echo(json.dumps([asdict(job) for job in found]))
+        typer.echo(json_text([asdict(job) for job in found]))
         return
     table = Table(box=None, pad_edge=False)
     for name in ("run", "job", "status", "layout", "started", "took", "submitted by"):
@@ -108,7 +108,7 @@ def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> Non
 
     job = JobServer(address).find(name)
     if as_json:
-        typer.echo(json.dumps(asdict(job)))
+        typer.echo(json_text(asdict(job)))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")

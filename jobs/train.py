@@ -34,6 +34,7 @@ from braid.jobs.data.tokenizer import load_tokenizer
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
+from braid.jobs.remarks import on_learning_rate
 from braid.jobs.session import check_lasting, ray_session
 from braid.jobs.stopping import SecondSignalError, StopSignals
 from braid.scheduling.schedule_text import write
@@ -125,6 +126,9 @@ def training(
         check_initial(config.model.initial, shape)
     if not config.overlap.needs_profile and not config.parallel.auto:
         build_schedule(config, shape)  # what is wrong with it shows before anything starts
+
+    for text in on_learning_rate(config, resume=options.resume):
+        show(Incident(kind="learning-rate", text=text, step=0))
 
     def plan(config: Config, prepared: Prepared, launcher: Launcher) -> RunPlan:
         made = plan_run(config, shape, str(prepared.output), launcher, show)

@@ -1,8 +1,8 @@
 """Spans as a Chrome trace: what Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
-import json
 from collections.abc import Iterable
 
+from braid.scheduling.json_text import json_text
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import Span
 
@@ -37,7 +37,7 @@ def chrome_trace(spans: Iterable[Span]) -> str:
                 },
             }
         )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    return json_text({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _names(rank: int) -> list[dict[str, object]]:

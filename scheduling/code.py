@@ -6,7 +6,7 @@ operations on frames: the registers of a micro-batch in a chunk. Equal stretches
 600,000 operations is small. `Stretch.operations` over all stretches is the flat form.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from braid.scheduling.schedule import (
     Norm,
     Pass,
     PassKind,
+    Prefetch,
     Reduce,
     Schedule,
     Step,
@@ -286,3 +287,21 @@ class Code:
         own = self.buckets.of(chunk)
         held = own if bucket is None else (own[bucket],)
         return sum((one.parameters for one in held), Parameters())
+
+
+def update_begins(stretches: Sequence[Stretch]) -> int:
+    """The first stretch of the norm or of the update, behind all that touch activations and messages."""
+    first = len(stretches)
+    for at, stretch in enumerate(stretches):
+        if stretch.frames:
+            first = len(stretches)
+        elif isinstance(stretch.instruction, Norm | Step):
+            first = min(first, at)
+    return first
+
+
+def prefetched(stretches: Sequence[Stretch]) -> tuple[Gather, ...]:
+    """What the step before begins to gather."""
+    behind = len(stretches) > 1 and isinstance(stretches[-1].instruction, Prefetch)
+    starts = (one.what for one in (stretches[-1].operations if behind else ()) if isinstance(one, Start))
+    return tuple(what for what in starts if isinstance(what, Gather))

@@ -179,14 +179,14 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:
-        """The sum of token losses over a vocabulary that is cut over ``tp``, whose statistics are gathered.
+        """The loss of every token over a vocabulary that is cut over ``tp``, whose statistics are gathered.
 
         Its backward writes d.logits over the logits, of which it is the last reader.
         """
         tokens, tp, module = self.dims(logits).tokens, self.sizes.tensor, f"{name}_statistics"
         statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)
         partition = self._value(f"{name}.partition", Dims(tokens, 1), Precision.STATISTIC)
-        loss = self._value(name, Dims(1, 1), Precision.STATISTIC)
+        loss = self._value(name, Dims(tokens, 1), Precision.STATISTIC)
         op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
         if tp > 1:
             made = Dims(tokens * tp, 3)

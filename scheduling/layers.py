@@ -85,7 +85,7 @@ def embedding(sizes: PartSizes) -> Part:
 
 
 def head(sizes: PartSizes) -> Part:
-    """Final norm, vocabulary-parallel logits and cross-entropy; its output is the sum of token losses.
+    """Final norm, vocabulary-parallel logits and cross-entropy; its output is the loss of every token.
 
     Its backward pass needs nothing from elsewhere and runs at once, so that the logits, the largest value of
     all, are never kept between two blocks.

@@ -56,4 +56,4 @@ class TrainConfig(Section):
     # of a sum lie within a factor of 2^25 or so, and ep stays, as an expert adds up rows of its ranks
     deterministic_reduction: bool = False
     validate_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: only at the end
-    validation_samples: Positive = 64  # of each validation
+    validation_samples: Positive = 64  # of each validation, at equal distances over what is held out

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import math
 import secrets
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from braid.actors.controller.routing import ExpertNumbers, numbers_of
 from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
+from braid.scheduling.json_text import json_text
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of ``metrics.jsonl``; steps count from 1. Seconds are the slowest rank's."""
+    """One line of ``metrics.jsonl``; steps count from 1. Seconds are the slowest rank's. Where loss or norm
+    is no number, the line has null."""
 
     step: int
     loss: float
@@ -49,7 +52,11 @@ class StepRecord:
     """Seconds of exposed transfers along every axis of the mesh ("pp": messages between stages)."""
     peak_bytes: tuple[int, ...]
     """Of this step, by rank."""
+    validation_loss: float | None = None
+    """Of a token that was held out, in nats, as ``loss`` is of those trained on; None where no validation
+    follows the step."""
     validation_bits_per_byte: float | None = None
+    """The same loss by bytes of text; None also where nobody knows how many bytes tokens stand for."""
     time: float = 0.0
     """Wall clock at the step's end, seconds since 1970."""
     generation: int = 1
@@ -204,8 +211,8 @@ class RunDirectory:
             _MARK: "\n".join([self.identity.mark, *self.identity.replaces]),
             "config.yaml": config.to_yaml(),
             "schedule.txt": schedule,
-            "cluster.json": json.dumps(cluster, indent=1),
-            "model.json": json.dumps(asdict(shape), indent=1),
+            "cluster.json": json_text(cluster, indent=1),
+            "model.json": json_text(asdict(shape), indent=1),
             **files,
         }
         for name, text in self._description.items():
@@ -316,7 +323,7 @@ class RunDirectory:
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
         waiting = self._waiting[name]
-        waiting.add(json.dumps(content) + "\n")
+        waiting.add(json_text(content) + "\n")
         if time.monotonic() >= waiting.again:
             self._flush(name)
 
@@ -329,7 +336,7 @@ class RunDirectory:
     def write_report(self, report: dict[str, Any]) -> str:
         """Write ``report.json``; returns why it could not be written, or nothing."""
         self.trouble = ""
-        self._write("report.json", json.dumps(report, indent=1))
+        self._write("report.json", json_text(report, indent=1))
         return self.trouble
 
     def close(self) -> None:
@@ -354,8 +361,14 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _record(content: dict[str, Any]) -> StepRecord:
+    """A number that every step has and that is null was none (`json_text`)."""
     experts = numbers_of(content.get("experts"))
-    return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"]), "experts": experts})
+    none = {name: math.nan for name in _NUMBERS if content.get(name, 0.0) is None}
+    read = {"peak_bytes": tuple(content["peak_bytes"]), "experts": experts, **none}
+    return StepRecord(**{**content, **read})
+
+
+_NUMBERS = tuple(one.name for one in fields(StepRecord) if one.type is float)
 
 
 def read_metrics(path: Path) -> Iterator[StepRecord]:

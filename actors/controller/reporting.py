@@ -22,13 +22,13 @@ def build_report(
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
     overlap, experts = _Overlap(), _Experts()
-    validation = None
+    validation: dict[str, float | None] = {"loss": None, "bits_per_byte": None}
     for record in records:
         steps.append({name: getattr(record, name) for name in _OF_A_STEP})
         if len(record.peak_bytes) == layout.ranks:
             peaks = list(map(max, peaks, record.peak_bytes))
-        if record.validation_bits_per_byte is not None:
-            validation = record.validation_bits_per_byte
+        if "validation" in record.between_seconds:
+            validation = {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
         overlap.add(record)
         if record.experts is not None:
             experts.add(record.experts)
@@ -38,7 +38,7 @@ def build_report(
         "complete": complete,
         "steps": steps,
         "tokens_per_s": sum(step["tokens"] for step in timed) / seconds if seconds else 0.0,
-        "validation": {"bits_per_byte": validation},
+        "validation": validation,
         "layout": {
             **asdict(layout),
             "ranks": layout.ranks,

@@ -111,10 +111,10 @@ class Stepper:
         tokens = train.global_batch * self._plan.shape.sequence
         loss = sum(result.loss_sum for result in results) / tokens
         told = self._odd(step, loss, results[0], records)
-        bits = None
+        held_out = bits = None
         if self._validates_after(step + 1, last):
             with self._clock.part("validation"):
-                bits = self._validate()
+                held_out, bits = self._validate()
         now = time.time()
         wall_seconds, between = self._clock.step_ends(step + 1)
         record = StepRecord(
@@ -126,6 +126,7 @@ class Stepper:
             tokens=tokens,
             **overlap_fields([result.overlap for result in results]),
             peak_bytes=tuple(result.peak_bytes for result in results),
+            validation_loss=held_out,
             validation_bits_per_byte=bits,
             time=now,
             generation=self._generation,
@@ -152,7 +153,7 @@ class Stepper:
         if result.discarded:
             what = "repeated" if result.applied else "skipped on all ranks"
             told.append(f"gradients of step {step + 1} were no numbers; the step was {what}")
-        before = [record.loss for record in records]
+        before = [record.loss for record in records if math.isfinite(record.loss)]
         if failure.spike and len(before) >= 5 and loss > failure.spike * median(before):
             text = f"the loss of step {step + 1} is {loss:.4g}, {loss / median(before):.1f} times the median"
             if self._spikes.repeats(step):
@@ -180,7 +181,9 @@ class Stepper:
         ranks = self._plan.config.layout().ranks
         return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
 
-    def _validate(self) -> float:
-        results = self._group.call_all(Rank.validate)
-        loss = sum(result[0] for result in results) / sum(result[1] for result in results)
-        return float(loss / math.log(2) / self._facts["validation_bytes_per_token"])
+    def _validate(self) -> tuple[float, float | None]:
+        """Nats per token, and bits per byte of the text of the same tokens, where that is known."""
+        nats: float = sum(self._group.call_all(Rank.validate))
+        text_bytes = self._facts["validation_bytes"]
+        bits = nats / math.log(2) / text_bytes if text_bytes else None
+        return nats / self._facts["validation_tokens"], bits

@@ -14,7 +14,6 @@ Shape suffixes: N samples, S = sequence + 1 tokens of a window.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,6 +64,9 @@ class DataIndex:
     parameters: Mapping[str, Any]
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
     contents: tuple[str, ...] = ()  # of every source, format and SHA-256; nothing in older data sets
+    token_bytes: tuple[int, ...] = ()
+    """UTF-8 bytes of text that every token id stands for, 0 for special ones; nothing in older data sets, and
+    where the tokenizer does not keep the text."""
 
     @property
     def fingerprint(self) -> str:
@@ -81,6 +83,10 @@ class DataIndex:
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.splits[split])
+
+    def bytes_of(self, tokens: np.ndarray) -> int | None:
+        """UTF-8 bytes of the text that tokens stand for; None if that is not known."""
+        return int(np.array(self.token_bytes)[tokens].sum()) if self.token_bytes else None
 
     def to_json(self) -> str:
         """Text of `index.json`; `read_index` is its inverse."""
@@ -126,7 +132,9 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
     }
     sources = tuple((str(path), int(size), int(time)) for path, size, time in entries["sources"])
     contents = tuple(str(content) for content in entries.get("contents", ()))
-    index = DataIndex(**{**entries, "splits": splits, "sources": sources, "contents": contents})
+    token_bytes = tuple(entries.get("token_bytes", ()))
+    read = {"splits": splits, "sources": sources, "contents": contents, "token_bytes": token_bytes}
+    index = DataIndex(**{**entries, **read})
     counts: list[tuple[str, Any]] = [
         (name, getattr(index, name))
         for name in ("vocabulary", "end_of_document", "documents_skipped", "documents_empty")
@@ -136,6 +144,9 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
         if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or not shard.tokens:
             raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
         counts += [("tokens", shard.tokens), ("bytes", shard.bytes_of_text), ("documents", shard.documents)]
+    if len(token_bytes) not in (0, index.vocabulary):
+        raise ValueError(f"token_bytes has {len(token_bytes)} entries, the vocabulary {index.vocabulary}")
+    counts += [("token_bytes", count) for count in token_bytes]
     for name, count in counts:
         if type(count) is not int or count < 0:
             raise ValueError(f"{name} is {count!r}")
@@ -209,21 +220,13 @@ class TokenShards:
         return (self.tokens - 1) // self.sequence
 
     @property
-    def bytes_of_text(self) -> int:
-        return sum(shard.bytes_of_text for shard in self.index.splits[self.split])
-
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token of this split, ends of documents counted among the tokens."""
-        return self.bytes_of_text / self.tokens
-
-    @property
     def fingerprint(self) -> str:
         return self.index.fingerprint
 
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        """Turn a mean loss in nats per token into bits per byte of text, which tokenizers do not change."""
-        return nats_per_token / math.log(2) / self.bytes_per_token
+    def spread(self, most: int) -> np.ndarray:
+        """Ids of up to ``most`` samples at equal distances over the split, all different: [count] int64."""
+        count = min(most, self.samples)
+        return np.arange(count, dtype=np.int64) * self.samples // count
 
     def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
         """Windows of the given samples: [N] integers -> [N, sequence + 1] int64. IndexError if outside."""

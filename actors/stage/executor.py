@@ -37,9 +37,11 @@ from braid.scheduling.code import (
     Update,
     Wait,
     name_of,
+    prefetched,
+    update_begins,
 )
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Gather, Norm, Pass, Prefetch, Receive, Reduce, Send, Step
+from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
 
 if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
@@ -56,6 +58,8 @@ class MicroBatch:
     documents: Mapping[str, Documents] = field(default_factory=dict)
     """Which of them attend to each other, where that is not all of a sample; by what parts of the model read
     (`documents_seen`)."""
+    counted: Tensor | None = None
+    """T booleans: whose loss counts; the others only fill the micro-batch up. None: all."""
 
 
 class Updating(Protocol):
@@ -124,6 +128,7 @@ class Executor:
         self._chunks = code.schedule.chunks
         self._sending: dict[object, Transfer] = {}
         self._losses: list[Tensor] = []
+        self._seen: list[int] = []  # micro-batches that these are of
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
         """Micro-batch, registers, and which of them the batch fills."""
@@ -137,9 +142,11 @@ class Executor:
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
+            losses = [one for one in stretch.operations if isinstance(one, Loss)]
+            self._seen += [stretch.passes[one.turn].micro_batch for one in losses]
             self._stretches.append((stretch, frames, bound[key]))
-        self._update_begins = _update_begins([stretch for stretch, _, _ in self._stretches])
-        self._prefetched = _prefetched([stretch for stretch, _, _ in self._stretches])
+        self._update_begins = update_begins([stretch for stretch, _, _ in self._stretches])
+        self._prefetched = prefetched([stretch for stretch, _, _ in self._stretches])
         self._next_begins = len(self._stretches) - bool(self._prefetched)
 
     def _frame(self, one: Pass, frame: Frame) -> Registers:
@@ -152,7 +159,7 @@ class Executor:
 
     @torch.no_grad()
     def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Updating | None) -> float:
-        """Run the code once. Returns the sum of token losses this rank saw (0.0 without the head).
+        """Run the code once. Returns the sum of the token losses that count and that this rank saw (or 0.0).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
         ``loss_scale`` multiplies gradients. ``update`` may be None for code that shares nothing.
@@ -173,10 +180,10 @@ class Executor:
         if self.ended is not None:
             self.ended()
         self._do(self._next_begins, len(self._stretches))
-        return sum(float(loss) for loss in self._losses)
+        return sum(_total(loss_T, batches[m]) for m, loss_T in zip(self._seen, self._losses, strict=True))
 
     def passes(self, batches: Sequence[MicroBatch | None], loss_scale: float) -> list[Tensor]:
-        """Run what comes before the update; returns the losses of micro-batches that this rank saw."""
+        """Run what comes before the update; returns the tokens' losses of micro-batches that it saw."""
         self._losses = []
         self._fill(batches, loss_scale)
         self._do(0, self._update_begins)
@@ -206,11 +213,6 @@ class Executor:
             else:
                 for operation in operations:
                     operation(frames, passes)
-
-    @property
-    def losses(self) -> int:
-        """Micro-batches whose loss this rank saw in its last run."""
-        return len(self._losses)
 
     @property
     def routed(self) -> "RoutingSums | None":
@@ -375,22 +377,10 @@ class Executor:
         return moved.micro_batch * self._chunks + moved.chunk
 
 
-def _update_begins(stretches: Sequence[Stretch]) -> int:
-    """The first stretch of the norm or of the update, behind all that touch activations and messages."""
-    first = len(stretches)
-    for at, stretch in enumerate(stretches):
-        if stretch.frames:
-            first = len(stretches)
-        elif isinstance(stretch.instruction, Norm | Step):
-            first = min(first, at)
-    return first
-
-
-def _prefetched(stretches: Sequence[Stretch]) -> tuple[Gather, ...]:
-    """What the step before begins to gather."""
-    behind = len(stretches) > 1 and isinstance(stretches[-1].instruction, Prefetch)
-    starts = (one.what for one in (stretches[-1].operations if behind else ()) if isinstance(one, Start))
-    return tuple(what for what in starts if isinstance(what, Gather))
+def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
+    """The sum of the losses that count."""
+    counted = None if batch is None else batch.counted
+    return float((loss_T if counted is None else loss_T[counted]).sum())
 
 
 def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from braid.actors.stage.accelerator import Accelerator, Event, Stream
 from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.learning_rate import LearningRate
 from braid.actors.stage.shares import Share, main_gradient_dtype
 from braid.actors.stage.sharing import Sharing
 from braid.actors.stage.weights import ShardedWeights
@@ -24,26 +25,13 @@ STATE_KINDS = ("parameter", *_MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(LearningRate):
     """What AdamW needs; see ``train`` in the configuration."""
 
-    lr: float
-    min_lr_fraction: float
-    warmup_steps: int
-    steps: int
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     clip_norm: float
-
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0): linear warm-up, then cosine decay to a fraction."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        span = max(1, self.steps - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / span)
-        floor = self.lr * self.min_lr_fraction
-        return floor + 0.5 * (self.lr - floor) * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass

@@ -59,12 +59,12 @@ class Rank(ABC):
         """Run one optimizer step on the samples of step ``step`` (from 0)."""
 
     @abstractmethod
-    def validate(self) -> tuple[float, int]:
-        """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
+    def validate(self) -> float:
+        """This rank's part of the sum of token losses, in nats, over the samples of a validation."""
 
     @abstractmethod
-    def data_facts(self) -> dict[str, float | int | str]:
-        """Size and identity of the data, for reports and checkpoints."""
+    def data_facts(self) -> dict[str, int | str | None]:
+        """What is to be known of the data (`ReplicaSamples.facts`)."""
 
     @abstractmethod
     def profile(self, rounds: int, seed: int) -> Samples:

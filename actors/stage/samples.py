@@ -4,7 +4,7 @@ Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank 
 M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,6 @@ from braid.scheduling.spec import ParallelLayout
 
 Batches = list[MicroBatch | None]
 """One for each micro-batch; None on a rank that has no part of the model that sees tokens."""
-
-
-def validation_micro_batches(config: Config) -> int:
-    """Micro-batches per replica in one validation, rounded up to whole ones."""
-    return -(-config.train.validation_samples // (config.train.micro_batch * config.layout().dp))
 
 
 @dataclass(frozen=True)
@@ -71,6 +66,9 @@ class ReplicaSamples:
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
         validates = config.data.validation_fraction > 0
         self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
+        self._validated = np.zeros(0, np.int64)
+        if self._validation is not None:
+            self._validated = self._validation.spread(config.train.validation_samples)
         ends = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
         self._sees_tokens = ends or config.data.document_mask
         self._ahead = ReadingAhead(self._read)
@@ -85,26 +83,30 @@ class ReplicaSamples:
         """Tells the samples of the step that was asked for last from others (`samples_digest`)."""
         return samples_digest(self._newest)
 
+    @property
+    def validation_micro_batches(self) -> int:
+        """Of this replica, as of all others, in one validation; 0 if nothing is held out."""
+        return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.dp))
+
     def of_validation(self) -> Batches:
-        """The samples that every validation takes."""
+        """The samples that every validation takes; those that only fill up micro-batches do not count."""
         assert self._validation is not None
-        count = validation_micro_batches(self._config) * self._config.train.micro_batch * self._layout.dp
-        ids = self._mine(np.arange(count) % self._validation.samples)
-        return self._batches(ids, self._tokens(self._validation, ids))
+        filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.dp
+        ids = self._mine(np.resize(self._validated, filled))
+        counted = self._mine(np.arange(filled) < len(self._validated))
+        return self._batches(ids, self._tokens(self._validation, ids), counted)
 
     def documents(self) -> list[Mapping[str, Documents]]:
         """Of the first step's micro-batches."""
         return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
-    def facts(self) -> dict[str, float | int | str]:
-        """Size and identity of the data, for reports and checkpoints."""
-        facts: dict[str, float | int | str] = {
-            "fingerprint": self._train.fingerprint,
-            "train_tokens": self._train.tokens,
-            "train_samples": self._train.samples,
-        }
+    def facts(self) -> dict[str, int | str | None]:
+        """The data's identity; and the tokens that a validation predicts, with their bytes of text."""
+        facts: dict[str, int | str | None] = {"fingerprint": self._train.fingerprint}
         if self._validation is not None:
-            facts["validation_bytes_per_token"] = self._validation.bytes_per_token
+            targets = self._validation.tokens_at(self._validated)[:, 1:]
+            facts["validation_tokens"] = targets.size
+            facts["validation_bytes"] = self._validation.index.bytes_of(targets)
         return facts
 
     def close(self) -> None:
@@ -155,7 +157,8 @@ class ReplicaSamples:
             orders.append(document_order(ranks, self._context, sequence, documents, place))
         return orders
 
-    def _batches(self, ids: np.ndarray, own: _Own | None) -> Batches:
+    def _batches(self, ids: np.ndarray, own: _Own | None, counted: np.ndarray | None = None) -> Batches:
+        """``counted``: which samples do, where not all of them."""
         count = len(ids) // self._config.train.micro_batch
         if own is None:
             return [None] * count
@@ -167,7 +170,12 @@ class ReplicaSamples:
         documents = [
             _by_degree(one.on(self._device), self._layout, self._place) for one in own.documents
         ] or [{}] * count
-        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m]) for m in range(count)]
+        counted_MT: Sequence[torch.Tensor | None] = [None] * count
+        if counted is not None:
+            counted_Ns = torch.from_numpy(counted)[:, None].expand(own.tokens.shape[1:]).to(self._device)
+            head = self._layout.ends[1]
+            counted_MT = seen_by(head, counted_Ns.reshape(count, -1), self._layout, self._place).unbind()
+        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
 
 
 def documents_to_measure(

@@ -46,7 +46,7 @@ class Passes(Protocol):
     """What runs a step's forward and backward passes."""
 
     def passes(self, batches: Batches, loss_scale: float) -> list[Tensor]:
-        """Run them; returns the losses of micro-batches, 0-dim, where this rank sees any."""
+        """Run them; returns the tokens' losses by micro-batch, of those that this rank sees."""
 
     def drop(self) -> None:
         """Let go of what passes that were broken off have left."""

@@ -37,7 +37,7 @@ from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.routing import routing_of
-from braid.actors.stage.samples import ReplicaSamples, documents_to_measure, validation_micro_batches
+from braid.actors.stage.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.step_graph import step_graph
@@ -113,6 +113,12 @@ class Worker(Logged, Rank):
             groups=TorchGroups(self.rank, timeout, cluster.nccl),
         )
         self._mesh.warm_up()
+        if plan.data:
+            place, sequence = self._mesh.place, plan.shape.sequence
+            chunks = layout.chunks_of(place.position["pp"])
+            self._samples = ReplicaSamples(
+                Path(plan.data), config, sequence, layout, place, chunks, self._membership.device
+            )
         self._build(plan, schedule)
         self._recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, self._mesh.groups))
         if config.checkpoint.copies_every:
@@ -120,11 +126,6 @@ class Worker(Logged, Rank):
         self._saves = Saves(self._optimizer, save_group(timeout))
         self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
-        if plan.data:
-            place, chunks, sequence = self._mesh.place, self._model.chunks, plan.shape.sequence
-            self._samples = ReplicaSamples(
-                Path(plan.data), config, sequence, layout, place, chunks, self._device
-            )
         return self._kernels.told
 
     @property
@@ -142,8 +143,6 @@ class Worker(Logged, Rank):
             parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
         )
         self._code = linked(schedule, layout, sizes.kinds, units)
-        validation = validation_schedule(plan.shape, layout, validation_micro_batches(config), parts)
-        evaluation = linked(validation, layout, sizes.kinds, parts)
         self._model_of = partial(
             StageModel,
             shape=plan.shape,
@@ -181,7 +180,11 @@ class Worker(Logged, Rank):
         self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
         told = Peers(self._mesh, streams, self._device).told
         self._executor.ended = partial(self._recorder.meet, self.rank, told)
-        self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
+        if self._samples is not None and (count := self._samples.validation_micro_batches):
+            evaluation = linked(
+                validation_schedule(plan.shape, layout, count, parts), layout, sizes.kinds, parts
+            )
+            self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
         stage = self._code.stages[self._mesh.position["pp"]]
         self._saboteur = Saboteur(plan.faults, self.rank, config.run_directory, stage)
         set_aside_what_lasts()
@@ -228,17 +231,15 @@ class Worker(Logged, Rank):
             routing=self._executor.routed,
         )
 
-    def validate(self) -> tuple[float, int]:
-        """Sum of token losses over the validation samples, and their number of tokens, on this rank."""
+    def validate(self) -> float:
+        """This rank's part of the sum of token losses, in nats, over the samples of a validation."""
         assert self._samples is not None
         batches = self._samples.of_validation()
         loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._weights))
-        if not self._model.tells_loss:
-            return 0.0, 0  # another rank says the same
-        return loss_sum, self._evaluator.losses * self._model.head.tokens
+        return loss_sum if self._model.tells_loss else 0.0  # another rank says the same
 
-    def data_facts(self) -> dict[str, float | int | str]:
-        """Size and identity of the data, for reports and checkpoints."""
+    def data_facts(self) -> dict[str, int | str | None]:
+        """What is to be known of the data (`ReplicaSamples.facts`)."""
         assert self._samples is not None
         return self._samples.facts()
 

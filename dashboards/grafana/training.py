@@ -85,7 +85,17 @@ PANELS: Final = (
         "none",
         steps=((0.0, GREY), (1.0, BLUE)),
     ),
-    _curve("Loss", "Training loss of a token in nats.", "braid_loss_nats", "none"),
+    Panel(
+        kind="timeseries",
+        title="Loss",
+        description="Mean loss of a token in nats: of the last step, and of the last validation.",
+        queries=(
+            Query(expr=of_run("braid_loss_nats"), legend="training", colour=BLUE),
+            Query(expr=of_run("braid_validation_loss_nats"), legend="validation", colour=ORANGE),
+        ),
+        unit="none",
+        width=8,
+    ),
     _curve("Bits per byte", "On the validation split.", "braid_validation_bits_per_byte", "none"),
     _curve(
         "Gradient norm", "Before clipping; a jump comes before trouble.", "braid_gradient_norm", "none", True

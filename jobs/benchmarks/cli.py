@@ -1,6 +1,5 @@
 """``braid bench``: measurements, as ratios within one run."""
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +7,7 @@ import typer
 from rich.console import Console
 
 from braid.actors.config import ConfigError
+from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.benchmarks.overlap_case import OverlapCase
@@ -36,7 +36,7 @@ def bench_training(
         progress=lambda text: console.print(text, highlight=False),
     )
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        typer.echo(json_text(result.as_json()))
     else:
         show(Console(), result)
 
@@ -174,7 +174,7 @@ def bench_overlap(
     except HostsError as error:
         raise ConfigError(str(error)) from None
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        typer.echo(json_text(result.as_json()))
     else:
         overlap_rows.show(Console(width=max(Console().width, 140)), result)
 

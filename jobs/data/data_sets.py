@@ -20,6 +20,7 @@ from braid.jobs.data.files import MissingSourcesError
 from braid.jobs.data.prepare import Prepared, Progress, existing, prepare_if_needed
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 from braid.jobs.identity import Request, made_with
+from braid.jobs.remarks import on_data
 
 RECORD = "data.json"
 """In a run's directory: where its tokens are, and which they are."""
@@ -88,12 +89,12 @@ def prepare_data(
             raise
         what = str(missing).partition(";")[0]
         show(_warning(f"{what}; the run has the tokens that were made before, in {known.directory}"))
-        return _shown(existing(known.directory), show)
+        return _shown(config, existing(known.directory), show)
     if known is not None and resume:
         if not request.fits(known.index, executor):
             there = f"the run goes on with the tokens that it began with, in {known.directory}"
             show(_warning(f"data.files changed ({_names(request.changed(known.index))}); {there}"))
-            return _shown(existing(known.directory), show)
+            return _shown(config, existing(known.directory), show)
         directory = known.directory
     elif config.data.directory is not None:
         directory = config.data.directory
@@ -102,11 +103,14 @@ def prepare_data(
     else:
         directory = _place(config.runs / "data", request, executor, show)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    return _shown(prepare_if_needed(request, output=directory, executor=executor, progress=show), show)
+    prepared = prepare_if_needed(request, output=directory, executor=executor, progress=show)
+    return _shown(config, prepared, show)
 
 
-def _shown(prepared: Prepared, show: Callable[[Prepared], None]) -> Prepared:
+def _shown(config: Config, prepared: Prepared, show: Callable[[Prepared | Incident], None]) -> Prepared:
     show(prepared)
+    for text in on_data(config, prepared):
+        show(_warning(text))
     return prepared
 
 

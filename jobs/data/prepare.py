@@ -21,9 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.stage.data import (
     INDEX_FILE,
+    TOKEN_DTYPES,
     TRAIN,
     VALIDATION,
     DataIndex,
@@ -34,10 +37,14 @@ from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.corpus import Corpus, WorkItem, cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
+from braid.jobs.data.tokenizer import Tokenizer
 from braid.jobs.identity import Request
 
 logger = logging.getLogger(__name__)
 
+_COUNTED_TOKENS = 1 << 20
+_ROUNDED = 0.01
+"""Tokenizers add a space here and there, or leave one out: so much of the text may be counted wrong."""
 _OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|{re.escape(INDEX_FILE)}")
 
 
@@ -231,11 +238,25 @@ def _assemble(
         sources=request.places,
         contents=contents,
     )
+    index = replace(index, token_bytes=_known_bytes(request.tokenizer, folder, index))
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
             path.unlink()  # of a task that was done twice
     _write_index(folder / INDEX_FILE, index)
     return index
+
+
+def _known_bytes(tokenizer: Tokenizer, folder: Path, index: DataIndex) -> tuple[int, ...]:
+    """`DataIndex.token_bytes`: none where they do not add up to the text that is held out."""
+    shards = index.splits[VALIDATION]
+    counts = np.zeros(index.vocabulary, np.int64)
+    for shard in shards:
+        tokens = np.memmap(folder / shard.file, TOKEN_DTYPES[index.dtype], mode="r")
+        for begin in range(0, len(tokens), _COUNTED_TOKENS):
+            counts += np.bincount(tokens[begin : begin + _COUNTED_TOKENS], minlength=index.vocabulary)
+    token_bytes = tokenizer.token_bytes
+    text = sum(shard.bytes_of_text for shard in shards)
+    return token_bytes if abs(counts @ np.array(token_bytes) - text) <= _ROUNDED * text else ()
 
 
 def _write_index(path: Path, index: DataIndex) -> None:

@@ -1,6 +1,8 @@
 """Text to token ids: raw bytes, or any Hugging Face `tokenizer.json`."""
 
 import hashlib
+import json
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +28,11 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int: ...
 
+    @property
+    def token_bytes(self) -> tuple[int, ...]:
+        """UTF-8 bytes of text that every id below ``vocabulary`` stands for, 0 for special ones."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text`` without any special token: [tokens], an unsigned integer dtype."""
         ...
@@ -42,6 +49,7 @@ class BytesTokenizer:
     fingerprint = hashlib.sha256(b"braid bytes tokenizer 1").hexdigest()
     vocabulary = 257
     end_of_document = 256
+    token_bytes = (*[1] * 256, 0)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -89,13 +97,35 @@ class HuggingFaceTokenizer:
         self.end_of_document = last + 1 if known is None else known
         self.vocabulary = max(last, self.end_of_document) + 1
 
+    @property
+    def token_bytes(self) -> tuple[int, ...]:
+        content = json.loads(self._backend.to_str())
+        found = dict.fromkeys(range(self.vocabulary), 0)
+        pieces = {id: piece for piece, id in self._backend.get_vocab(with_added_tokens=False).items()}
+        if '"ByteLevel"' in json.dumps(
+            [content[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
+        ):
+            found |= {id: len(piece) for id, piece in pieces.items()}  # a character for every byte
+        else:  # decoded behind another one: alone, what begins a word loses the space in front of it
+            before = self.encode("a")[-1:].tolist()
+            alone = len(self._decode(before).encode())
+            for id, piece in pieces.items():
+                byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
+                found[id] = 1 if byte else len(self._decode([*before, id]).encode()) - alone
+        for token in content["added_tokens"]:
+            found[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return tuple(max(0, count) for count in found.values())
+
     def encode(self, text: str) -> np.ndarray:
         # a batch of one: `encode_batch_fast` leaves out the offsets, and uses no threads for one text
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._backend.decode(ids[ids != self.end_of_document].tolist(), skip_special_tokens=False)
+        return self._decode(ids[ids != self.end_of_document].tolist())
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

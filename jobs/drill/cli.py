@@ -1,6 +1,5 @@
 """``braid drill``: break a run in every way there is, and see whether it comes out as if nothing had been."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from rich.table import Table
 
 from braid.actors.config import load_config
 from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_CHANGES
+from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.drill.report import Report
@@ -86,10 +86,10 @@ def drill(
     if as_json and seeds > 1:
         lines = {one: report.as_json() for one, report in reports.items()}
         failed = {one: {"passed": False, "error": text} for one, text in errors.items()}
-        typer.echo(json.dumps({"passed": passed, "seeds": {**lines, **failed}}))
+        typer.echo(json_text({"passed": passed, "seeds": {**lines, **failed}}))
     elif as_json:
         for report in reports.values():
-            typer.echo(json.dumps(report.as_json()))
+            typer.echo(json_text(report.as_json()))
     elif reports:
         show(console, reports)
     if not passed:

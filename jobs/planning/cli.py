@@ -1,6 +1,5 @@
 """The commands that plan and simulate: no GPU, no torch, no Ray."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from braid.scheduling.planner.decide import Outcome
+    from braid.scheduling.json_text import json_text
+from braid.scheduling.planner.decide import Outcome
 
 Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG")
@@ -49,7 +49,7 @@ def plan(
     if svg is not None:
         _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
     if as_json:
-        typer.echo(json.dumps(view.plan_json(made)))
+        typer.echo(json_text(view.plan_json(made)))
     else:
         view.show_plan(Console(), made, job.cluster)
 
@@ -75,7 +75,7 @@ def _plan_degrees(
     )
     found = plan_degrees(problem)
     if as_json:
-        typer.echo(json.dumps(view.degrees_json(found)))
+        typer.echo(json_text(view.degrees_json(found)))
     else:
         view.show_degrees(Console(), found, job.cluster)
 
@@ -106,7 +106,7 @@ def simulate(
     if svg is not None:
         _draw(outcome, svg)
     if as_json:
-        typer.echo(json.dumps(view.simulation_json(outcome)))
+        typer.echo(json_text(view.simulation_json(outcome)))
     else:
         view.show_simulation(Console(), outcome)
 
@@ -167,7 +167,7 @@ def explain(
     made = read_plan(plan)
     explanation = answer(made, work.cluster_of(made, cluster, nodes))
     if as_json:
-        typer.echo(json.dumps(view.explanation_json(explanation)))
+        typer.echo(json_text(view.explanation_json(explanation)))
     else:
         view.show_explanation(Console(), explanation)
 
@@ -192,7 +192,7 @@ def compare(
 
         compared = compare_traces(read_trace(Path(first)), read_trace(Path(second)))
         if as_json:
-            typer.echo(json.dumps(compared.as_json()))
+            typer.echo(json_text(compared.as_json()))
         else:
             view.show_traces(Console(), first, second, compared)
         return
@@ -203,7 +203,7 @@ def compare(
             "b": view.simulation_json(outcomes[second]),
         }
         content["speedup"] = content["a"]["step_seconds"] / content["b"]["step_seconds"]
-        typer.echo(json.dumps(content))
+        typer.echo(json_text(content))
     else:
         view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
 
@@ -213,7 +213,7 @@ def presets(as_json: AsJson = False) -> None:
     from braid.jobs.planning import presets_view
 
     if as_json:
-        typer.echo(json.dumps(presets_view.presets_json()))
+        typer.echo(json_text(presets_view.presets_json()))
     else:
         presets_view.show_presets(Console())
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from braid.actors.config import Config, load_config
 from braid.actors.config.paths import anchored
+from braid.scheduling.json_text import json_text
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -40,7 +41,7 @@ def profile(
     if svg is not None:
         write_text(svg, svg_map(heat), "--svg")
     if as_json:
-        typer.echo(json.dumps(json.loads(found.profile.to_json())))
+        typer.echo(json_text(json.loads(found.profile.to_json())))
         return
     console = Console()
     if heat.columns:

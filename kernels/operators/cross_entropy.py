@@ -91,7 +91,7 @@ class CrossEntropyLoss(ComputeOperator):
         self.groups = groups
 
     def forward(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the 0-dim sum of the tokens' losses, in nats, and log_partition_T.
+        """Return the tokens' losses_T, in nats, and log_partition_T.
 
         ``gathered`` is G x T x 3, or flat as an all-gather along the first dim leaves it: (G*T) x 3.
         """
@@ -100,4 +100,4 @@ class CrossEntropyLoss(ComputeOperator):
         maximum_T = maximum_GT.amax(dim=0)
         partition_T = (maximum_GT - maximum_T).exp_().mul_(sum_GT).sum(dim=0)
         log_partition_T = partition_T.log_().add_(maximum_T)
-        return (log_partition_T - target_GT.sum(dim=0)).sum(), log_partition_T
+        return log_partition_T - target_GT.sum(dim=0), log_partition_T

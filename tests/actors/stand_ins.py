@@ -121,7 +121,7 @@ class StandIns:
         return ""
 
     def _data_facts(self, rank: int) -> dict[str, Any]:
-        return {"fingerprint": "f", "validation_bytes_per_token": 1.0}
+        return {"fingerprint": "f", "validation_tokens": 1, "validation_bytes": 1}
 
     def _train_step(self, rank: int, step: int) -> StepResult:
         one = self._ranks[rank]

@@ -198,12 +198,22 @@ def test_a_sample_outside_is_refused(tmp_path: Path, sample: int) -> None:
         TokenShards.open(tmp_path, "train", 4).tokens_at(np.array([sample]))
 
 
-def test_counts_and_bits_per_byte(tmp_path: Path) -> None:
-    write_data(tmp_path, counting(10, 20), counting(7))
-    train = TokenShards.open(tmp_path, "train", 4)
-    assert (train.tokens, train.bytes_of_text, train.bytes_per_token) == (30, 90, 3.0)
-    assert train.bits_per_byte(3 * math.log(2)) == pytest.approx(1.0)
-    assert TokenShards.open(tmp_path, "validation", 4).tokens == 7
+def test_bytes_are_those_of_the_tokens(tmp_path: Path) -> None:
+    index = write_data(tmp_path, counting(10, 20), counting(7))
+    assert index.bytes_of(np.array([1, 2])) is None, "a data set of before, which does not say it"
+    edit(tmp_path, token_bytes=[*range(256), 0])
+    tokens = np.array([[3, 256, 5], [0, 3, 255]])
+    assert read_index(tmp_path).bytes_of(tokens) == 3 + 0 + 5 + 0 + 3 + 255
+
+
+@pytest.mark.parametrize(
+    ("most", "ids"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 7]), (4, [0, 2, 5, 8]), (11, [*range(11)])]
+)
+def test_samples_are_spread_over_the_split(tmp_path: Path, most: int, ids: list[int]) -> None:
+    write_data(tmp_path, counting(20, 25))  # 11 samples of 4
+    shards = TokenShards.open(tmp_path, "train", 4)
+    assert shards.spread(most).tolist() == ids
+    assert shards.spread(11 + most).tolist() == [*range(11)], "more than there are: all of them, once"
 
 
 def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:
@@ -242,6 +252,11 @@ def edit_shard(folder: Path, **entries: object) -> None:
         (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
         (lambda d: edit(d, more=1), "damaged .*more"),
         (lambda d: edit(d, dtype="float64"), "damaged .dtype is 'float64'"),
+        (
+            lambda d: edit(d, token_bytes=[1] * 256),
+            "damaged .token_bytes has 256 entries, the vocabulary 257",
+        ),
+        (lambda d: edit(d, token_bytes=[1] * 256 + [-1]), "damaged .token_bytes is -1"),
         (lambda d: edit(d, vocabulary=True), "damaged .vocabulary is True"),
         (lambda d: edit(d, splits=[]), "damaged"),
         (lambda d: edit(d, splits={}), "damaged .splits are"),

@@ -3,7 +3,8 @@
 import errno
 import io
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,44 @@ def test_tokens_per_second_are_of_the_wall_clock(tmp_path: Path) -> None:
     assert report["memory"]["peak_bytes"] == [3]
     old = a_record(1, seconds=4.0)
     assert old.tokens_per_s == 2.0, "a record from before there was a wall clock"
+
+
+def strict(text: str) -> Any:
+    """What any reader of JSON makes of it: none of NaN and infinities."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_no_number_is_null_in_files_and_nan_in_records(tmp_path: Path) -> None:
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    held_out = {"validation_loss": math.nan, "validation_bits_per_byte": math.nan}
+    skipped = a_record(2, loss=math.nan, grad_norm=math.inf, **held_out, between_seconds={"validation": 1.0})
+    numbers = {
+        "validation_loss": 2.0,
+        "validation_bits_per_byte": 3.0,
+        "between_seconds": {"validation": 1.0},
+    }
+    for record in (a_record(1, **numbers), skipped, a_record(3)):
+        directory.append(record, {"step": record.step, "seconds": [math.nan, 1.0]})
+    directory.note("guard", 2, 1, "skipped", loss=math.nan)
+    back = list(directory.records())
+    report = build_report(iter(back), small_config(tmp_path), complete=True)
+    assert directory.write_report(report) == ""
+    for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
+        for line in (directory.path / name).read_text().splitlines():
+            strict(line)
+    lines = [strict(line) for line in directory.metrics.read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == [(1.0, 1.0), (None, None), (3.0, 3.0)]
+    assert math.isnan(back[1].loss)
+    assert math.isnan(back[1].grad_norm)
+    assert replace(back[1], loss=2.0, grad_norm=2.0) == a_record(2, between_seconds={"validation": 1.0})
+    written = strict((directory.path / "report.json").read_text())
+    assert [step["loss"] for step in written["steps"]] == [1.0, None, 3.0]
+    assert written["validation"] == {"loss": None, "bits_per_byte": None}, "the last one was no number"
+    directory.close()
 
 
 class Clock:

@@ -58,6 +58,7 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "waiting_seconds": 0.015,
         "exposed_by_axis": {"pp": 0.0125, "tp": 0.05},
         "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
+        "validation_loss": 4.0,
         "validation_bits_per_byte": 2.0,
         "time": BEGIN + 0.5 * step,
         "generation": 0,

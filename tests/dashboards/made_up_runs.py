@@ -252,6 +252,7 @@ class MadeUpRun:
             **{name: means[name] for name in means if name not in ("hidden_seconds", "compute_seconds")},
             "hidden_fraction": means["hidden_seconds"] / means["communication_seconds"],
             "peak_bytes": peak_bytes,
+            "validation_loss": loss if self.done % 5 == 0 else None,
             "validation_bits_per_byte": loss / 2.8 if self.done % 5 == 0 else None,
             "generation": 1,
             "mfu": (self._outcome.numbers.mfu or 0.0) * self._outcome.numbers.step_seconds / max(seconds),

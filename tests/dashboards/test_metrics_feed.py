@@ -143,10 +143,14 @@ def test_another_layout_moves_ranks_to_other_stages(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
     run, sink = Run(tmp_path / "run"), PrometheusSink()
-    with (run.path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 1, "loss": math.nan, "time": run.now}) + "\n")
-    MetricsFeed(run.path, sink).refresh()
+    feed = MetricsFeed(run.path, sink)
+    for step, loss in ((1, 2.5), (2, None)):  # JSON has no NaN
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "loss": loss, "mfu": None, "time": run.now}) + "\n")
+        feed.refresh()
     assert math.isnan(value(sink, "braid_loss_nats") or 0.0)
+    assert value(sink, "braid_mfu_ratio") is None, "not known, which is no fault"
+    assert value(sink, "braid_gradient_norm") is None, "the line does not name it"
 
 
 def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:

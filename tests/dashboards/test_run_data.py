@@ -215,9 +215,11 @@ def test_labels_that_damage_took_away(tmp_path: Path) -> None:
 def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 1)
     line = json.loads((run.path / "metrics.jsonl").read_text())
-    (run.path / "metrics.jsonl").write_text(json.dumps({**line, "loss": float("nan")}) + "\n")
+    (run.path / "metrics.jsonl").write_text(
+        json.dumps({**line, "loss": None}) + "\n" + json.dumps({**line, "loss": float("nan")}) + "\n"
+    )
     answer = read(run.path).metrics(0, 0)
-    assert answer["columns"]["loss"] == [None]
+    assert answer["columns"]["loss"] == [None, None]
     json.dumps(answer, allow_nan=False)
 
 

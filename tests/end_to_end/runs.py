@@ -6,6 +6,7 @@ values: it reads the token files itself.
 
 import atexit
 import json
+import math
 import random
 import sysconfig
 import warnings
@@ -118,7 +119,8 @@ class PlainRun:
     losses: list[float]
     gradient_norms: list[float]
     lr: list[float]
-    validation_loss: float
+    validation: dict[str, float]
+    """What the report says of it."""
     model: PlainModel
     counted: list[list[Counted]]
     """Of every step, what the router of every layer with experts did."""
@@ -255,6 +257,20 @@ def windows(data: Path, split: str, sequence: int) -> Tensor:
     return tokens.unfold(0, sequence + 1, sequence)
 
 
+def validated(data: Path, sequence: int, samples: int) -> Tensor:
+    """The windows of a validation: so many of the split at equal distances, or all if it has fewer."""
+    found = windows(data, "validation", sequence)
+    count = min(samples, len(found))
+    return found[[number * len(found) // count for number in range(count)]]
+
+
+def expected_validation(nats_per_token: float, held_out: Tensor) -> dict[str, float]:
+    """What a report says of validation windows: with the tokenizer ``bytes``, all tokens but ends are one."""
+    targets = held_out[:, 1:]
+    bits = nats_per_token / math.log(2) * targets.numel() / (targets < 256).sum().item()
+    return {"loss": nats_per_token, "bits_per_byte": bits}
+
+
 def tokens_of_ranks(shape: ModelShape, parallel: ParallelConfig, micro_batch: int) -> list[Tensor]:
     """Places of a micro-batch's flattened tokens that each rank of cp and tp routes to experts."""
     places = torch.arange(micro_batch * shape.sequence).view(micro_batch, shape.sequence)
@@ -286,12 +302,12 @@ def run_plain(
         ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
         results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
         counted.append(model.take_counted() if isinstance(model, ExpertModel) else [])
-    validation = windows(data, "validation", shape.sequence)[: train.validation_samples]
+    validation = validated(data, shape.sequence, train.validation_samples)
     return PlainRun(
         losses=[loss for loss, _ in results],
         gradient_norms=[norm for _, norm in results],
         lr=[trainer.settings.learning_rate(step) for step in range(train.steps)],
-        validation_loss=trainer.mean_loss(validation.split(train.micro_batch)),
+        validation=expected_validation(trainer.mean_loss(validation.split(train.micro_batch)), validation),
         model=model,
         counted=counted,
     )

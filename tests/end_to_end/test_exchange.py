@@ -29,7 +29,7 @@ from braid.jobs.cli import main
 from braid.scheduling.presets.hugging_face import initial_shape
 from tests.end_to_end.command import braid, write_config, write_corpus
 from tests.end_to_end.plain_experts import ExpertModel
-from tests.end_to_end.runs import Run, prepare_text, run_layout, windows
+from tests.end_to_end.runs import Run, expected_validation, prepare_text, run_layout, validated, windows
 from tests.foreign_models import (
     KINDS,
     SEQUENCE,
@@ -248,17 +248,14 @@ def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> 
     mixture = kind in MIXTURES
     here = ExpertModel(sizes, run.shape, torch.float32, ()) if mixture else PlainModel(sizes)
     load_named(here, run.parameters())
-    held_out = windows(exchange.data, "validation", SEQUENCE)[: run.config.train.validation_samples]
+    held_out = validated(exchange.data, SEQUENCE, run.config.train.validation_samples)
     ours, theirs = logits(here, held_out[:, :-1]), logits(there, held_out[:, :-1])
     assert ours.abs().max() > 0.5, "all logits are near zero: too easy a test"
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
 
     # What the ranks themselves computed, each on its share of the model, is in the report.
     loss = F.cross_entropy(theirs.flatten(0, 1), held_out[:, 1:].flatten()).item()
-    split = json.loads((exchange.data / "index.json").read_text())["splits"]["validation"]
-    bytes_per_token = sum(s["bytes_of_text"] for s in split) / sum(s["tokens"] for s in split)
-    bits = loss / math.log(2) / bytes_per_token
-    assert run.report["validation"]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert run.report["validation"] == pytest.approx(expected_validation(loss, held_out), rel=1e-5)
 
 
 BACK = [(kind, "tp 2") for kind in KINDS] + [(kind, "ep 2") for kind in MIXTURES]

@@ -44,7 +44,11 @@ def get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Get:
 
 def configured(name: str, data: dict[str, Any] | None = None) -> Config:
     files = {"files": ["corpus/*.txt"], "validation_fraction": 0.2}
-    return parse_config({"name": name, "data": {**files, **(data or {})}})
+    small = {
+        "model": {"sequence": 1},
+        "train": {"global_batch": 1, "micro_batch": 1, "validation_samples": 1},
+    }
+    return parse_config({"name": name, "data": {**files, **(data or {})}, **small})
 
 
 def write(folder: Path, **texts: str) -> None:

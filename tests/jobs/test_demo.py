@@ -14,7 +14,7 @@ FOUND = Demo(
     hidden=(0.0, 0.82),
     compared=12,
     alike=12,
-    bits_per_byte=3.0,
+    validation={"loss": 5.0, "bits_per_byte": 3.0},
     link_mbit=300.0,
     runs=(Path("a"), Path("b")),
 )

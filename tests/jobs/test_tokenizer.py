@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from braid.jobs.data.prepare import prepare
 from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer
@@ -38,6 +38,48 @@ def test_the_end_of_document_of_a_tokenizer(special: list[str], end: int | None,
     assert ids.max() < tokenizer.vocabulary
     assert tokenizer.end_of_document not in ids.tolist()
     assert tokenizer.decode(ids) == text
+
+
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+MERGES = [("▁", "w"), ("t", "h"), ("th", "e"), ("▁", "the")]
+
+
+def test_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
+    by_bytes = HuggingFaceTokenizer(train_tokenizer(tmp_path / "b.json", ["<|endoftext|>"]))
+    words = ["</s>", "<unk>", *FALLBACK, *"▁thewas", *("".join(pair) for pair in MERGES)]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    backend = Backend(models.BPE(vocabulary, MERGES, unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["</s>", "<unk>"])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.save(str(tmp_path / "p.json"))
+    by_pieces = HuggingFaceTokenizer(tmp_path / "p.json")
+    texts = {BytesTokenizer(): "Wo? 日本", by_bytes: DOCUMENTS[3], by_pieces: " the 日本  was\n\n theé"}
+    for tokenizer, text in texts.items():
+        table = np.array(tokenizer.token_bytes)
+        assert len(table) == tokenizer.vocabulary
+        assert table[tokenizer.end_of_document] == 0
+        assert table[tokenizer.encode(text)].sum() == len(text.encode())
+    the = vocabulary["▁the"]
+    assert by_pieces.token_bytes[the] == 4
+    assert the in by_pieces.encode(texts[by_pieces]).tolist()
+
+
+def test_a_tokenizer_that_drops_text_has_no_bytes(tmp_path: Path) -> None:
+    """What is written is counted: of words that it does not know, and of spaces, it keeps nothing."""
+    path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    backend = Backend(models.WordLevel({"document": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    small = tmp_path / "w.json"
+    backend.save(str(small))
+    kept = train_tokenizer(tmp_path / "b.json", ["</s>"])
+    done = [
+        prepare(corpus_of(path, tokenizer=str(file)), output=tmp_path / f"{file.stem}.out")
+        for file in (small, kept)
+    ]
+    assert done[0].index.token_bytes == ()
+    assert done[1].index.token_bytes == HuggingFaceTokenizer(kept).token_bytes
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:

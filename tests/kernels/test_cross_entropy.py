@@ -23,7 +23,7 @@ cuts = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 def parallel_loss(
     logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, log-partition and gradient as the ranks of a group that is cut like this compute them."""
+    """Losses, log-partition and gradient as the ranks of a group that is cut like this compute them."""
     shards = [shard.clone() for shard in logits_TV.split(cut, dim=1)]
     ranks = [
         CrossEntropyStatistics(rows=rows, first_row=sum(cut[:rank]), vocabulary=sum(cut))
@@ -32,28 +32,27 @@ def parallel_loss(
     with torch.no_grad():
         statistics = [rank(shard, targets_T)[0] for rank, shard in zip(ranks, shards, strict=True)]
         assert all(torch.equal(s, x) for s, x in zip(shards, logits_TV.split(cut, dim=1), strict=True))
-        loss, log_partition_T = CrossEntropyLoss(groups=len(cut))(torch.cat(statistics))
+        losses_T, log_partition_T = CrossEntropyLoss(groups=len(cut))(torch.cat(statistics))
         gradients = []
         for rank, shard in zip(ranks, shards, strict=True):
             (d_shard,) = rank.input_gradient(shard, log_partition_T, targets_T, scale)
             assert d_shard.data_ptr() == shard.data_ptr()
             gradients.append(d_shard)
-    return loss, log_partition_T, torch.cat(gradients, dim=1)
+    return losses_T, log_partition_T, torch.cat(gradients, dim=1)
 
 
 def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float) -> None:
     """Compare with float64 autograd."""
     tolerance = TOLERANCE[logits_TV.dtype]
     leaf = wide_leaf(logits_TV)
-    expected = F.cross_entropy(leaf, targets_T, reduction="sum")
-    (d_expected,) = torch.autograd.grad(expected * float(scale), leaf)
-    loss, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale)
+    expected_T = F.cross_entropy(leaf, targets_T, reduction="none")
+    (d_expected,) = torch.autograd.grad(expected_T.sum() * float(scale), leaf)
+    losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    assert loss.dtype == log_partition_T.dtype == wide
-    assert loss.shape == ()
+    assert losses_T.dtype == log_partition_T.dtype == wide
     assert d_logits_TV.dtype == logits_TV.dtype
     narrow = min(tolerance, TOLERANCE[wide])
-    assert_close(loss, expected, narrow)
+    assert_close(losses_T, expected_T, narrow)
     assert_close(log_partition_T, leaf.logsumexp(-1), narrow)
     assert_close(d_logits_TV, d_expected, tolerance)
 

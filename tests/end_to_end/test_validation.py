@@ -1,0 +1,115 @@
+"""A validation gives one number for given weights and text: in every layout, and in `transformers`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.config import Config
+from braid.actors.controller.meeting import rendezvous
+from braid.actors.controller.planning import build_schedule
+from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.rank import Rank
+from braid.scheduling.schedule_text import write
+from tests.end_to_end.runs import KeptRanks, prepare_text, small_config, validated
+from tests.foreign_models import SEQUENCE, VOCABULARY, LossOf, in_float64, random_model
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+SEED = 3
+SAMPLES = 7
+"""What no replicas and no micro-batches divide: there is always something to fill up."""
+DEGREES: list[dict[str, int]] = [
+    {},
+    {"dp": 2},
+    {"dp": 3},
+    {"tp": 2},
+    {"pp": 2},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "dp": 2},
+    {"cp": 2},
+]
+LAYOUTS: list[tuple[Sections, int]] = [
+    ({"parallel": degrees}, each) for degrees in DEGREES for each in (1, 2, 4)
+]
+LAYOUTS += [
+    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "folded"}}, 2),
+    ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
+    ({"parallel": {"pp": 2, "tp": 2, "end_degrees": [1, 1]}}, 4),
+]
+MASKED: list[tuple[Sections, int]] = [
+    ({"parallel": degrees}, each) for degrees, each in (({}, 1), ({"dp": 2}, 4), ({"cp": 2}, 2))
+]
+EXPERTS: list[tuple[Sections, int]] = [
+    ({"parallel": degrees}, each) for degrees, each in (({}, 1), ({"dp": 2, "ep": 2}, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("validation"), SEED)
+
+
+def by_ranks(config: Config, data: Path) -> float:
+    """Nats per token of a validation by real ranks, which begin with the weights in ``model.initial``."""
+    shape = config.check(VOCABULARY)
+    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
+    group = KeptRanks(config).start(config.layout().ranks)
+    try:
+        group.call_all(Rank.setup, plan, rendezvous(group, 60.0))
+        group.call_all(Rank.load_initial, str(config.model.initial))
+        facts = group.call(0, Rank.data_facts)
+        targets = validated(data, SEQUENCE, SAMPLES)[:, 1:]
+        assert facts["validation_tokens"] == targets.numel()
+        assert facts["validation_bytes"] == (targets < 256).sum().item()
+        return sum(group.call_all(Rank.validate)) / facts["validation_tokens"]
+    finally:
+        group.shutdown()
+
+
+def in_layouts(
+    path: Path, data: Path, layouts: Sequence[tuple[Sections, int]], more: Sections
+) -> list[float]:
+    """The same validation in every layout with its size of micro-batches; ``more``: other sections."""
+    train = {"dtype": "fp64", "global_batch": 24, "validation_samples": SAMPLES}
+    found = []
+    for layout, each in layouts:
+        model = {**more.get("model", {}), "initial": str(path / "weights")}
+        sections = {**more, **layout, "model": model, "train": {**train, "micro_batch": each}}
+        found.append(by_ranks(small_config(path / "runs", **sections), data))
+    return found
+
+
+def by_transformers(path: Path, data: Path, kind: str) -> float:
+    """Nats per token of a random model, which is saved for the ranks to begin with."""
+    model = random_model(kind, SEED).double()
+    model.save_pretrained(path / "weights", save_original_format=True)
+    held_out = validated(data, SEQUENCE, SAMPLES)
+    with in_float64(model.eval()), torch.no_grad():
+        return LossOf(model).loss_sum(held_out[:, :-1], held_out[:, 1:]).item() / held_out[:, 1:].numel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "layouts"),
+    [
+        ("llama", {}, LAYOUTS),
+        ("mixtral", {"family": "moe", "experts": 4, "top_k": 2}, EXPERTS),
+    ],
+    ids=["llama", "mixtral"],
+)
+def test_every_layout_finds_the_loss_that_transformers_finds(
+    tmp_path: Path, data: Path, kind: str, model: Mapping[str, Any], layouts: list[tuple[Sections, int]]
+) -> None:
+    expected = by_transformers(tmp_path, data, kind)
+    found = in_layouts(tmp_path, data, layouts, {"model": model})
+    assert found == pytest.approx([expected] * len(found), rel=1e-9, abs=0)
+    assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)
+
+
+def test_documents_change_nothing_of_that(tmp_path: Path, data: Path) -> None:
+    """Which loss is right with them: `tests.end_to_end.test_documents`."""
+    by_transformers(tmp_path, data, "llama")
+    found = in_layouts(tmp_path, data, MASKED, {"data": {"document_mask": True}})
+    assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)
