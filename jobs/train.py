@@ -30,7 +30,7 @@ from braid.dashboards.sinks import Sinks, WandbRun
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
@@ -98,7 +98,7 @@ def train(
     check_lasting(config)
     allow_open_files()
     inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)
     if not options.resume or options.again:
@@ -221,7 +221,7 @@ def _laid_out(config: Config, launcher: Launcher, show: Show) -> Config:
     """The configuration with a layout and what is best for every layer, where they are to be searched for."""
     if not config.parallel.auto and not config.chooses_layers:
         return config
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
 
     def tell(layout: str) -> None:
         show(Profiling(layout=layout))

@@ -45,7 +45,9 @@ class DataConfig(Section):
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    tokenizer: str = BYTES  # or the path of a Hugging Face tokenizer.json
+    # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
+    tokenizer: str | None = None
+    end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
     text_field: str = "text"  # of JSON lines and Parquet: where the text is
     encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
@@ -131,6 +133,11 @@ class Config(Section):
     def run_directory(self) -> Path:
         """``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def tokenizer(self) -> str:
+        """``data.tokenizer`` with its default."""
+        return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
         """The same with another schedule."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from braid.actors.config.paths import BYTES
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.stage.data import (
     INDEX_FILE,
@@ -39,6 +40,9 @@ from braid.jobs.identity import Request
 logger = logging.getLogger(__name__)
 
 _OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|{re.escape(INDEX_FILE)}")
+
+_MOST_UNKNOWN = 0.1
+"""Above this share, of characters that have no token or of tokens that stand for such, tokens are refused."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def prepare(
     document, the tail is held out. Raises ValueError naming the key, the value and the remedy.
     """
     request = Request.of(corpus)
-    output = Path(output).expanduser().resolve()
+    output = Path(output).resolve()
     with _locked(output):
         return _prepare(request, output, executor, progress)
 
@@ -96,7 +100,7 @@ def prepare_if_needed(
 
     Safe to call from many processes at once: one prepares, the others wait and find it done.
     """
-    output = Path(output).expanduser().resolve()
+    output = Path(output).resolve()
     # without the lock first, for data sets on a file system that is read-only here
     if found := _fitting(request, output, executor):
         return found
@@ -137,6 +141,7 @@ def _tokenise_all(
     task = Task(
         folder=str(folder),
         tokenizer=request.tokenizer.name,
+        end_token=request.corpus.end_token,
         tokenizer_fingerprint=request.tokenizer.fingerprint,
         dtype="uint16" if request.tokenizer.vocabulary <= 2**16 else "uint32",
         text_field=request.corpus.text_field,
@@ -230,12 +235,31 @@ def _assemble(
         parameters=request.parameters,
         sources=request.places,
         contents=contents,
+        end_token=request.tokenizer.end_token,
+        characters=sum(result.characters for result in results),
+        characters_lost=sum(result.characters_lost for result in results),
+        tokens_unknown=sum(result.tokens_unknown for result in results),
     )
+    _check_known(index)
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
             path.unlink()  # of a task that was done twice
     _write_index(folder / INDEX_FILE, index)
     return index
+
+
+def _check_known(index: DataIndex) -> None:
+    """Refuse a data set that says little of its text: its tokenizer was made for another one."""
+    tokens = sum(index.tokens(split) for split in index.splits)
+    for count, of, what in (
+        (index.characters_lost, index.characters, "characters have no token in it"),
+        (index.tokens_unknown, tokens, "tokens are its token for what it does not know"),
+    ):
+        if count > _MOST_UNKNOWN * of:
+            raise ValueError(
+                f"data.tokenizer: {index.tokenizer!r} does not fit data.files: {count} of {of} {what}; take "
+                f"a tokenizer that was trained on such text or works on bytes, such as data.tokenizer={BYTES}"
+            )
 
 
 def _write_index(path: Path, index: DataIndex) -> None:

@@ -74,9 +74,9 @@ def _vocabulary(config: Config) -> int:
     """The tokenizer's, where the model's is not given; a preset has its own."""
     if config.model.preset is not None or config.model.initial is not None:
         return 1
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
 
-    return load_tokenizer(config.data.tokenizer).vocabulary
+    return tokenizer_of(config).vocabulary
 
 
 def make_plan(job: Request) -> Plan:

@@ -67,7 +67,7 @@ def test_anchored() -> None:
     assert config.overlap.schedule_file == Path("/s.txt")
     assert config.checkpoint.mirror == "/base/mirror"
     assert anchored(config, Path("/other")) == config
-    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
+    assert anchored(parse_config({}), Path("/base")).tokenizer == "bytes"
     assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
