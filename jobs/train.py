@@ -27,10 +27,11 @@ from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
+from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
-from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
@@ -98,7 +99,8 @@ def train(
     check_lasting(config)
     allow_open_files()
     inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
-    shape = config.check(tokenizer_of(config).vocabulary)
+    tokenizer = tokenizer_of(config)
+    shape = config.check(tokenizer.vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)
     if not options.resume or options.again:
@@ -129,6 +131,7 @@ def train(
                     pass  # again, after a failure
                 case Started():
                     begun = True
+                    _keep_tokenizer(config, tokenizer, show)
                     if telemetry.page:
                         _open_page(page, config, show)
                     run = config.run_directory
@@ -173,6 +176,13 @@ def _pointing_to_logs(run: Path) -> Iterator[None]:
 def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
     wandb = None if telemetry.wandb.mode == "off" else WandbRun(**telemetry.wandb.model_dump())
     return Sinks(tensorboard=telemetry.tensorboard, wandb=wandb, tell=tell)
+
+
+def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
+    try:
+        keep(config, tokenizer, config.run_directory)
+    except OSError as error:
+        show(Incident(kind="data", text=f"exports will have no tokenizer: {error}", step=0))
 
 
 def _open_page(page: LivePage, config: Config, show: Show) -> None:

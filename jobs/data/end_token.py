@@ -41,7 +41,7 @@ def end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: st
             )
         return wanted
     for file in _BESIDE:
-        said = list(_ends(_content(path.parent / file), {number: name for name, number in ids.items()}))
+        said = list(_ends(content_of(path.parent / file), {number: name for name, number in ids.items()}))
         if len(said) == 1:
             if said[0] not in ids:
                 raise ValueError(
@@ -65,7 +65,7 @@ def end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: st
 
 def special_names(folder: Path) -> set[str]:
     """Names of the tokens that a tokenizer's files give a task of their own (``bos_token``, ...)."""
-    content = {**_content(folder / "special_tokens_map.json"), **_content(folder / TOKENIZER_CONFIG)}
+    content = {**content_of(folder / "special_tokens_map.json"), **content_of(folder / TOKENIZER_CONFIG)}
     return {name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
 
 
@@ -86,7 +86,7 @@ def _name(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _content(path: Path) -> dict[str, Any]:
+def content_of(path: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing if there is none, or it holds no keys and values."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
