@@ -113,14 +113,20 @@ def train(
 
 
 def _dry_run(console: Console, config: Config) -> None:
+    from braid.actors.controller.mirror import check_url
     from braid.actors.stage.hub_files import check_initial
     from braid.jobs.data.data_sets import check_data
     from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_dry_run
+    from braid.scheduling.profile import read_profile
 
     shape = config.check(tokenizer_of(config).vocabulary)
     check_initial(config.model.initial, shape)
     check_data(config)
+    if config.checkpoint.mirror is not None:
+        check_url(config.checkpoint.mirror)
+    if config.overlap.profile is not None:
+        read_profile(config.overlap.profile)
     show_dry_run(console, config, shape)
 
 

@@ -19,7 +19,7 @@ from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Section
 from braid.actors.config.overlap import AUTO, OverlapConfig
 from braid.actors.config.parallel import ParallelConfig
-from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.train import TrainConfig
 from braid.scheduling.fit import check_fit, check_runnable
@@ -239,10 +239,11 @@ class Config(Section):
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides.
 
-    Relative paths of `BESIDE_THE_FILE`, in the file and in overrides, are taken from the file's folder. The
-    others stay as they are, and are taken from the folder in which a run is started.
+    ``~`` and ``$NAME`` in paths are replaced. Relative paths of `BESIDE_THE_FILE`, in the file and in
+    overrides, are taken from the file's folder. The others stay as they are, and are taken from the folder in
+    which a run is started.
     """
-    config = parse_config(read_content(Path(path)), overrides, source=str(path))
+    config = expanded(parse_config(read_content(Path(path)), overrides, source=str(path)))
     return anchored(config, Path(path).parent.absolute(), BESIDE_THE_FILE)
 
 

@@ -5,17 +5,21 @@ the first two also compressed. Files are paths, globs or URLs (`braid.jobs.data.
 Whatever is wrong with a user's files is a ValueError of one line that names the key, the value and a remedy.
 """
 
+import codecs
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from shlex import quote
 from typing import Final, Literal, assert_never, get_args
 
 from braid.actors.config.paths import PYTHON_STDLIB
-from braid.jobs.data.files import File, endings, find, local
+from braid.actors.config.urls import is_url
+from braid.jobs.data.files import File, endings, find, local, opened
 from braid.jobs.data.parquet import row_groups
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -33,6 +37,8 @@ _UNREADABLE = {
     **dict.fromkeys((".arrow", ".feather"), "save it as Parquet"),
 }
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+_ARRAY = re.compile(rb"\s*\[\s*\{")
 
 # Work is cut by the size of the corpus alone, so that the output does not depend on who does it.
 _ITEMS = 256
@@ -157,11 +163,31 @@ def _excluded(path: str, patterns: Sequence[str]) -> bool:
 def _format(path: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> Format:
     ending, packed = endings(path)
     if wanted == AUTO and (remedy := _UNREADABLE.get(ending)):
+        if ending == ".json" and (array := array_remedy(path)):
+            raise ValueError(array)
         raise ValueError(f"data.files: {path!r} ends in {ending + packed!r}; {remedy}")
     kind = _FORMATS.get(ending, "text") if wanted == AUTO else wanted
     if kind == "parquet" and packed:
         raise ValueError(f"data.files: {path!r} is Parquet in {packed!r}; unpack it first")
     return kind
+
+
+def array_remedy(path: str) -> str:
+    """What to tell of a file that is one JSON array of objects; empty if it does not begin as one."""
+    with opened(path) as file:
+        if not _ARRAY.match(file.read(1 << 12).removeprefix(codecs.BOM_UTF8)):
+            return ""
+    remedy = as_lines("jq -c '.[]'", path)
+    return f"data.files: {path!r} is one JSON array, not JSON lines; {remedy}"
+
+
+def as_lines(command: str, path: str) -> str:
+    """The remedy that a command makes JSON lines of a file."""
+    packing = endings(path)[1]
+    name = os.path.basename(path) if is_url(path) else path
+    name = name[: len(name) - len(packing)]
+    unpack = "unpack it, and " if packing else ""
+    return f"{unpack}make lines of it: {command} < {quote(name)} > {quote(f'{name}.jsonl')}"
 
 
 def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, assert_never
 
-from braid.jobs.data.corpus import EncodingErrors, FileRange
+from braid.jobs.data.corpus import EncodingErrors, FileRange, array_remedy, as_lines
 from braid.jobs.data.files import opened
 from braid.jobs.data.parquet import broken_parquet, choices, open_parquet
 
@@ -37,6 +37,8 @@ def _read_text(path: str, encoding_errors: EncodingErrors) -> str | None:
     with opened(path) as file:
         content = file.read()
     text = _decode(content, encoding_errors, path, 0)
+    if text and "\r" in text and "\n" not in text:  # lines as old Macs ended them
+        text = text.replace("\r", "\n")
     return text and text.removeprefix("\ufeff")  # a byte order mark is no text
 
 
@@ -82,12 +84,21 @@ def _read_line(
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as fault:
+        if array := array_remedy(path):
+            raise ValueError(array) from None
+        if "\r" in text.strip():
+            remedy = as_lines(r"tr '\r' '\n'", path)
+            raise ValueError(
+                f"data.files: {path!r} has lines that end in a carriage return alone; {remedy}"
+            ) from None
         # the fault's own line number is always 1
         reason = f"{fault.msg}, column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
         raise ValueError(
             f"data.files: {_line(path, offset)} is not JSON ({reason}); repair or delete the line"
         ) from None
     if not isinstance(entry, dict):
+        if array := array_remedy(path):
+            raise ValueError(array)
         raise ValueError(
             f"data.files: {_line(path, offset)} holds {_kind(entry)}, not an object; "
             f'write {{"{text_field}": "..."}}, or set data.format to text'
