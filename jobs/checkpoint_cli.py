@@ -83,11 +83,11 @@ def export_checkpoint(
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
 ) -> None:
-    """Write a model for Hugging Face's transformers: safetensors and config.json.
+    """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
-    Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE. A run's newest verified checkpoint is taken. Tokenizers
-    and generation settings are not written.
+    Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
     """
+    from braid.jobs.beside_weights import copy_beside, kept_by, token_ids
     from braid.jobs.checkpoints import best_checkpoint, check_built_in, new_directory
 
     if dtype not in ("fp32", "bf16"):
@@ -104,10 +104,18 @@ def export_checkpoint(
             f"{found.shape.capacity_factor}; the exported model drops none",
             err=True,
         )
+    beside = kept_by(found.path)
+    if beside is None:
+        typer.echo(
+            f"braid: {source} has kept no tokenizer; the export has weights and config.json only", err=True
+        )
     with new_directory(directory) as partial:
         from braid.actors.stage.exchange import export_model
 
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9))
+        tokens = {} if beside is None else token_ids(beside)
+        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens)
+        if beside is not None:
+            copy_beside(beside, partial)
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {_size(size)} of {dtype} in {count}")

@@ -114,15 +114,21 @@ def train(
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
+    from braid.actors.controller.mirror import check_url
     from braid.actors.stage.hub_files import check_initial
     from braid.jobs.data.data_sets import check_data
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_dry_run
     from braid.jobs.remarks import on_learning_rate
+    from braid.scheduling.profile import read_profile
 
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     check_initial(config.model.initial, shape)
     check_data(config)
+    if config.checkpoint.mirror is not None:
+        check_url(config.checkpoint.mirror)
+    if config.overlap.profile is not None:
+        read_profile(config.overlap.profile)
     show_dry_run(console, config, shape)
     for text in on_learning_rate(config, resume=resume):
         console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
@@ -174,12 +180,12 @@ def schedule(
 ) -> None:
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
     from braid.actors.controller.planning import build_schedule
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_schedule
     from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)
-    made = build_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
+    made = build_schedule(resolved, resolved.check(tokenizer_of(resolved).vocabulary))
     text = write(made)
     if output is not None:
         try:

@@ -17,6 +17,7 @@ from rich.text import Text
 from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
+from braid.actors.stage.data import DataIndex
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.data.prepare import Progress as Preparation
 from braid.jobs.layouts import MeasuredLayout
@@ -81,6 +82,8 @@ class Display:
                     f"tokens of {event.documents} documents in {event.output}"
                     + (" (prepared before)" if event.reused else "")
                 )
+                for line in _of_text(event.index):
+                    self._say(line)
                 if self._screen:
                     self._screen.update(Text("starting ranks"))
             case Profiling():
@@ -174,6 +177,18 @@ class Display:
             self._screen.update(Text(""))
         self._console.print(report_table(report, self._losses))
         self._say("done" if event.complete else "stopped early; go on with --resume")
+
+
+def _of_text(index: DataIndex) -> Iterator[str]:
+    """Which token ends documents, and what of the text is not in the tokens."""
+    if index.end_token:
+        yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
+    if index.characters_lost:
+        share = index.characters_lost / index.characters
+        yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"
+    if index.tokens_unknown:
+        share = index.tokens_unknown / sum(index.tokens(split) for split in index.splits)
+        yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
 
 
 def curve(values: Sequence[float], width: int = 32) -> str:

@@ -27,10 +27,11 @@ from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
+from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
@@ -119,7 +120,8 @@ def training(
     check_lasting(config)
     allow_open_files()
     inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    tokenizer = tokenizer_of(config)
+    shape = config.check(tokenizer.vocabulary)
     if config.checkpoint.mirror is not None:
         check_url(config.checkpoint.mirror)
     if not options.resume or options.again:
@@ -152,6 +154,7 @@ def training(
                     pass  # again, after a failure
                 case Started():
                     begun = True
+                    _keep_tokenizer(config, tokenizer, show)
                     if telemetry.page:
                         _open_page(page, config, show)
                     run = config.run_directory
@@ -194,6 +197,13 @@ def _pointing_to_logs(run: Path) -> Iterator[None]:
 def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
     wandb = None if telemetry.wandb.mode == "off" else WandbRun(**telemetry.wandb.model_dump())
     return Sinks(tensorboard=telemetry.tensorboard, wandb=wandb, tell=tell)
+
+
+def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
+    try:
+        keep(config, tokenizer, config.run_directory)
+    except OSError as error:
+        show(Incident(kind="data", text=f"exports will have no tokenizer: {error}", step=0))
 
 
 def _open_page(page: LivePage, config: Config, show: Show) -> None:
@@ -242,7 +252,7 @@ def _laid_out(config: Config, launcher: Launcher, prepared: Prepared, show: Show
     """The configuration with a layout and what is best for every layer, where they are to be searched for."""
     if not config.parallel.auto and not config.chooses_layers:
         return config
-    shape, data = config.check(load_tokenizer(config.data.tokenizer).vocabulary), str(prepared.output)
+    shape, data = config.check(tokenizer_of(config).vocabulary), str(prepared.output)
 
     def tell(layout: str) -> None:
         show(Profiling(layout=layout))

@@ -19,7 +19,7 @@ from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Section
 from braid.actors.config.overlap import AUTO, OverlapConfig
 from braid.actors.config.parallel import ParallelConfig
-from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.train import TrainConfig
 from braid.scheduling.fit import check_fit, check_runnable
@@ -45,7 +45,9 @@ class DataConfig(Section):
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    tokenizer: str = BYTES  # or the path of a Hugging Face tokenizer.json
+    # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
+    tokenizer: str | None = None
+    end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
     text_field: str = "text"  # of JSON lines and Parquet: where the text is
     encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
@@ -131,6 +133,11 @@ class Config(Section):
     def run_directory(self) -> Path:
         """``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def tokenizer(self) -> str:
+        """``data.tokenizer`` with its default."""
+        return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
         """The same with another schedule."""
@@ -232,10 +239,11 @@ class Config(Section):
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides.
 
-    Relative paths of `BESIDE_THE_FILE`, in the file and in overrides, are taken from the file's folder. The
-    others stay as they are, and are taken from the folder in which a run is started.
+    ``~`` and ``$NAME`` in paths are replaced. Relative paths of `BESIDE_THE_FILE`, in the file and in
+    overrides, are taken from the file's folder. The others stay as they are, and are taken from the folder in
+    which a run is started.
     """
-    config = parse_config(read_content(Path(path)), overrides, source=str(path))
+    config = expanded(parse_config(read_content(Path(path)), overrides, source=str(path)))
     return anchored(config, Path(path).parent.absolute(), BESIDE_THE_FILE)
 
 

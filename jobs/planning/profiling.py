@@ -55,10 +55,10 @@ def profile(
 def _measure(config: Config, anew: bool) -> Any:
     from braid.actors.controller.processes import ProcessLauncher
     from braid.actors.controller.profiling import find_or_measure
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.session import ray_session
 
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     if config.cluster.launcher == "processes":
         launcher = ProcessLauncher(config)
         launcher.check(config.layout().ranks)

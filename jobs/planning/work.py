@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError, ParallelConfig, load_config, parse_config
+from braid.actors.config.paths import expanded
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
@@ -56,12 +57,13 @@ def request(
 def _config(reference: str, overrides: list[str]) -> Config:
     if reference in model_names():
         content = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
-        config = parse_config(content, overrides, source=reference)
+        config = expanded(parse_config(content, overrides, source=reference))
         if "global_batch" in config.train.model_fields_set:
             return config
         sequence = config.model.shape(1).sequence
         samples = max(1, PRESET_BATCH_TOKENS // sequence)
-        return parse_config(content, [f"train.global_batch={samples}", *overrides], source=reference)
+        batch = f"train.global_batch={samples}"
+        return expanded(parse_config(content, [batch, *overrides], source=reference))
     path = Path(reference)
     if not path.exists():
         raise ConfigError(
@@ -74,9 +76,9 @@ def _vocabulary(config: Config) -> int:
     """The tokenizer's, where the model's is not given; a preset has its own."""
     if config.model.preset is not None or config.model.initial is not None:
         return 1
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
 
-    return load_tokenizer(config.data.tokenizer).vocabulary
+    return tokenizer_of(config).vocabulary
 
 
 def make_plan(job: Request) -> Plan:

@@ -1,5 +1,6 @@
 """The configuration as a user writes it: what YAML makes of it, and where its paths begin."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_anchored() -> None:
     assert config.overlap.schedule_file == Path("/s.txt")
     assert config.checkpoint.mirror == "/base/mirror"
     assert anchored(config, Path("/other")) == config
-    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
+    assert anchored(parse_config({}), Path("/base")).tokenizer == "bytes"
     assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
@@ -87,6 +88,64 @@ def test_anchored() -> None:
 def test_mirrors(mirror: str, at_base: str) -> None:
     config = anchored(parse_config({"checkpoint": {"mirror": mirror}}), Path("/base"))
     assert config.checkpoint.mirror == at_base
+
+
+PLACES = ("~/a", "$CORPORA/a", "$PWD/a", "${CORPORA}/a/../b", "b/$CORPORA")
+TEXTS = ("runs", "model.initial", "data.tokenizer", "data.directory", "checkpoint.mirror")
+TEXTS += ("overlap.schedule_file", "overlap.plan", "overlap.profile")
+
+
+@pytest.mark.parametrize("key", [*TEXTS, "data.files", "data.exclude", "model.layer"])
+@pytest.mark.parametrize("place", PLACES)
+def test_homes_and_variables_in_paths(
+    key: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("CORPORA", "/corpora")
+    monkeypatch.setenv("PWD", "/here")
+    found = {
+        "~/a": "/home/me/a",
+        "$PWD/a": "/here/a",
+        "$CORPORA/a": "/corpora/a",
+        "${CORPORA}/a/../b": "/corpora/b",
+    }
+    value = {"data.files": f"['{place}']", "data.exclude": f"['{place}']", "model.layer": f"{place}.py:L"}
+    config = anchored(written(tmp_path, "", f"{key}={value.get(key, place)}"), tmp_path)
+    section, _, name = key.rpartition(".")
+    got = getattr(getattr(config, section) if section else config, name)
+    text = str(got[0] if isinstance(got, tuple) else got)
+    text = os.path.normpath(text.removesuffix(".py:L")) if key in ("data.exclude", "model.layer") else text
+    where = "" if key == "data.exclude" else f"{tmp_path}/"
+    assert text == found.get(place, f"{where}b/corpora")
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("$NONE/a", "runs='$NONE/a': the variable NONE is not set here, or empty; set it"),
+        ("a/${EMPTY}", "the variable EMPTY is not set here, or empty"),
+        (
+            "~nobody-of-this-name/a",
+            "runs='~nobody-of-this-name/a': ~nobody-of-this-name is nobody's home here",
+        ),
+        ("$MY_TOKEN/a", "MY_TOKEN looks like a secret"),
+    ],
+)
+def test_homes_and_variables_that_are_not_known(
+    place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("MY_TOKEN", "t")
+    monkeypatch.delenv("NONE", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        written(tmp_path, "", f"runs={place}")
+    assert says in str(refused.value)
+
+
+def test_homes_are_left_to_whoever_reads_them() -> None:
+    """A manifest for other machines has neither homes nor variables of this one."""
+    config = anchored(parse_config({"runs": "~/r", "data": {"directory": "$D/d"}}), Path("/base"))
+    assert (str(config.runs), str(config.data.directory)) == ("~/r", "$D/d")
 
 
 def test_layers_that_are_no_files() -> None:
