@@ -46,6 +46,7 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
     from braid.jobs.benchmarks.overlap_case import FILLED, LAYOUTS, known_schedules
     from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
     from braid.scheduling.spec import CONTEXT_MODES
+    from braid.scheduling.suggestions import must_be_one_of
 
     for option, value, known in (
         ("layout", case.layout, tuple(LAYOUTS)),
@@ -53,7 +54,7 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
         ("recompute", case.recompute, RECOMPUTE_POLICIES),
     ):
         if value not in known:
-            raise ConfigError(f"--{option} {value!r} must be one of {', '.join(known)}")
+            raise ConfigError(f"--{option} {value!r} {must_be_one_of(value, known)}")
     if case.mbit is not None and case.alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     if case.inside_mbit is not None and not case.filled:
@@ -67,7 +68,7 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
         )
     for name in names:
         if name.partition(" ")[0] not in (possible := known_schedules(case.layout)):
-            raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(possible)}")
+            raise ConfigError(f"--schedules: {name!r} {must_be_one_of(name, possible)}")
 
 
 @bench.command("overlap")

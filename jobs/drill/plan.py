@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from braid.actors.config import ConfigError
 from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
+from braid.scheduling.suggestions import must_be_one_of
 
 _IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
     "kill-forward": ("kill", "forward"),
@@ -115,7 +116,7 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
     ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ConfigError(f"--faults: {unknown[0]!r} is not known; there are {', '.join(KINDS)}")
+        raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
     draw = random.Random(seed)
     every = [kind for kind in kinds for _ in range(count)]
     draw.shuffle(every)

@@ -17,6 +17,7 @@ from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import AXES, ModelShape, Workload
+from braid.scheduling.suggestions import must_be_one_of, nearest
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -64,9 +65,9 @@ def _config(reference: str, overrides: list[str]) -> Config:
         return parse_config(content, [f"train.global_batch={samples}", *overrides], source=reference)
     path = Path(reference)
     if not path.exists():
-        raise ConfigError(
-            f"{reference} is neither a file nor a model preset; `braid presets` lists the presets"
-        )
+        near = nearest(reference, model_names())
+        remedy = f"did you mean {near!r}?" if near else "`braid presets` lists the presets"
+        raise ConfigError(f"{reference} is neither a file nor a model preset; {remedy}")
     return load_config(path, overrides)
 
 
@@ -249,7 +250,7 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
 def known_schedule(name: str) -> str:
     """The name of a schedule; `ConfigError` lists them otherwise."""
     if name not in SCHEDULES:
-        raise ConfigError(f"--schedule {name!r} is not known; use one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"--schedule {name!r} {must_be_one_of(name, SCHEDULES)}")
     return name
 
 
