@@ -31,9 +31,18 @@ from braid.scheduling.spec import (
     ParallelLayout,
     Workload,
 )
+from braid.scheduling.suggestions import nearest
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
+_OF_PLANS: Mapping[str, Iterable[str]] = {
+    "parallel": ParallelConfig.model_fields,
+    "train": ("micro_batch", "recompute"),
+    "overlap": ("schedule",),
+}
+"""What ``overlap.plan`` gives where the configuration does not."""
 
 
 class DataConfig(Section):
@@ -224,6 +233,9 @@ class Config(Section):
         if self.model.preset is not None or self.model.initial is not None:
             # Defaults written out would be sizes that the configuration gives, against the preset's.
             content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
+        for name, keys in _OF_PLANS.items() if self.overlap.plan is not None else ():
+            for key in set(keys) - getattr(self, name).model_fields_set:
+                del content[name][key]  # written out, it would be said against the plan's
         return write_yaml(content)
 
 
@@ -256,7 +268,10 @@ def read_content(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist") from None
+        there = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = nearest(path.name, there)
+        remedy = f"did you mean {path.parent / near}?" if near else "give the path of a run's YAML file"
+        raise ConfigError(f"configuration file {path} does not exist; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     try:

@@ -131,49 +131,61 @@ WINDOW = 20
 """Records of the newest steps that are kept in memory; all are in the run's files."""
 
 
+def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
+    """What `RunDirectory` refuses, before anything starts. `HeldError` where another run is under way."""
+    path = config.run_directory
+    if path.resolve().parent != config.runs.resolve():
+        raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
+    if resume and not path.is_dir() and not mark:
+        raise ConfigError(f"there is no run in {path} to resume; start it without --resume")
+    if (path / ".lock").exists():
+        _acquire(path).release()
+    if _holds_a_run(path) and not resume and not overwrite:
+        raise ConfigError(
+            f"run directory {path} already holds a run; continue it with --resume, "
+            f"choose another with --set name=..., or replace it with --overwrite"
+        )
+
+
+def _holds_a_run(path: Path) -> bool:
+    return (path / "config.yaml").exists()
+
+
+def _acquire(path: Path) -> FileHold:
+    lock = FileHold(path / ".lock")
+    try:
+        lock.take()
+    except HeldError as error:
+        raise HeldError(
+            f"run directory {path} is in use by {error}; wait for it, or choose another with --set name=..."
+        ) from None
+    return lock
+
+
 class RunDirectory:
     """``runs/NAME``, locked for as long as this object is open."""
 
     def __init__(self, config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
         """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
         self.path = config.run_directory
-        resolved = self.path.resolve()
-        if resolved.parent != config.runs.resolve():
-            raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
-        existed = self.path.is_dir()
-        if resume and not existed and not mark:
-            raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
+        check_run_directory(config, resume=resume, overwrite=overwrite, mark=mark)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
-        self._lock = self._acquire()
-        self._replaces = existed and not resume and (self.path / "config.yaml").exists()
+        self._lock = _acquire(self.path)
+        self._replaces = not resume and _holds_a_run(self.path)
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
         self._description: dict[str, str] = {}
         """Files that `describe` wrote."""
-        self.identity = _identity(self.path, config.name, mark if resume else "")
+        self.identity = identity_of(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
         self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
-        if self._replaces and not overwrite:
+        if self._replaces and not overwrite:  # of somebody who was faster
             self.close()
-            raise ConfigError(
-                f"run directory {self.path} already holds a run; continue it with --resume, "
-                f"choose another with --set name=..., or replace it with --overwrite"
-            )
-
-    def _acquire(self) -> FileHold:
-        lock = FileHold(self.path / ".lock")
-        try:
-            lock.take()
-        except HeldError as error:
-            raise HeldError(
-                f"run directory {self.path} is in use by {error}; "
-                f"wait for it, or choose another with --set name=..."
-            ) from None
-        return lock
+            check_run_directory(config, resume=resume, overwrite=overwrite)
 
     def _empty(self) -> None:
         begun = (self.path / ".lock").stat().st_mtime_ns
@@ -219,7 +231,7 @@ class RunDirectory:
             if not (self.path / ".lock").exists():
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.release()
-                self._lock = self._acquire()
+                self._lock = _acquire(self.path)
         except HeldError:
             raise
         except (OSError, ConfigError) as error:
@@ -359,7 +371,7 @@ def read_metrics(path: Path) -> Iterator[StepRecord]:
     return (_record(content) for content in lines_of(path))
 
 
-def _identity(directory: Path, name: str, mark: str) -> RunIdentity:
+def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:
     """Of the run with a mark, which goes on in a directory; without one, of a run that begins there."""
     before = read_identity(directory)
     if mark:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, ConfigError, ParallelConfig, load_config, parse_config
+from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
@@ -168,32 +168,40 @@ def fixed_setting(job: Request) -> Setting:
         raise ConfigError(str(error)) from None
 
 
-_OF_LAYOUTS = ("late_layers", "zero", "shards")
-"""What plans decide beside degrees."""
+_LISTS = ("tensor_degrees", "end_degrees", "recompute")
+"""Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
 
 
 def with_plan(config: Config, file: Path) -> Config:
-    """The configuration with a plan's decisions: what it leaves open is as the plan says.
+    """The configuration with a plan's decisions, where it leaves them open: schedule, degrees of the mesh and
+    of layers, what ZeRO cuts, policies, samples of a micro-batch.
 
-    Where both say something else, `braid.actors.controller.planning` refuses the plan and names the key.
+    `ConfigError` names the key that says something else. What no plan decides (model, batch, numerics) is
+    compared by `braid.actors.controller.planning`.
     """
     setting = read_plan(file).setting
-    layout, train, parallel = setting.layout, config.train, config.parallel
-    overlap: dict[str, Any] = {"plan": file}
-    if "schedule" not in config.overlap.model_fields_set or config.overlap.schedule == AUTO:
-        overlap["schedule"] = setting.schedule
-    if parallel.auto:
-        degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
-        fixed = {axis: degree for axis, degree in parallel.fixed.items() if degree != degrees[axis]}
-        others = {key: getattr(parallel, key) or getattr(layout, key) for key in _OF_LAYOUTS}
-        parallel = ParallelConfig.model_validate({**degrees, **fixed, **others})
-        found = {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}
-        train = train.model_copy(
-            update={key: value for key, value in found.items() if key not in train.model_fields_set}
-        )
-    return config.model_copy(
-        update={"overlap": config.overlap.model_copy(update=overlap), "parallel": parallel, "train": train}
-    )
+    layout, changed = setting.layout, dict[str, Any]()
+    degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
+    cut = {key: getattr(layout, key) for key in ("zero", "shards", "late_layers")}
+    lists = {key: getattr(layout, key) or None for key in ("tensor_degrees", "end_degrees")}
+    for name, decided in (
+        ("parallel", {**degrees, **cut, **lists, "context": setting.context}),
+        ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
+        ("overlap", {"schedule": setting.schedule}),
+    ):
+        section = getattr(config, name)
+        said = {key: value for key in decided if (value := getattr(section, key)) != AUTO}
+        said = {key: value for key, value in said.items() if key in section.model_fields_set}
+        for key, value in said.items():
+            if key not in _LISTS and value != decided[key]:
+                raise ConfigError(
+                    f"plan {file} has {name}.{key}={decided[key]}, the configuration says {value}: leave "
+                    f"{name}.{key} out, or plan anew"
+                )
+        changed[name] = section.model_copy(update={**decided, **said})
+    changed["parallel"] = changed["parallel"].model_copy(update={"auto": False})
+    changed["overlap"] = changed["overlap"].model_copy(update={"plan": file})
+    return config.model_copy(update=changed)
 
 
 def is_plan(reference: str) -> bool:
