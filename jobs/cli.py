@@ -170,14 +170,14 @@ def schedule(
     output: Annotated[Path | None, typer.Option(help="Write the text to this file.")] = None,
 ) -> None:
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
-    from braid.actors.controller.planning import build_schedule
     from braid.jobs.data.tokenizer import load_tokenizer
     from braid.jobs.planning.drawing import show_schedule
+    from braid.jobs.planning.known import known_schedule
     from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)
     check_output("--output", output)
-    made = build_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
+    made = known_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
     text = write(made)
     if output is not None:
         try:
