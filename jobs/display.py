@@ -16,7 +16,8 @@ from rich.text import Text
 
 from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
-from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
+from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.data import DataIndex
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.data.prepare import Progress as Preparation

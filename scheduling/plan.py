@@ -130,4 +130,6 @@ def read_plan(path: Path) -> Plan:
         return parse_plan(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"plan {path} cannot be read: {reason}") from None
+        raise ValueError(
+            f"plan {path} cannot be read: {reason}; make one with `braid plan --output`"
+        ) from None

@@ -250,4 +250,6 @@ def read_profile(path: Path) -> Profile:
     try:
         return parse_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"profile {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        remedy = "make one with `braid profile --output`"
+        raise ValueError(f"profile {path} cannot be read: {reason}; {remedy}") from None

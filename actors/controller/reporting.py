@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.records import StepRecord
 from braid.actors.controller.routing import ExpertNumbers
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.trace import OverlapNumbers
 

@@ -21,6 +21,7 @@ from braid.actors.config.paths import PYTHON_STDLIB
 from braid.actors.config.urls import is_url
 from braid.jobs.data.files import File, endings, find, local, opened
 from braid.jobs.data.parquet import row_groups
+from braid.scheduling.suggestions import must_be_one_of
 
 Format = Literal["text", "jsonl", "parquet"]
 EncodingErrors = Literal["strict", "replace", "skip"]
@@ -79,12 +80,10 @@ class Corpus:
         if not self.files:
             raise ValueError(f"data.files: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
         if self.format not in (formats := (AUTO, *get_args(Format))):
-            raise ValueError(f"data.format: {self.format!r} must be one of {', '.join(formats)}")
+            raise ValueError(f"data.format: {self.format!r} {must_be_one_of(self.format, formats)}")
         if self.encoding_errors not in get_args(EncodingErrors):
-            raise ValueError(
-                f"data.encoding_errors: {self.encoding_errors!r} must be one of "
-                f"{', '.join(get_args(EncodingErrors))}"
-            )
+            wanted = must_be_one_of(self.encoding_errors, get_args(EncodingErrors))
+            raise ValueError(f"data.encoding_errors: {self.encoding_errors!r} {wanted}")
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
                 f"data.validation_fraction: {self.validation_fraction!r} must be at least 0 and less than 1"

@@ -68,6 +68,11 @@ def check_data(config: Config) -> None:
             raise
 
 
+def check_sources(config: Config) -> None:
+    """`ValueError` if the files or the tokenizer that `braid prepare` reads are not there."""
+    Request.of(corpus_of(config))
+
+
 def prepare_data(
     config: Config,
     executor: Executor,

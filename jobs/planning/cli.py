@@ -6,22 +6,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from braid.jobs.output import check_output
+from braid.jobs.usage import AsJson, Overrides, example
+
 if TYPE_CHECKING:
     from braid.scheduling.json_text import json_text
 from braid.scheduling.planner.decide import Outcome
 
 Reference = Annotated[
-    str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG")
+    str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")
+]
+ClusterOfPlan = Annotated[
+    str | None, typer.Option(help="Cluster preset or YAML file (default: the plan's).", metavar="PRESET|FILE")
 ]
 Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", metavar="PRESET|FILE")]
 Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ProfileFile = Annotated[
     Path | None,
     typer.Option(help="Measured costs: profile.json, or a CSV of blocks per tensor-parallel degree."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
 ]
 Svg = Annotated[Path | None, typer.Option(help="Also draw an SVG to this file.")]
 
@@ -39,6 +41,8 @@ def plan(
     """Find the best layout, schedule and pairing of a job on a cluster."""
     from braid.jobs.planning import view, work
 
+    check_output("--output", output)
+    check_output("--svg", svg)
     if profile is not None and profile.suffix == ".csv":
         _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
         return
@@ -81,10 +85,13 @@ def _plan_degrees(
 
 
 def simulate(
-    config: Annotated[str, typer.Argument(help="A run's YAML file, a plan or a model preset.")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
-    ] = None,
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A run's YAML file, a plan or a model preset (braid presets).", metavar="CONFIG|PLAN|MODEL"
+        ),
+    ],
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     schedule: Annotated[str | None, typer.Option(help="Another schedule on the same layout.")] = None,
     profile: ProfileFile = None,
@@ -98,6 +105,8 @@ def simulate(
     """Simulate one step of a configuration or a plan."""
     from braid.jobs.planning import view, work
 
+    check_output("--trace", trace)
+    check_output("--svg", svg)
     outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
         from braid.scheduling.chrome_trace import chrome_trace
@@ -153,9 +162,7 @@ def _draw(outcome: "Outcome", path: Path) -> None:
 
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan that `braid plan --output` wrote.", metavar="PLAN")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
-    ] = None,
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -175,9 +182,7 @@ def explain(
 def compare(
     first: Annotated[str, typer.Argument(help="A plan, configuration, preset or trace.", metavar="A")],
     second: Annotated[str, typer.Argument(help="What to compare it with.", metavar="B")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plans').", metavar="PRESET|FILE")
-    ] = None,
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -220,5 +225,11 @@ def presets(as_json: AsJson = False) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (plan, simulate, explain, compare, presets):
-        app.command()(command)
+    for command, call in (
+        (plan, "plan llama-3.1-8b --cluster h100 --nodes 8 --output plan.yaml"),
+        (simulate, "simulate plan.yaml --schedule megatron"),
+        (explain, "explain plan.yaml"),
+        (compare, "compare plan.yaml other.yaml"),
+        (presets, "presets"),
+    ):
+        app.command(epilog=example(call))(command)

@@ -43,7 +43,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
     ("pattern", "text", "message"),
     [
         (r"braid_plan: 6", "braid_plan: 5", r"braid_plan=5 is not version 6; make the plan anew"),
-        (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
+        (r"  schedule: braid", "  schedule: brad", r"schedule='brad' is not known; did you mean 'braid'"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
         (r"    tp: 4", "    tp: four", r"plan.yaml.setting.layout.tp='four' must be a whole number"),
