@@ -14,6 +14,7 @@ from braid.jobs.usage import AsJson, Commands, RunFolder, example
 
 checkpoint = typer.Typer(
     cls=Commands,
+    epilog=example("checkpoint list runs/first"),
     help="List, verify and export the checkpoints of a run.",
     no_args_is_help=True,
     add_completion=False,

@@ -28,6 +28,8 @@ from braid.jobs.viewing_cli import report, trace
 
 app = typer.Typer(
     cls=Commands,
+    epilog=f"{example('train first.yaml --launcher processes')}. Each command has a --help of its own.",
+    rich_markup_mode="markdown",
     help="Train transformer language models and hide communication behind computation.",
     no_args_is_help=True,
     add_completion=False,

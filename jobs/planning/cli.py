@@ -95,8 +95,10 @@ def simulate(
     ],
     cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
-    schedule: Annotated[str | None, typer.Option(help="Another schedule on the same layout.")] = None,
-    profile: ProfileFile = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace (Perfetto, chrome://tracing) to this file.")
     ] = None,
