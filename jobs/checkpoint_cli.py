@@ -14,6 +14,7 @@ from braid.scheduling.json_text import json_text
 
 checkpoint = typer.Typer(
     cls=Commands,
+    epilog=example("checkpoint list runs/first"),
     help="List, verify and export the checkpoints of a run.",
     no_args_is_help=True,
     add_completion=False,

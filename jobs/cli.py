@@ -29,6 +29,8 @@ from braid.scheduling.json_text import json_text
 
 app = typer.Typer(
     cls=Commands,
+    epilog=f"{example('train first.yaml --launcher processes')}. Each command has a --help of its own.",
+    rich_markup_mode="markdown",
     help="Train transformer language models and hide communication behind computation.",
     no_args_is_help=True,
     add_completion=False,

@@ -8,7 +8,10 @@ import typer
 from braid.jobs.usage import Commands, example
 
 grafana = typer.Typer(
-    cls=Commands, help="Dashboards for Grafana: Overlap and Training.", no_args_is_help=True
+    cls=Commands,
+    epilog=example("grafana export dashboards"),
+    help="Bring the dashboards Overlap and Training into Grafana.",
+    no_args_is_help=True,
 )
 
 Folder = Annotated[str, typer.Option("--folder", help="Title of the folder in Grafana.")]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 jobs = typer.Typer(
     cls=Commands,
+    epilog=example("jobs list"),
     help="List, show, follow and stop the jobs of a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,

@@ -69,6 +69,8 @@ class Plan:
     score: Score
     pairing: PairingNote | None = None
     runners_up: tuple[RunnerUp, ...] = ()
+    usual: tuple[RunnerUp, ...] = ()
+    """The usual schedules with the same degrees, the quickest first: what there is without this plan."""
     braid_plan: int = VERSION
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ A run is a sequence of generations: the first one, and one after every failure o
 with process groups of its own. Who its ranks are and where their state comes from is decided at its begin.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -267,7 +268,14 @@ class Controller:
         if spans := last_trace(directory.path / "trace"):
             directory.write_trace(spans)
         complete = step == run.config.train.steps
-        report = build_report(directory.records(), run.config, complete=complete, serial=run.plan.serial)
+        predicted = json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds")
+        report = build_report(
+            directory.records(),
+            run.config,
+            complete=complete,
+            serial=run.plan.serial,
+            predicted_seconds=predicted,
+        )
         if trouble := directory.write_report(report):
             yield Incident(kind="failed", text=trouble, step=step)
         directory.note("finished", step, run.generation, "complete" if complete else "stopped early")

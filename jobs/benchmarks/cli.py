@@ -13,7 +13,12 @@ from braid.scheduling.json_text import json_text
 if TYPE_CHECKING:
     from braid.jobs.benchmarks.overlap_case import OverlapCase
 
-bench = typer.Typer(cls=Commands, help="Measure, as ratios within one run.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=Commands,
+    epilog=example("bench overlap --layout tp2"),
+    help="Compare Braid with plain PyTorch and its schedules with each other, as ratios within one run.",
+    no_args_is_help=True,
+)
 
 
 @bench.command("training", epilog=example("bench training --rounds 3"))

@@ -40,6 +40,7 @@ def plan(
 ) -> None:
     """Find the best layout, schedule and pairing of a job on a cluster."""
     from braid.jobs.planning import view, work
+    from braid.jobs.planning.searching import searching
 
     check_output("--output", output)
     check_output("--svg", svg)
@@ -47,7 +48,8 @@ def plan(
         _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
         return
     job = work.request(config, overrides, cluster, nodes, profile)
-    made = work.make_plan(job)
+    with searching(quiet=as_json) as tell:
+        made = work.make_plan(job, tell)
     if output is not None:
         work.write_text(output, made.to_yaml(), "--output")
     if svg is not None:
@@ -93,8 +95,10 @@ def simulate(
     ],
     cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
-    schedule: Annotated[str | None, typer.Option(help="Another schedule on the same layout.")] = None,
-    profile: ProfileFile = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace (Perfetto, chrome://tracing) to this file.")
     ] = None,
@@ -168,11 +172,14 @@ def explain(
 ) -> None:
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
     from braid.jobs.planning import view, work
+    from braid.jobs.planning.searching import searching
     from braid.scheduling.plan import read_plan
     from braid.scheduling.planner.explain import explain as answer
 
     made = read_plan(plan)
-    explanation = answer(made, work.cluster_of(made, cluster, nodes))
+    spec = work.cluster_of(made, cluster, nodes)
+    with searching(quiet=as_json) as tell:
+        explanation = answer(made, spec, tell)
     if as_json:
         typer.echo(json_text(view.explanation_json(explanation)))
     else:

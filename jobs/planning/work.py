@@ -11,7 +11,7 @@ from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import plan_layout, plan_of, runner_up
+from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
 from braid.scheduling.planner.space import AUTO, PART_BY_PART, Space, searched_schedules, with_schedule
 from braid.scheduling.presets.library import load_cluster, model_names
@@ -82,10 +82,11 @@ def _vocabulary(config: Config) -> int:
     return tokenizer_of(config).vocabulary
 
 
-def make_plan(job: Request) -> Plan:
-    """Search with ``parallel: auto``, else decide for the layout that is given."""
+def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
+    """Search with ``parallel: auto``, else decide for the layout that is given. ``tell``: what it is at."""
     config = job.config
     if not config.parallel.auto:
+        tell("orders of the schedule" if config.overlap.schedule != AUTO else "all schedules of this layout")
         choose = _layers_chosen if config.chooses_layers else _decided_alone
         outcome, others = choose(job, fixed_setting(job))
         if outcome.missing_bytes:
@@ -96,7 +97,9 @@ def make_plan(job: Request) -> Plan:
                 f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
                 f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
             )
-        return plan_of(outcome, job.cluster, others)
+        tell("what the usual schedules would take")
+        bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
+        return plan_of(outcome, job.cluster, others, usual_schedules(outcome, bench_of, over))
     if job.profile is not None:
         raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")
     given = config.train.model_fields_set
@@ -113,7 +116,7 @@ def make_plan(job: Request) -> Plan:
         late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
-    return plan_layout(search, job.cluster)
+    return plan_layout(search, job.cluster, tell=tell)
 
 
 def _searched_schedule(config: Config) -> str | None:

@@ -51,7 +51,8 @@ def test_help_loads_nothing_heavy(helps: Any) -> None:
 
 def test_every_command_has_an_example_of_itself(helps: Any) -> None:
     for path, options, epilog, printed in helps[0]:
-        if options is None:  # a group
+        if options is None:  # a group, with an example of one of its commands
+            assert epilog.startswith(f"Example: braid {' '.join(path)} "), path
             continue
         words = shlex.split(epilog.removeprefix("Example: "))
         assert words[: len(path) + 1] == ["braid", *path], path
