@@ -40,10 +40,10 @@ def ray_session(config: Config) -> Iterator[None]:
     """
     try:
         import ray
-    except ImportError:
+    except Exception as error:  # it is not installed, or not wholly
         raise ConfigError(
-            "cluster.launcher='ray' needs Ray, which is not installed; "
-            "install it (pip install 'ray[default]') or use --launcher processes"
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); "
+            f"install it (pip install 'ray[default]') or use --launcher processes"
         ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
@@ -59,8 +59,11 @@ def ray_session(config: Config) -> Iterator[None]:
                     ray.init(address=address, runtime_env=_environment(), **quiet)
             except StoppedError:
                 raise
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"{given}: cannot join this Ray cluster ({_first_line(error)})") from None
+            except Exception as error:  # Ray raises bare ones, and others than it says
+                raise ConfigError(
+                    f"{given}: cannot join this Ray cluster ({_first_line(error)}); see `ray status` on a "
+                    f"node of it, or leave it out to use this machine"
+                ) from None
         else:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError, TelemetryConfig
-from braid.actors.config.paths import anchored
+from braid.actors.config.paths import anchored, expanded
 from braid.actors.config.variables import inherited
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
@@ -95,7 +95,7 @@ def train(
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
     # ranks do not share the command's folder
-    config, options = anchored(config, Path.cwd()), options or RunOptions()
+    config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
     check_lasting(config)
     allow_open_files()
     inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
