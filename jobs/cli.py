@@ -234,8 +234,18 @@ def _root(
     pass
 
 
+def _in_utf8() -> None:
+    """Start this command again where names of files would be read in another encoding than UTF-8, as with
+    ``LC_ALL=C``: Ray, YAML and JSON know no other. All processes of the run inherit it."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, turn errors into messages and exit codes."""
+    if arguments is None:
+        _in_utf8()
     # Import errors of Ray's own make more noise than sense; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:

@@ -54,8 +54,13 @@ def ray_session(config: Config) -> Iterator[None]:
     Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
     """
     check_installed()
-    import ray
-
+    try:
+        import ray
+    except Exception as error:  # it is not installed, or not wholly
+        raise ConfigError(
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); "
+            f"install it (pip install 'ray[default]') or use --launcher processes"
+        ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -70,8 +75,11 @@ def ray_session(config: Config) -> Iterator[None]:
                     ray.init(address=address, runtime_env=_environment(), **quiet)
             except StoppedError:
                 raise
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"{given}: cannot join this Ray cluster ({_first_line(error)})") from None
+            except Exception as error:  # Ray raises bare ones, and others than it says
+                raise ConfigError(
+                    f"{given}: cannot join this Ray cluster ({_first_line(error)}); see `ray status` on a "
+                    f"node of it, or leave it out to use this machine"
+                ) from None
         else:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError, TelemetryConfig
-from braid.actors.config.paths import anchored
+from braid.actors.config.paths import anchored, expanded
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
@@ -115,7 +115,7 @@ def training(
     one thread, if those that began later end earlier.
     """
     # ranks do not share the command's folder
-    config, options = anchored(config, Path.cwd()), options or RunOptions()
+    config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
     allow_open_files()
     if config.overlap.plan is not None:
         config = with_plan(config, config.overlap.plan)

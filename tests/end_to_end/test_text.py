@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from braid.jobs.cli import main
-from tests.end_to_end.command import write_config
+from tests.end_to_end.command import ROOT, write_config
 from tests.foreign_models import random_model
 
 DOCUMENTS = ["one sheep, two sheep, three sheep sleep", "we count: naïve 語 <stop> and no end"]
@@ -158,3 +160,20 @@ def test_tokenizer_and_settings_of_imported_weights_come_back(
     command("checkpoint", "export", "runs/other", "other")
     kept = json.loads((tmp_path / "other" / "generation_config.json").read_text())
     assert (kept["temperature"], kept["eos_token_id"], kept.get("bos_token_id")) == (0.7, 256, None)
+
+
+def test_names_that_are_not_ascii_under_a_locale_of_ascii(tmp_path: Path) -> None:
+    """Folder, configuration, corpus: Python reads such names in a way of its own there."""
+    folder = tmp_path / "Läufe 語"
+    folder.mkdir()
+    (folder / "tëxt.txt").write_text("text " * 400, encoding="utf-8")
+    config = write_config(folder, data={"files": ["tëxt.txt"]}, telemetry={"page": False})
+    config = config.rename(config.with_name("lauf-ä.yaml"))
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "braid", "train", config.name, "--set", "runs=läufe"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **locale}, capture_output=True, encoding="utf-8", timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Läufe 語/läufe" in done.stdout
+    assert (folder / "läufe" / "run" / "report.json").is_file()
