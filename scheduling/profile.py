@@ -72,6 +72,8 @@ class Profile:
     expert_imbalance: float = 0.0
     """Rows of the rank of ep with most over the average, mean over the passes that were measured. 0: there
     are none, or all ranks have as many."""
+    transfers_alone: bool = False
+    """Whether solo times of collectives contain no waiting for the rank that comes last."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION

@@ -28,10 +28,6 @@ class StepRecord:
     slowdown_seconds: float | None
     launch_gap_seconds: float
     bubble_seconds: float
-    waiting_seconds: float
-    """Waiting for a peer: with nothing running, as another member of a collective had not issued it yet."""
-    exposed_by_axis: Mapping[str, float]
-    """Seconds of exposed transfers along every axis of the mesh ("pp": messages between stages)."""
     peak_bytes: tuple[int, ...]
     """Of this step, by rank."""
     validation_loss: float | None = None
@@ -52,6 +48,10 @@ class StepRecord:
     between_seconds: Mapping[str, float] = field(default_factory=dict)
     """Parts of ``wall_seconds`` beside the step itself: ``validation``, ``save``, ``nodes`` (looking for
     them), ``records`` (writing them)."""
+    waiting_seconds: float = 0.0
+    """Waiting for a peer: with nothing running, as another member of a collective had not issued it yet."""
+    exposed_by_axis: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of exposed transfers along every axis of the mesh ("pp": messages between stages)."""
     experts: ExpertNumbers | None = None
     """None for models without experts, whose lines do not name it."""
 

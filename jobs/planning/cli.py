@@ -8,10 +8,10 @@ from rich.console import Console
 
 from braid.jobs.output import check_output
 from braid.jobs.usage import AsJson, Overrides, example
+from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
-    from braid.scheduling.json_text import json_text
-from braid.scheduling.planner.decide import Outcome
+    from braid.scheduling.planner.decide import Outcome
 
 Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")

@@ -110,6 +110,20 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     directory.close()
 
 
+def test_records_of_older_runs_are_read(tmp_path: Path) -> None:
+    """Lines that were written before some fields were."""
+    config = small_config(tmp_path)
+    directory = RunDirectory(config, resume=False, overwrite=False)
+    directory.append(a_record(1), {"step": 1})
+    line = json.loads(directory.metrics.read_text())
+    for name in ("waiting_seconds", "exposed_by_axis", "validation_loss"):
+        line.pop(name, None)
+    directory.metrics.write_text(json.dumps(line) + "\n")
+    (found,) = directory.rewind(2)
+    assert (found.waiting_seconds, found.exposed_by_axis, found.validation_loss) == (0.0, {}, None)
+    directory.close()
+
+
 def test_of_a_long_run_only_the_newest_records_are_kept(tmp_path: Path) -> None:
     """And the report counts all of them, from the file."""
     directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
