@@ -160,7 +160,7 @@ PANELS: Final = (
             Query(expr=of_ranks("braid_step_hidden_seconds")),
             Query(expr=of_ranks("braid_step_exposed_seconds")),
             Query(expr=of_ranks("braid_step_waiting_seconds")),
-            Query(expr=of_ranks("braid_step_slowdown_seconds")),
+            Query(expr=f"clamp_min({of_ranks('braid_step_slowdown_seconds')}, 0)"),
             Query(expr=of_ranks("braid_step_launch_gap_seconds")),
             Query(expr=of_ranks("braid_step_bubble_seconds")),
         ),
