@@ -168,7 +168,7 @@ METRICS: Final = (
     _of_step("braid_step_duration_seconds", "Times of steps, of the slowest rank", "seconds", Kind.HISTOGRAM),
     _of_step("braid_mfu_ratio", "Model FLOPs (without recomputation) over what the devices could do", "mfu"),
     _of_step(
-        "braid_hidden_fraction",
+        "braid_hidden_ratio",
         "Communication during which compute ran, over all communication; mean over ranks, last step",
         "hidden_fraction",
     ),
@@ -183,14 +183,6 @@ METRICS: Final = (
         per_rank=True,
     ),
     *_of_experts(),
-    Metric(
-        name="braid_rank_step_seconds",
-        kind=Kind.GAUGE,
-        help="Time of the last step on this rank",
-        source=Source.RANKS,
-        field="seconds",
-        per_rank=True,
-    ),
     *_of_ranks(),
     Metric(
         name="braid_dropped_spans_total",
@@ -213,7 +205,7 @@ METRICS: Final = (
     _predicted(
         "braid_predicted_serial_seconds", "Simulated time of a step without overlap", "serial_seconds"
     ),
-    _predicted("braid_predicted_hidden_fraction", "Hidden fraction of the simulated step", "hidden_fraction"),
+    _predicted("braid_predicted_hidden_ratio", "Hidden fraction of the simulated step", "hidden_fraction"),
     _predicted("braid_alpha_ratio", "Share of communication in the simulated step without overlap", "alpha"),
     _predicted(
         "braid_limit_speedup_ratio",

@@ -41,7 +41,7 @@ window.fetch = async (address) => {
   let found = answers[path];
   if (path === "ranks") found = answers.ranks[query.get("step") ?? "0"] ?? answers.ranks["0"];
   if (path === "timeline") found = answers.timeline[`${query.get("step")}:${query.get("ranks") ?? 0}`];
-  if (found === undefined) return new Response(null, { status: 404 });
+  if (found === undefined) return new Response(null, { status: 204 });
   if (path !== "timeline") return new Response(JSON.stringify(found));
   return new Response(Uint8Array.from(atob(found), (letter) => letter.charCodeAt(0)));
 };

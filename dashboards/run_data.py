@@ -38,7 +38,7 @@ from braid.scheduling.compare_traces import read_trace
 from braid.scheduling.json_text import finite
 from braid.scheduling.operators import Stream
 from braid.scheduling.spec import AXES, ParallelLayout
-from braid.scheduling.stragglers import stragglers
+from braid.scheduling.stragglers import LAST, TIMES, stragglers
 from braid.scheduling.trace import Span, length_ns, merge
 from braid.scheduling.yaml_text import parse_yaml
 
@@ -223,6 +223,7 @@ class RunData:
                 "line": found,
                 "stages": stages,
                 "stragglers": [dict(vars(one)) for one in slow],
+                "rule": {"times": TIMES, "steps": LAST},
                 "kept": [line["step"] for line in lines[:1] + lines[-1:]],
             }
 

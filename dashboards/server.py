@@ -298,7 +298,7 @@ async def _timeline(request: web.Request) -> web.Response:
     step, first = _number(request, "step"), _number(request, "ranks", 0)
     body = await asyncio.to_thread((await _run(request)).timeline, step, first)
     if body is None:
-        raise web.HTTPNotFound(reason=f"there are no spans of step {step}")
+        return web.Response(status=204)  # no error: pages ask for steps whose spans have just been removed
     return web.Response(body=body, content_type="application/octet-stream")
 
 

@@ -27,6 +27,8 @@ COLUMNS: Final = (
     "waiting_seconds",
     "generation",
 )
+AXES: Final = "exposed_by_axis"
+"""Of every step a number for each axis of the mesh."""
 OF_EXPERTS: Final = tuple(
     f"experts.{name}"
     for name in (
@@ -49,7 +51,9 @@ class StepColumns:
     """All steps that were read."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "peak_bytes", *OF_EXPERTS)}
+        self._values: dict[str, list[Any]] = {
+            name: [] for name in (*COLUMNS, "peak_bytes", AXES, *OF_EXPERTS)
+        }
         self._visits: dict[str, Any] | None = None
         """Of every expert, in the newest step that tells."""
         self._experts = False
@@ -66,6 +70,12 @@ class StepColumns:
         for name in (*COLUMNS, *OF_EXPERTS):
             self._values[name].append(value_of(line, name))
         self._values["peak_bytes"].append(max(numbers_in(line, "peak_bytes"), default=None))
+        axes = line.get(AXES)
+        self._values[AXES].append(
+            {axis: s for axis, s in axes.items() if isinstance(s, int | float)}
+            if isinstance(axes, Mapping)
+            else None
+        )
         experts = line.get("experts")
         if isinstance(experts, Mapping):
             self._experts = True

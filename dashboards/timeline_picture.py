@@ -12,9 +12,10 @@ import numpy as np
 
 from braid.dashboards.trace_folder import RankTrace, TraceFolder
 from braid.scheduling.operators import Stream
+from braid.scheduling.record_numbers import times_of
 from braid.scheduling.span_batches import Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS
-from braid.scheduling.trace_arrays import IntArray, intervals, length, union
+from braid.scheduling.trace_arrays import IntArray, joined, length, union, without
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 _LANE_NAMES: Final = {
@@ -29,7 +30,7 @@ COLOURS: Final = {
     ("beta", "backward"): "#b8860b",
 }
 """Blues and ambers of the palette by Okabe and Ito, which colour-blind people can tell apart."""
-OTHER, EXPOSED = "#9a9a9a", "#d62f4b"
+OTHER, EXPOSED, PEERS = "#9a9a9a", "#d62f4b", "#303a44"
 MOST_RANKS: Final = 16
 
 
@@ -76,18 +77,18 @@ class _Panel:
         for place, rank in enumerate(self.ranks):
             trace = self.traces.ranks[rank]
             records = trace.records(self.step)
-            exposed, moving = exposed_spans(trace, records)
-            total += (lasts := length(moving))
-            hidden += lasts - length(exposed)
+            found = awaited(trace, records)
+            total += (lasts := length(found.moving))
+            hidden += lasts - length(found.exposed)
             for number, lane in enumerate(self.lanes):
                 y = place * (len(self.lanes) + 1) + number
                 ticks.append(y)
                 names.append(f"rank {rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane])
                 own = records[records_on(trace, records, lane)]
                 _draw(axes, own, y, self.begin)
-                if lane is not Stream.COMPUTE:
-                    spans = _common(exposed, union(times_of(own)))
-                    axes.broken_barh(_bars(spans, self.begin), (y + 0.28, 0.12), color=EXPOSED)
+                bare = found.peers if lane is Stream.COMPUTE else without(times_of(own), found.busy)
+                colour = PEERS if lane is Stream.COMPUTE else EXPOSED
+                axes.broken_barh(_bars(bare, self.begin), (y + 0.28, 0.12), color=colour)
         axes.set_yticks(ticks, names)
         axes.set_ylim(self.rows - 0.6, -0.6)
         share = (
@@ -129,36 +130,27 @@ def records_on(trace: RankTrace, records: Records, lane: Stream) -> Any:
     return np.isin(records["label"], mine) & (records["kind"] == KINDS.index("operator"))
 
 
-def times_of(records: Records) -> IntArray:
-    """Begins and ends, (n, 2)."""
-    return np.stack([records["start_ns"], records["end_ns"]], axis=1)
+@dataclass(frozen=True)
+class Awaited:
+    """When a rank has something under way or waits; each disjoint intervals (n, 2) in order."""
+
+    busy: IntArray
+    moving: IntArray
+    """With some transfer under way."""
+    exposed: IntArray
+    """Of these, with nothing computed."""
+    peers: IntArray
+    """With nothing running, as another rank had not issued a collective yet."""
 
 
-def exposed_spans(trace: RankTrace, records: Records) -> tuple[IntArray, IntArray]:
-    """When communication is in flight and nothing computes; and when anything is in flight."""
+def awaited(trace: RankTrace, records: Records) -> Awaited:
+    """What a rank waits for in a step."""
     busy = union(times_of(records[records_on(trace, records, Stream.COMPUTE)]))
     links = records_on(trace, records, Stream.INTRA) | records_on(trace, records, Stream.INTER)
     moving = union(times_of(records[links]))
-    if not len(moving):
-        return intervals([]), moving
-    ends = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
-    idle = np.stack([np.append(ends[:1], busy[:, 1]), np.append(busy[:, 0], ends[1:])], axis=1)
-    return _common(moving, idle), moving
-
-
-def _common(first: IntArray, second: IntArray) -> IntArray:
-    """The intersection of two unions of intervals."""
-    found = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i, 0], second[j, 0]), min(first[i, 1], second[j, 1])
-        if start < end:
-            found.append((int(start), int(end)))
-        if first[i, 1] < second[j, 1]:
-            i += 1
-        else:
-            j += 1
-    return intervals(found)
+    waits = times_of(records[records["kind"] == KINDS.index("waiting")])
+    exposed = without(moving, busy)
+    return Awaited(busy, moving, exposed, without(waits, joined([busy, moving])))
 
 
 def _bars(spans: IntArray, begin: int) -> list[tuple[float, float]]:
@@ -185,5 +177,6 @@ def _legend(axes: Any, figure: Any) -> None:
     from matplotlib.patches import Patch
 
     entries = [Patch(color=c, label=f"strand {s}, {d}") for (s, d), c in COLOURS.items()]
-    entries += [Patch(color=OTHER, label="update"), Patch(color=EXPOSED, label="exposed: nothing computes")]
+    others = (OTHER, "update"), (EXPOSED, "exposed: nothing computes"), (PEERS, "waits for a peer")
+    entries += [Patch(color=colour, label=name) for colour, name in others]
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=8)

@@ -1,50 +1,48 @@
-"""Steps of runs as lines of a terminal: how full compute and links are, and what of it is exposed."""
+"""Steps of runs as lines of a terminal: how full compute and links are, and what is waited for."""
 
 from collections.abc import Mapping
 
 import numpy as np
 from rich.text import Text
 
-from braid.dashboards.timeline_picture import exposed_spans, records_on, times_of
+from braid.dashboards.timeline_picture import awaited
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.trace_arrays import FloatArray, IntArray, union
+from braid.scheduling.trace_arrays import FloatArray, IntArray, without
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_BUSY, _HIDDEN, _EXPOSED = "blue", "green", "red"
+_ROWS = (
+    ("compute", "blue"),
+    ("hidden", "green"),
+    ("exposed", "red"),
+    ("peers", "magenta"),
+)
 
 
 def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0, width: int = 64) -> Text:
     """A rank's step (from 0) of each run, below each other on one axis, by what they are called.
 
-    A column is as full as compute, or the links together, are busy in it; transfers are red where for most of
-    the column nothing computes beside them, else green.
+    A column is as full as something goes on in it: the rank computes; a transfer is under way, hidden behind
+    compute or exposed; the rank waits for a peer, where it ever does.
     """
     shown = []
     for name, (traces, step) in steps.items():
         trace = traces.ranks[rank]
         records = trace.records(step)
-        busy = union(times_of(records[records_on(trace, records, Stream.COMPUTE)]))
-        exposed, moving = exposed_spans(trace, records)
-        shown.append(
-            (name, int(records["start_ns"].min()), int(records["end_ns"].max()), busy, moving, exposed)
-        )
-    column = max(end - begin for _, begin, end, *_ in shown) / width
+        found = awaited(trace, records)
+        rows = (found.busy, without(found.moving, found.exposed), found.exposed, found.peers)
+        shown.append((name, int(records["start_ns"].min()), int(records["end_ns"].max()), rows))
+    column = max(end - begin for _, begin, end, _ in shown) / width
+    waits = any(len(rows[-1]) for *_, rows in shown)
     text = Text()
-    for name, begin, end, busy, moving, exposed in shown:
+    for name, begin, end, rows in shown:
         edges: FloatArray = begin + column * np.arange(width + 1, dtype=np.float64)
         text.append(f"{name}: {(end - begin) / 1e6:.0f} ms\n", style="bold")
-        text.append("  compute ")
-        for share in _shares(busy, edges):
-            text.append(_level(share), style=_BUSY)
-        text.append("\n  links   ")
-        for share, bare in zip(_shares(moving, edges), _shares(exposed, edges), strict=True):
-            text.append(_level(share), style=_EXPOSED if bare > share / 2 else _HIDDEN)
-        text.append("\n")
-    text.append("  links: ")
-    text.append("█ hidden behind compute", style=_HIDDEN)
-    text.append("  ")
-    text.append("█ exposed: compute waits", style=_EXPOSED)
+        for (title, style), spans in zip(_ROWS if waits else _ROWS[:-1], rows, strict=False):
+            text.append(f"  {title:<8}")
+            text.append("".join(map(_level, _shares(spans, edges))), style=style)
+            text.append("\n")
+    said = "transfers are hidden behind compute or exposed: compute waits for them"
+    text.append(f"  {said}; peers: waits for other ranks" if waits else f"  {said}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""A step of a trace as columns that a page can draw: spans, blocks, exposed communication, numbers.
+"""A step of a trace as columns that a page can draw: spans, blocks, exposed communication, waits, numbers.
 
 The bytes: length of the header (little-endian, 4 bytes), the header (JSON, padded to a multiple of 8), and
 the arrays that the header names, each padded to a multiple of 8. Times are nanoseconds from ``begin_ns``.
@@ -19,7 +19,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.record_numbers import Labels, numbers_of_records, times_of
 from braid.scheduling.span_batches import RECORD, Records, apart
 from braid.scheduling.trace import STRANDS, Label, OverlapNumbers, Span
-from braid.scheduling.trace_arrays import IntArray, union
+from braid.scheduling.trace_arrays import IntArray, outside, without
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 Durations = Mapping[tuple[str, int], float]
@@ -44,19 +44,21 @@ def packed_step(
     labels: list[NDArray[np.uint32]] = []
     blocks: list[Records] = []
     exposed: list[IntArray] = []
-    peers: list[Records] = []
+    waits: list[IntArray] = []
+    peers: list[NDArray[np.int32]] = []
     peer_labels: list[NDArray[np.uint32]] = []
     for rank, trace in sorted(traces.items()):
         records = trace.records(step)
         own, own_blocks, own_waits = apart(records)
         numbers, transfers_awaited = _numbers(records, trace.labels)
+        whose, idle = outside(times_of(own_waits), times_of(own))
         ranks.append(
             {
                 "rank": rank,
                 "spans": [sum(map(len, operators)), len(own)],
                 "blocks": [sum(map(len, blocks)), len(own_blocks)],
                 "exposed": [sum(map(len, exposed)), len(transfers_awaited)],
-                "waits": [sum(map(len, peers)), len(own_waits)],
+                "waits": [sum(map(len, waits)), len(idle)],
                 "dropped": trace.dropped,
                 "damage": trace.damage,
                 "numbers": {**asdict(numbers), "exposed_ns": numbers.exposed_ns},
@@ -66,11 +68,11 @@ def packed_step(
         labels.append(table.numbers(own["label"], trace.labels))
         blocks.append(own_blocks)
         exposed.append(transfers_awaited)
-        peers.append(own_waits)
-        peer_labels.append(table.numbers(own_waits["label"], trace.labels))
+        waits.append(idle)
+        peers.append(own_waits["peer"][whose])
+        peer_labels.append(table.numbers(own_waits["label"][whose], trace.labels))
     spans, all_blocks = _joined(operators), _joined(blocks)
-    waits = _joined(peers)
-    waiting = np.concatenate([np.zeros((0, 2), np.int64), *exposed])
+    transfers, idle = (np.concatenate([np.zeros((0, 2), np.int64), *parts]) for parts in (exposed, waits))
     lanes = np.array([LANES.index(label.stream) for label in table.labels], np.uint8)
     numbers_of = np.concatenate([np.zeros(0, np.uint32), *labels])
     columns = {
@@ -85,12 +87,12 @@ def packed_step(
         "block_start": (all_blocks["start_ns"] - begin_ns).astype("<f8"),
         "block_end": (all_blocks["end_ns"] - begin_ns).astype("<f8"),
         "block_kind": all_blocks["kind"],
-        "exposed_start": (waiting[:, 0] - begin_ns).astype("<f8"),
-        "exposed_end": (waiting[:, 1] - begin_ns).astype("<f8"),
-        "wait_start": (waits["start_ns"] - begin_ns).astype("<f8"),
-        "wait_end": (waits["end_ns"] - begin_ns).astype("<f8"),
+        "exposed_start": (transfers[:, 0] - begin_ns).astype("<f8"),
+        "exposed_end": (transfers[:, 1] - begin_ns).astype("<f8"),
+        "wait_start": (idle[:, 0] - begin_ns).astype("<f8"),
+        "wait_end": (idle[:, 1] - begin_ns).astype("<f8"),
         "wait_label": np.concatenate([np.zeros(0, np.uint32), *peer_labels]).astype("<u4"),
-        "wait_peer": waits["peer"].astype("<i4"),
+        "wait_peer": np.concatenate([np.zeros(0, np.int32), *peers]).astype("<i4"),
     }
     header = {
         "step": step + 1,
@@ -148,19 +150,6 @@ def _numbers(records: Records, labels: Mapping[int, Label]) -> tuple[OverlapNumb
     computes = table.streams[operators["label"]] == Stream.COMPUTE
     exposed = without(times_of(operators[~computes]), times_of(operators[computes]))
     return numbers_of_records(by_place, table), exposed
-
-
-def without(some: IntArray, others: IntArray) -> IntArray:
-    """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
-    inside, outside = union(some), union(others)
-    times = np.concatenate([inside.T.ravel(), outside.T.ravel()])
-    order = np.argsort(times, kind="stable")
-    here = np.repeat([1, -1, 0, 0], [len(inside), len(inside), len(outside), len(outside)])
-    there = np.repeat([0, 0, 1, -1], [len(inside), len(inside), len(outside), len(outside)])
-    alone = (np.cumsum(here[order]) > 0) & (np.cumsum(there[order]) == 0)
-    times = times[order]
-    keep = np.flatnonzero(alone[:-1])
-    return union(np.stack([times[keep], times[keep + 1]], axis=1).reshape(-1, 2))
 
 
 def _joined(arrays: Sequence[Records]) -> Records:

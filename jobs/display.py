@@ -24,6 +24,7 @@ from braid.jobs.data.prepare import Prepared
 from braid.jobs.data.prepare import Progress as Preparation
 from braid.jobs.layouts import MeasuredLayout
 from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
+from braid.scheduling import figures
 
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
@@ -292,18 +293,22 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
 
 def overlap_line(overlap: dict[str, Any]) -> str:
     """What overlap came to, per step, in one line."""
-    facts = [f"{overlap['hidden_fraction']:.0%} of communication hidden"]
+    facts = [f"{figures.share(overlap['hidden_fraction'])} of communication hidden"]
     names = {"waiting": "waiting for a peer", "slowdown": "slowdown", "launch_gap": "launch gap"}
     for name, told in {**names, "bubble": "bubble"}.items():
         if (seconds := overlap[f"{name}_seconds"]) is not None:
             facts.append(f"{told} {seconds * 1e3:.1f} ms")
+            if name == "slowdown" and figures.lost(seconds, lambda s: f"{s * 1e3:.1f}") == "none":
+                facts[-1] = "no slowdown that can be told"
     if overlap["alpha"] is not None:
         facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
-    if (recovered := overlap["recovered"]) is not None and recovered < 0:
-        longer = -recovered * (1 - 1 / overlap["limit_speedup"])
-        facts.append(f"none of it won: steps are {longer:.0%} longer than the profile's without overlap")
-    elif recovered is not None:
-        facts.append(f"{recovered:.0%} of it recovered")
+    won = figures.recovered(overlap["recovered"])
+    if won == "none":
+        longer = -overlap["recovered"] * (1 - 1 / overlap["limit_speedup"])
+        by = f": steps are {longer:.0%} longer than the profile's without overlap" if longer >= 0.005 else ""
+        facts.append(f"none of it won{by}")
+    elif won != "-":
+        facts.append(f"{won} of it recovered")
     return ", ".join(facts)
 
 
@@ -367,8 +372,8 @@ def candidates_table(candidates: Sequence[Candidate]) -> Table:
             one.schedule,
             f"{one.seconds:.4f}",
             f"{one.seconds / candidates[0].seconds:.3f}",
-            f"{one.hidden_fraction:.0%}",
-            f"{one.bubble_fraction:.0%}",
+            figures.share(one.hidden_fraction),
+            figures.share(one.bubble_fraction),
             f"{one.peak_bytes / 2**30:.2f}",
             str(one.unit_layers or "-"),
         )

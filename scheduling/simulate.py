@@ -138,7 +138,8 @@ class Simulation:
             (r.start + r.course.duration for rank in self.ranks for r in rank.blocks), default=0.0
         )
         blocks_begin = min((r.start for rank in self.ranks for r in rank.blocks), default=0.0)
-        bubble = blocks_end - blocks_begin - sum(own.in_blocks for own in intervals) / count
+        in_blocks = sum(own.in_blocks for own in intervals) / count
+        bubble = max(0.0, blocks_end - blocks_begin - in_blocks)  # below 0 by rounding, without bubbles
         in_flight = sum(own.communication_ns for own in found) / count
         exposed = sum(own.exposed_ns for own in found) / count
         mfu = None

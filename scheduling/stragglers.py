@@ -1,12 +1,18 @@
-"""Which ranks hold the others up: they compute longer than the others of their stage."""
+"""Which ranks hold the others up: they compute longer than the others of their stage, and go on doing so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Final
 
-LAST: Final = 20
-"""Steps that are looked at."""
+import numpy as np
+from numpy.typing import NDArray
+
+TIMES: Final = 1.2
+"""A rank is slow beyond so many times the compute time of its stage's others."""
+STRETCH: Final = 20
+STRETCHES: Final = 3
+LAST: Final = STRETCH * STRETCHES
+"""Steps that are looked at, in stretches: a rank has to be slow in each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,28 +22,42 @@ class Straggler:
     rank: int
     stage: int
     times: float
-    """Its compute time over the median of its stage."""
+    """Its compute time over the median of the others of its stage."""
 
 
-def stragglers(
-    steps: Sequence[Sequence[float]], stages: Sequence[int], *, times: float = 1.2, last: int = LAST
-) -> list[Straggler]:
-    """Ranks whose compute takes more than ``times`` the median of their stage over the ``last`` steps.
+def stragglers(steps: Sequence[Sequence[float]], stages: Sequence[int]) -> list[Straggler]:
+    """Ranks whose compute takes more than `TIMES` that of their stage's others, in all stretches.
 
     steps: every rank's compute seconds, by step; stages: the pipeline stage of every rank. A rank counts with
-    its median over the steps, so that one slow step names nobody. The slowest come first.
+    its median over a stretch, its others with the median of theirs; so neither a slow step names a rank, nor
+    a noisy stretch. Nobody is named before there are `LAST` steps. The slowest come first.
     """
-    recent = [row for row in steps[-last:] if len(row) == len(stages)]
-    if not stages or not recent:
+    recent = [row for row in steps[-LAST:] if len(row) == len(stages)]
+    if len(recent) < LAST:
         return []
-    own = [median(values) for values in zip(*recent, strict=True)]
+    own = np.median(np.array(recent, np.float64).reshape(STRETCHES, STRETCH, len(stages)), axis=1)
     found = []
     for stage in sorted(set(stages)):
-        members = [rank for rank, its in enumerate(stages) if its == stage]
-        usual = median(own[rank] for rank in members)
+        members = np.flatnonzero(np.array(stages) == stage)
+        if len(members) < 2:
+            continue
+        others = _medians_of_others(own[:, members])
+        slow = np.flatnonzero((own[:, members] > TIMES * others).all(0) & (others > 0).all(0))
+        times = np.median(own[:, members][:, slow] / others[:, slow], axis=0)
         found += [
-            Straggler(rank=rank, stage=stage, times=own[rank] / usual)
-            for rank in members
-            if usual > 0 and own[rank] > times * usual
+            Straggler(rank=int(members[place]), stage=stage, times=float(ratio))
+            for place, ratio in zip(slow, times, strict=True)
         ]
     return sorted(found, key=lambda one: -one.times)
+
+
+def _medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each of a row's values the median of all others; (rows, values), at least two values."""
+    ordered, places = np.sort(values, axis=1), np.argsort(np.argsort(values, axis=1), axis=1)
+    count = values.shape[1] - 1
+
+    def nth_of_others(n: int) -> NDArray[np.float64]:
+        return np.take_along_axis(ordered, n + (places <= n), axis=1)
+
+    middle: NDArray[np.float64] = (nth_of_others((count - 1) // 2) + nth_of_others(count // 2)) / 2
+    return middle

@@ -61,6 +61,36 @@ def union(intervals: IntArray) -> IntArray:
     return np.stack([found[begins, 0], reached[ends]], axis=1)
 
 
+def without(some: IntArray, others: IntArray) -> IntArray:
+    """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
+    inside, outside = union(some), union(others)
+    times = np.concatenate([inside.T.ravel(), outside.T.ravel()])
+    order = np.argsort(times, kind="stable")
+    here = np.repeat([1, -1, 0, 0], [len(inside), len(inside), len(outside), len(outside)])
+    there = np.repeat([0, 0, 1, -1], [len(inside), len(inside), len(outside), len(outside)])
+    alone = (np.cumsum(here[order]) > 0) & (np.cumsum(there[order]) == 0)
+    times = times[order]
+    keep = np.flatnonzero(alone[:-1])
+    return union(np.stack([times[keep], times[keep + 1]], axis=1).reshape(-1, 2))
+
+
+def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArray]:
+    """The parts of each of some intervals (n, 2), which may overlap, that lie in no others (m, 2).
+
+    Which interval each part is of, (p,), and the parts, (p, 2), in that order.
+    """
+    busy, numbers = union(others), np.flatnonzero(some[:, 1] > some[:, 0])
+    some = some[numbers]
+    ends = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+    gaps = np.stack([np.append(ends[:1], busy[:, 1]), np.append(busy[:, 0], ends[1:])], axis=1)
+    first = np.searchsorted(gaps[:, 1], some[:, 0], side="right")
+    counts = np.maximum(0, np.searchsorted(gaps[:, 0], some[:, 1], side="left") - first)
+    whose = np.repeat(np.arange(len(some)), counts)
+    place = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts) + first[whose]
+    begins, lasts = np.maximum(some[whose, 0], gaps[place, 0]), np.minimum(some[whose, 1], gaps[place, 1])
+    return numbers[whose], np.stack([begins, lasts], axis=1)
+
+
 def intervals(pairs: Iterable[Interval]) -> IntArray:
     """Pairs of begin and end as an array (n, 2)."""
     return np.array(list(pairs), np.int64).reshape(-1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 from braid.actors.controller.group import Collector
 from braid.actors.controller.records import Incident, RunDirectory
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.stragglers import LAST, Straggler, stragglers
+from braid.scheduling.stragglers import LAST, STRETCH, Straggler, stragglers
 
 
 class Watch:
@@ -20,7 +20,8 @@ class Watch:
         self._told: set[str] = set()
         self._stages = [layout.coordinate(rank)["pp"] for rank in range(layout.ranks)]
         self._compute: deque[list[float]] = deque(maxlen=LAST)
-        self._slow: set[int] = set()
+        self._named: dict[int, int] = {}
+        """Ranks that were named, with the last step in which they were slow."""
         self.slowest: Straggler | None = None
         """The rank that holds the others up most, if one does."""
 
@@ -50,16 +51,15 @@ class Watch:
                 yield Incident(kind="telemetry", text=text, step=step)
 
     def _stragglers(self, step: int, generation: int) -> Iterator[Incident]:
-        """Ranks that have become slow; one that recovers and slows down again is named again."""
-        if len(self._compute) < LAST:
-            return
+        """Ranks that have become slow; one that recovers for a while and slows down again is named again."""
         slow = {one.rank: one for one in stragglers(list(self._compute), self._stages)}
-        for rank in slow.keys() - self._slow:
-            text = f"rank {rank} computes {slow[rank].times:.2f} times as long as the others of its stage"
-            self._directory.note("straggler", step, generation, text, rank=rank, times=slow[rank].times)
-            yield Incident(kind="straggler", text=text, step=step)
-        self._slow = set(slow)
-        self.slowest = max(slow.values(), key=lambda one: one.times, default=None)
+        for rank, one in slow.items():
+            if rank not in self._named or step - self._named[rank] > STRETCH:
+                text = f"rank {rank} computes {one.times:.2f} times as long as the others of its stage"
+                self._directory.note("straggler", step, generation, text, rank=rank, times=one.times)
+                yield Incident(kind="straggler", text=text, step=step)
+            self._named[rank] = step
+        self.slowest = next(iter(slow.values()), None)
 
 
 _WATCH_SECONDS = 5.0

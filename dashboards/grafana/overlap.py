@@ -38,7 +38,7 @@ PANELS: Final = (
         kind="stat",
         title="Hidden now",
         description="Share of the last step's communication during which compute ran; mean over the ranks.",
-        queries=(Query(expr=of_run("braid_hidden_fraction")),),
+        queries=(Query(expr=of_run("braid_hidden_ratio")),),
         unit="percentunit",
         width=5,
         height=5,
@@ -50,7 +50,7 @@ PANELS: Final = (
         kind="stat",
         title="Hidden, predicted",
         description="The same share in the simulated step that the schedule was chosen by.",
-        queries=(Query(expr=of_run("braid_predicted_hidden_fraction")),),
+        queries=(Query(expr=of_run("braid_predicted_hidden_ratio")),),
         unit="percentunit",
         width=5,
         height=5,
@@ -90,9 +90,9 @@ PANELS: Final = (
         title="Hidden fraction",
         description="Measured against predicted. Where they part, the profile is no longer true.",
         queries=(
-            Query(expr=of_run("braid_hidden_fraction"), legend="measured", colour=BLUE),
+            Query(expr=of_run("braid_hidden_ratio"), legend="measured", colour=BLUE),
             Query(
-                expr=of_run("braid_predicted_hidden_fraction"), legend="predicted", colour=ORANGE, dashed=True
+                expr=of_run("braid_predicted_hidden_ratio"), legend="predicted", colour=ORANGE, dashed=True
             ),
         ),
         unit="percentunit",
@@ -160,7 +160,7 @@ PANELS: Final = (
             Query(expr=of_ranks("braid_step_hidden_seconds")),
             Query(expr=of_ranks("braid_step_exposed_seconds")),
             Query(expr=of_ranks("braid_step_waiting_seconds")),
-            Query(expr=of_ranks("braid_step_slowdown_seconds")),
+            Query(expr=f"clamp_min({of_ranks('braid_step_slowdown_seconds')}, 0)"),
             Query(expr=of_ranks("braid_step_launch_gap_seconds")),
             Query(expr=of_ranks("braid_step_bubble_seconds")),
         ),

@@ -1,6 +1,7 @@
 // Line charts over the steps: one canvas each, one crosshair for all, marks where the run changed.
 
 import { bytes, amount, el, hideTip, percent, seconds, showTip, surface, ticks } from "./dom.js";
+import { axesOf } from "./summary.js";
 import { theme } from "./theme.js";
 
 const LEFT = 54;
@@ -9,6 +10,8 @@ const TOP = 12;
 const HEIGHT = 150;
 
 export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
+
+const STYLES = [undefined, "long", "dash-dot"]; // of lines beside each other, apart from colours
 
 /** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
 export function specifications(run) {
@@ -23,16 +26,19 @@ export function specifications(run) {
     { name: "Communication per step", write: seconds, zero: true, lines: [["waits (exposed)", columns.exposed_seconds, colours.hurt, "area"], ["hidden", hidden, colours.hidden, "area"], ["predicted to wait", constant(predicted.exposed_seconds), colours.hurt, "dash"]] },
     { name: "Share of communication hidden", write: (v) => percent(v, 1), zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, colours.hidden], ["predicted", constant(predicted.hidden_fraction), colours.hidden, "dash"]] },
     { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["with what lies between steps", wall, colours.lines[1], "dot"], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
-    { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds, colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"]] },
+    { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds?.map((one) => (one === null ? null : Math.max(0, one))), colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"], ["waits for peers", columns.waiting_seconds, colours.peer]] },
+    { name: "Exposed, by axis", write: seconds, zero: true, lines: axesOf(run).map((axis, n) => [axis, columns.exposed_by_axis.map((one) => one?.[axis] ?? null), colours.lines[n % colours.lines.length], n ? STYLES[n % STYLES.length] : undefined]), none: "no transfers, or telemetry.spans is off" },
     { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, nats per token", columns.validation_loss, colours.lines[1], "dots"]] },
     { name: "Validation, bits per byte", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
     { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },
     { name: "MFU", write: (v) => percent(v, 1), zero: true, lines: [["MFU", columns.mfu, colours.lines[0]]], none: "not known: set cluster.peak_tflops" },
     { name: "Memory, fullest rank", write: bytes, zero: true, lines: [["peak", columns.peak_bytes, colours.lines[0]]] },
+    { name: "Learning rate", write: rateText, zero: true, lines: [["learning rate", columns.lr, colours.lines[0]]] },
     { name: "Gradient norm", write: (v) => amount(v), zero: true, lines: [["gradient norm", columns.grad_norm, colours.lines[0]]] },
   ];
 }
 
+const rateText = (value) => (typeof value === "number" ? value.toPrecision(3).replace(/\.?0+(?=e|$)/, "") : "–");
 const minus = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 
 export class Charts {
@@ -226,7 +232,7 @@ function* points(frame, steps, values) {
 function line(context, frame, steps, values, colour, style) {
   context.strokeStyle = colour;
   context.lineWidth = 1.8;
-  context.setLineDash(style === "dash" ? [6, 4] : style === "dot" ? [2, 3] : style === "long" ? [10, 3] : []);
+  context.setLineDash(style === "dash" ? [6, 4] : style === "dot" ? [2, 3] : style === "long" ? [10, 3] : style === "dash-dot" ? [8, 3, 2, 3] : []);
   context.beginPath();
   let open = false;
   let last = null;

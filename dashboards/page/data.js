@@ -16,6 +16,8 @@ export function decodeStep(buffer) {
   return { ...header, columns, ranks };
 }
 
+const keyOf = (step, rank) => `${step}:${Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE}`;
+
 /** Per lane: the spans in order of their begin, and the latest end so far, for the search of what is in view. */
 function lanesOf(rank, columns) {
   const [first, count] = rank.spans;
@@ -141,29 +143,39 @@ export class Run extends EventTarget {
     return this._json(`api/ranks?step=${step}`);
   }
 
-  /** Columns of a step for the ranks around one; undefined while they are on their way. */
+  /** Columns of a step for the ranks around one, as far as they are here; undefined: they are not. */
+  held(step, rank) {
+    return this._steps.get(keyOf(step, rank));
+  }
+
+  /** Steps of which some ranks' columns are here, in order. */
+  heldSteps() {
+    return [...new Set([...this._steps.keys()].map((key) => Number(key.split(":")[0])))].sort((a, b) => a - b);
+  }
+
+  /** As `held`; what is not here is asked for. */
   step(step, rank) {
-    const first = Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE;
-    const key = `${step}:${first}`;
+    const key = keyOf(step, rank);
     const found = this._steps.get(key);
     if (found) {
       this._steps.delete(key); // to the end of the order: used last
       this._steps.set(key, found);
     }
-    if (!found || found.stale) this._ask(step, first, key);
+    if (!found || found.stale) this._ask(key);
     return found;
   }
 
-  async _ask(step, first, key) {
+  async _ask(key) {
     if (this._asked.has(key)) return;
+    const [step, first] = key.split(":");
     this._asked.add(key);
     try {
       const answer = await fetch(`api/timeline?step=${step}&ranks=${first}`);
-      if (answer.ok) {
-        this._steps.set(key, decodeStep(await answer.arrayBuffer()));
-        while (this._steps.size > MOST_STEPS_OF_RANKS) this._steps.delete(this._steps.keys().next().value);
-        this._tell("spans");
-      } else this._steps.set(key, { ranks: new Map(), labels: [], missing: true });
+      if (!answer.ok) return;
+      const gone = answer.status === 204;
+      this._steps.set(key, gone ? { ranks: new Map(), labels: [], missing: true } : decodeStep(await answer.arrayBuffer()));
+      while (this._steps.size > MOST_STEPS_OF_RANKS) this._steps.delete(this._steps.keys().next().value);
+      this._tell("spans");
     } catch {
       // The connection is gone; the page asks again when it draws the next time.
     } finally {

@@ -37,8 +37,10 @@ export function seconds(value) {
   return size === 0 ? "0 s" : `${digits(value * 1e6)} µs`;
 }
 
+/** Time that was lost: a measured difference of less than nothing is noise. As `scheduling/figures.py`. */
+export const lost = (value) => (known(value) && value <= 0 ? "none that can be told" : seconds(value));
 export const nanoseconds = (value) => (known(value) ? seconds(value / 1e9) : "–");
-export const percent = (value, places = 0) => (known(value) ? `${(value * 100).toFixed(places)} %` : "–");
+export const percent = (value, places = 0) => (known(value) ? `${(value * 100).toFixed(places).replace(/^-(?=[0.]*$)/, "")} %` : "–");
 
 export function amount(value, unit = "") {
   if (!known(value)) return "–";
@@ -58,6 +60,14 @@ export function bytes(value) {
     place += 1;
   }
   return `${place ? digits(value) : value} ${names[place]}`;
+}
+
+/** A duration in hours, minutes and seconds, the two greatest that are there. */
+export function duration(value) {
+  const whole = Math.max(0, Math.round(value));
+  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([count]) => count);
+  return (first < 0 ? [parts[3]] : parts.slice(first, first + 2)).map(([count, unit]) => `${count} ${unit}`).join(" ");
 }
 
 export function ago(value) {

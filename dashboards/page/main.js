@@ -56,7 +56,7 @@ const PARTS = {
   header: () => drawHeader(run),
   summary: () => drawSummary(run),
   controls: () => {
-    byId("step-shown").textContent = timeline.step ?? "–";
+    byId("step-shown").textContent = timeline.drawn ?? timeline.step ?? "–";
   },
   timeline: () => timeline.draw(),
   ranks: () => {
@@ -84,7 +84,7 @@ const OF = {
   metrics: ["header", "summary", "charts", "experts", "log"],
   ranks: ["ranks", "cluster", "summary", "timeline"],
   trace: ["timeline", "controls"],
-  spans: ["timeline"],
+  spans: ["timeline", "controls"],
 };
 
 const braid = { run, timeline, charts, experts, lastRedrawMs: 0, redraws: 0, drawnStep: 0, delays: [], redrawAll: () => redraw(...Object.keys(PARTS)) };
@@ -106,13 +106,13 @@ function frame() {
 }
 
 function drawLegends() {
-  const { strands, hurt, hidden, compute, slow, idle, quiet, block, paired } = theme.colours;
+  const { strands, hurt, hidden, compute, slow, idle, quiet, block, paired, peer } = theme.colours;
   legend(byId("timeline-legend"), [
     ["alpha forward", strands[1][1]], ["alpha backward", strands[1][2]], ["beta forward", strands[2][1]], ["beta backward", strands[2][2]],
-    ["neither strand (gradients, update)", strands[0][0]], ["waits (exposed)", "stripes"], ["line above: a block", block], ["paired block", paired],
+    ["neither strand (gradients, update)", strands[0][0]], ["waits for a transfer (exposed)", "stripes"], ["waits for a peer", "dotted"], ["line above: a block", block], ["paired block", paired],
   ]);
-  legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for communication", "stripes"], ["nothing runs", idle]]);
-  legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✕ failure   ▾ checkpoint", quiet]]);
+  legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for transfers", "stripes"], ["waits for peers", "dotted"], ["nothing runs", idle]]);
+  legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["waits for peers", peer], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✕ failure   ▾ checkpoint", quiet]]);
 }
 
 run.addEventListener("change", ({ detail }) => redraw(...OF[detail]));

@@ -1,7 +1,7 @@
 // A column per rank: where its time of one step went. 256 columns fit a laptop's screen.
 
-import { byId, hideTip, seconds, showTip, surface, ticks, bytes } from "./dom.js";
-import { stripes, theme } from "./theme.js";
+import { byId, hideTip, lost, seconds, showTip, surface, ticks, bytes } from "./dom.js";
+import { dotted, stripes, theme } from "./theme.js";
 
 const LEFT = 54;
 const HEIGHT = 190;
@@ -15,7 +15,8 @@ function parts(line, rank) {
   const exposed = at(line, "exposed_seconds", rank);
   const compute = at(line, "compute_seconds", rank);
   const slow = Math.max(0, Math.min(at(line, "slowdown_seconds", rank), compute));
-  return [compute - slow, slow, exposed, Math.max(0, total - compute - exposed)];
+  const peers = at(line, "waiting_seconds", rank);
+  return [compute - slow, slow, exposed, peers, Math.max(0, total - compute - exposed - peers)];
 }
 
 export class Ranks {
@@ -67,7 +68,7 @@ export class Ranks {
       context.fillText(seconds(value), LEFT - 5, y(value));
       context.fillRect(LEFT, Math.round(y(value)), width - LEFT, 0.5);
     }
-    const paints = [colours.compute, colours.slow, stripes(context), colours.idle];
+    const paints = [colours.compute, colours.slow, stripes(context), dotted(context), colours.idle];
     const gap = this.each > 6 ? 2 : this.each > 3 ? 0.6 : 0;
     paints.forEach((paint, kind) => {
       context.fillStyle = paint;
@@ -105,8 +106,9 @@ export class Ranks {
       hideTip();
       return;
     }
-    const names = [["step", "seconds"], ["computes", "compute_seconds"], ["communication", "communication_seconds"], ["hidden", "hidden_seconds"], ["exposed: waits", "exposed_seconds"], ["slowdown", "slowdown_seconds"], ["launch gap", "launch_gap_seconds"], ["bubble", "bubble_seconds"]];
-    const rows = names.filter(([, name]) => typeof line[name]?.[rank] === "number").map(([title, name]) => [title, seconds(line[name][rank])]);
+    const names = [["step", "seconds"], ["computes", "compute_seconds"], ["communication", "communication_seconds"], ["hidden", "hidden_seconds"], ["exposed: waits for transfers", "exposed_seconds"], ["waits for peers", "waiting_seconds"], ["slowdown", "slowdown_seconds"], ["launch gap", "launch_gap_seconds"], ["bubble", "bubble_seconds"]];
+    const rows = names.filter(([, name]) => typeof line[name]?.[rank] === "number").map(([title, name]) => [title, (name === "slowdown_seconds" ? lost : seconds)(line[name][rank])]);
+    for (const [peer, operator, waited] of line.waits_for?.[rank] ?? []) rows.push([`for rank ${peer} (${operator})`, seconds(waited)]);
     const place = this.run.state?.cluster.ranks[rank];
     if (place) rows.push(["node", place.node]);
     if (typeof line.peak_bytes?.[rank] === "number") rows.push(["memory", bytes(line.peak_bytes[rank])]);
@@ -114,11 +116,19 @@ export class Ranks {
   }
 }
 
+/** One sentence on who holds the others up; the rule is `scheduling/stragglers.py`. */
 export function drawStragglers(run) {
-  const slow = run.ranks?.stragglers ?? [];
-  const stages = run.ranks?.stages ?? [];
-  const text = slow.length
-    ? `Stragglers over the last 20 steps: ${slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ")}.`
-    : stages.length ? "No stragglers: every rank computes at most 1.2 times as long as the median of its stage." : "";
-  byId("stragglers").textContent = text;
+  const { stragglers: slow = [], stages = [], rule } = run.ranks ?? {};
+  const named = slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ");
+  const none = rule && `No stragglers: no rank has computed more than ${rule.times} times as long as the others of its stage throughout the last ${rule.steps} steps.`;
+  const text = slow.length ? `Stragglers over the last ${rule.steps} steps: ${named}.` : stages.length > 1 ? none : "";
+  byId("stragglers").textContent = [text, waitedMost(run.ranks?.line)].filter(Boolean).join(" ");
+}
+
+/** The longest wait for a peer in a step, of all ranks. */
+function waitedMost(line) {
+  const all = (line?.waits_for ?? []).flatMap((waits, rank) => waits.map(([peer, operator, waited]) => ({ rank, peer, operator, waited })));
+  if (!all.length) return "";
+  const most = all.reduce((a, b) => (b.waited > a.waited ? b : a));
+  return `The longest wait for a peer in step ${line.step}: rank ${most.rank} waits ${seconds(most.waited)} for rank ${most.peer} (${most.operator}).`;
 }

@@ -1,15 +1,18 @@
 // Spans of a step: finding them, and what is told about them. Times are nanoseconds from the step's begin.
 
-import { amount, bytes, nanoseconds, percent } from "./dom.js";
+import { amount, bytes, lost, nanoseconds, percent } from "./dom.js";
 
 export const LANES = ["compute", "intra-node", "inter-node"];
+export const SHORT_LANES = ["comp.", "intra", "inter"];
 const DIRECTIONS = ["", "forward", "backward"];
 
 export const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
 
 export function lastEnd(data, rank) {
   const own = data.ranks.get(rank);
-  return own ? Math.max(0, ...own.lanes.map(({ reached }) => reached.at(-1) ?? 0)) : 0;
+  if (!own) return 0;
+  const [first, count] = own.waits;
+  return Math.max(0, ...own.lanes.map(({ reached }) => reached.at(-1) ?? 0), ...data.columns.wait_end.slice(first, first + count).slice(-64));
 }
 
 /** The first place whose latest end lies beyond a time: nothing before it is in view. */
@@ -37,12 +40,27 @@ export function spanAt(data, { spans, reached }, time, slack) {
   return best === null ? null : best.span;
 }
 
-export function exposedAt(data, own, time, slack) {
-  const { exposed_start: start, exposed_end: end } = data.columns;
-  for (let place = own.exposed[0]; place < own.exposed[0] + own.exposed[1]; place += 1) {
+/** The place of an interval at a time; `kind`: "exposed" transfers, or "waits" for peers. */
+export function intervalAt(data, own, kind, time, slack) {
+  const [start, end] = intervals(data, kind);
+  for (let place = own[kind][0]; place < own[kind][0] + own[kind][1]; place += 1) {
     if (start[place] - slack <= time && time <= end[place] + slack) return place;
   }
   return null;
+}
+
+/** Begins and ends of all ranks' intervals of a kind. */
+export function intervals({ columns }, kind) {
+  return kind === "waits" ? [columns.wait_start, columns.wait_end] : [columns.exposed_start, columns.exposed_end];
+}
+
+export function describeInterval({ rank, data, kind, place }) {
+  const [start, end] = intervals(data, kind);
+  const length = nanoseconds(end[place] - start[place]);
+  if (kind === "exposed") return [`rank ${rank} waits for a transfer`, `${length} in which it is under way and nothing is computed`];
+  const facts = data.labels[data.columns.wait_label[place]];
+  const layer = facts.layer >= 0 ? `, layer ${facts.layer}` : "";
+  return [`rank ${rank} waits for rank ${data.columns.wait_peer[place]} (${facts.operator}${layer})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
 }
 
 /** Nanoseconds of a span during which its rank waits. */
@@ -81,8 +99,8 @@ export function describeSpan({ rank, data, span }) {
 export function numberRows(own) {
   if (!own) return [];
   const numbers = own.numbers;
-  const names = [["computes", "compute_ns"], ["communication", "communication_ns"], ["hidden", "hidden_ns"], ["exposed: waits", "exposed_ns"], ["slowdown", "slowdown_ns"], ["launch gap", "launch_gap_ns"], ["bubble", "bubble_ns"]];
-  const rows = names.filter(([, name]) => numbers[name] !== null).map(([title, name]) => [title, nanoseconds(numbers[name])]);
+  const names = [["computes", "compute_ns"], ["communication", "communication_ns"], ["hidden", "hidden_ns"], ["exposed: waits for transfers", "exposed_ns"], ["waits for peers", "waiting_ns"], ["slowdown", "slowdown_ns"], ["launch gap", "launch_gap_ns"], ["bubble", "bubble_ns"]];
+  const rows = names.filter(([, name]) => numbers[name] !== null).map(([title, name]) => [title, name === "slowdown_ns" ? lost(numbers[name] / 1e9) : nanoseconds(numbers[name])]);
   if (own.dropped) rows.push(["spans dropped", String(own.dropped)]);
   if (own.damage) rows.push(["damaged", own.damage]);
   return rows;

@@ -1,9 +1,10 @@
 // The first thing to read: what is hidden and what is not, in words and as two bars to one scale.
 
-import { ago, byId, el, mean, percent, seconds, svg } from "./dom.js";
+import { ago, byId, duration, el, lost, mean, percent, seconds, svg } from "./dom.js";
 import { theme } from "./theme.js";
 
 const WINDOW = 10;
+const PACE = 50; // steps that tell how long the rest takes: saves and validations are among them
 
 /** Means over the newest steps. */
 export function recent(run) {
@@ -18,8 +19,15 @@ export function recent(run) {
     communication: of("communication_seconds"),
     exposed: of("exposed_seconds"),
     slowdown: of("slowdown_seconds"),
+    waiting: of("waiting_seconds"),
+    axes: axesOf(run).map((axis) => [axis, mean((columns.exposed_by_axis ?? []).slice(from).map((one) => one?.[axis]))]),
     compute: mean(steps.map((step) => run.compute.get(step))),
   };
+}
+
+/** Axes of the mesh whose exposed transfers were recorded. */
+export function axesOf(run) {
+  return Object.keys((run.columns.exposed_by_axis ?? []).findLast((one) => one) ?? {});
 }
 
 export function drawSummary(run) {
@@ -50,7 +58,11 @@ function headline(run) {
     bold(percent(hidden), hidden >= 0.5 ? "good" : ""), " of communication is hidden; ",
     bold(seconds(now.exposed), "bad"), ` of each ${seconds(now.step)} step still waits.`,
   );
-  const facts = [`${percent(share, share < 0.1 ? 1 : 0)} of the step is waiting for communication`];
+  const facts = [`${percent(share, share < 0.1 ? 1 : 0)} of the step is waiting for transfers`];
+  const axes = now.axes.filter(([, exposed]) => exposed > 0);
+  if (axes.length) facts.push(`exposed by axis: ${axes.map(([axis, exposed]) => `${axis} ${seconds(exposed)}`).join(", ")}`);
+  if (now.waiting > 0) facts.push(`ranks wait ${seconds(now.waiting)} for peers`);
+  if (now.slowdown !== null) facts.push(`slowdown by overlap: ${lost(now.slowdown)}`);
   const predicted = run.state?.predicted;
   if (typeof predicted?.hidden_fraction === "number") facts.push(`the plan predicted ${percent(predicted.hidden_fraction)} hidden and ${seconds(predicted.step_seconds)} per step`);
   if (typeof predicted?.serial_seconds === "number") facts.push(`without overlap a step was predicted to take ${seconds(predicted.serial_seconds)}`);
@@ -61,7 +73,7 @@ function headline(run) {
 function rows(run) {
   const now = recent(run);
   const found = [];
-  if (now.step !== null) found.push(parts("measured", now.step, now.compute, now.exposed, now.slowdown, now.communication));
+  if (now.step !== null) found.push(parts("measured", now.step, now.compute, now.exposed, now.slowdown, now.communication, now.waiting));
   const predicted = run.state?.predicted;
   if (typeof predicted?.step_seconds === "number") {
     found.push(parts("predicted", predicted.step_seconds, predicted.compute_seconds ?? null, predicted.exposed_seconds, predicted.slowdown_seconds, predicted.communication_seconds));
@@ -73,11 +85,12 @@ function rows(run) {
   return found;
 }
 
-function parts(name, step, compute, exposed, slowdown, communication) {
+function parts(name, step, compute, exposed, slowdown, communication, waiting) {
   const waits = exposed ?? 0;
-  const computes = Math.min(compute ?? step - waits, step - waits);
+  const peers = Math.max(0, Math.min(waiting ?? 0, step - waits));
+  const computes = Math.min(compute ?? step - waits - peers, step - waits - peers);
   const slow = Math.max(0, Math.min(slowdown ?? 0, computes));
-  return { name, step, communication, waits, slow, computes: computes - slow, idle: Math.max(0, step - computes - waits), hidden: Math.max(0, (communication ?? 0) - waits) };
+  return { name, step, communication, waits, peers, slow, computes: computes - slow, idle: Math.max(0, step - computes - waits - peers), hidden: Math.max(0, (communication ?? 0) - waits) };
 }
 
 function budget(run) {
@@ -88,40 +101,49 @@ function budget(run) {
     return;
   }
   const colours = theme.colours;
-  const wide = Math.max(320, box.clientWidth);
-  const left = wide < 600 ? 84 : 190;
+  const wide = Math.max(280, box.clientWidth);
+  const narrow = wide < 600; // then names stand above their bars
+  const left = narrow ? 2 : 190;
+  const head = narrow ? 18 : 0;
   const most = Math.max(...found.map((row) => Math.max(row.step, row.communication ?? 0)));
   const scale = (wide - left - 70) / most;
-  const tall = 50;
-  const height = found.length * tall + 26;
+  const tall = 50 + head;
+  const names = key(left, found.length * tall, wide);
+  const height = found.length * tall + names.height;
   const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, height, role: "img", "aria-label": found.map(spoken).join(" ") });
   picture.append(hatch());
   found.forEach((row, place) => {
-    const y = place * tall;
-    picture.append(svg("text", { x: left - 10, y: y + 17, "text-anchor": "end", fill: colours.ink, "font-size": 13, "font-weight": place ? 400 : 600, text: row.name }));
-    picture.append(svg("text", { x: left - 10, y: y + 34, "text-anchor": "end", fill: colours.quiet, "font-size": 11, text: "communication" }));
+    const y = place * tall + head;
+    const name = { fill: colours.ink, "font-size": 13, "font-weight": place ? 400 : 600, text: row.name };
+    if (narrow) picture.append(svg("text", { x: left, y: y - 2, ...name }));
+    else {
+      picture.append(svg("text", { x: left - 10, y: y + 17, "text-anchor": "end", ...name }));
+      picture.append(svg("text", { x: left - 10, y: y + 34, "text-anchor": "end", fill: colours.quiet, "font-size": 11, text: "communication" }));
+    }
     segments(picture, left, y + 4, 20, scale, [
       [row.computes, colours.compute, "computes", "#ffffff"], [row.slow, colours.slow, "slowdown", "#ffffff"],
-      [row.waits, "url(#hatch)", "waits", "#ffffff"], [row.idle, colours.idle, "idle", colours.ink],
+      [row.waits, "url(#hatch)", "waits", "#ffffff"], [row.peers, "url(#dots)", "peers", "#ffffff"], [row.idle, colours.idle, "idle", colours.ink],
     ]);
     picture.append(svg("text", { x: left + row.step * scale + 8, y: y + 18, fill: colours.ink, "font-size": 13, text: seconds(row.step) }));
     const waitsAt = (row.computes + row.slow) * scale;
     const hiddenAt = Math.max(0, waitsAt - row.hidden * scale);
     segments(picture, left + hiddenAt, y + 27, 10, scale, [[row.hidden, colours.hidden, "", ""], [row.waits, "url(#hatch)", "", ""]]);
   });
-  picture.append(key(left, height - 12, wide));
+  picture.append(names.group);
   box.replaceChildren(picture);
 }
 
 function spoken(row) {
-  return `${row.name}: step ${seconds(row.step)}, computes ${seconds(row.computes + row.slow)}, waits ${seconds(row.waits)}, idle ${seconds(row.idle)}, hidden communication ${seconds(row.hidden)}.`;
+  return `${row.name}: step ${seconds(row.step)}, computes ${seconds(row.computes + row.slow)}, waits ${seconds(row.waits)} for transfers and ${seconds(row.peers)} for peers, idle ${seconds(row.idle)}, hidden communication ${seconds(row.hidden)}.`;
 }
 
 function hatch() {
   const colours = theme.colours;
   const pattern = svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
   pattern.append(svg("rect", { width: 7, height: 7, fill: colours.hurt }), svg("rect", { width: 2, height: 7, fill: colours.hurtStripe }));
-  return svg("defs", {}, pattern);
+  const dots = svg("pattern", { id: "dots", width: 5, height: 5, patternUnits: "userSpaceOnUse" });
+  dots.append(svg("rect", { width: 5, height: 5, fill: colours.peer }), svg("rect", { x: 1, y: 1, width: 2, height: 2, fill: colours.peerDot }));
+  return svg("defs", {}, pattern, dots);
 }
 
 function segments(picture, x, y, height, scale, found) {
@@ -134,25 +156,33 @@ function segments(picture, x, y, height, scale, found) {
     const label = `${name} ${seconds(value)}`;
     if (name && wide > label.length * 6.6 + 8) {
       const text = { x: x + 6, y: y + height / 2 + 4, "font-size": 12, fill: ink, text: label };
-      if (name === "waits") Object.assign(text, { stroke: theme.colours.hurt, "stroke-width": 4, "paint-order": "stroke", "font-weight": 600 });
+      const under = { waits: theme.colours.hurt, peers: theme.dark ? "#16202b" : theme.colours.peer }[name];
+      if (under) Object.assign(text, { stroke: under, "stroke-width": 4, "paint-order": "stroke", "font-weight": 600 });
       picture.append(svg("text", text));
     }
     x += wide;
   }
 }
 
-function key(left, y, wide) {
+/** Names of the colours, in as many lines as they take; returns the group and its height. */
+function key(left, top, wide) {
   const colours = theme.colours;
   const group = svg("g", { "font-size": 12 });
-  let x = wide < 700 ? 4 : left;
-  const names = wide < 700
-    ? [["computes", colours.compute], ["slower", colours.slow], ["waits", "url(#hatch)"], ["idle", colours.idle], ["hidden", colours.hidden]]
-    : [["computes", colours.compute], ["computes slower, because of overlap", colours.slow], ["waits for communication", "url(#hatch)"], ["nothing runs", colours.idle], ["communication, hidden", colours.hidden]];
+  const narrow = wide < 700;
+  const names = [
+    ["computes", colours.compute], [narrow ? "slower" : "computes slower, because of overlap", colours.slow],
+    [narrow ? "waits" : "waits for transfers", "url(#hatch)"], [narrow ? "for peers" : "waits for peers", "url(#dots)"],
+    [narrow ? "idle" : "nothing runs", colours.idle], [narrow ? "hidden" : "communication, hidden", colours.hidden],
+  ];
+  const begin = narrow ? 4 : left;
+  let [x, y] = [begin, top + 12];
   for (const [name, fill] of names) {
+    const room = 19 + name.length * 6.4 + 16;
+    if (x > begin && x + room - 16 > wide) [x, y] = [begin, y + 18];
     group.append(svg("rect", { x, y: y - 9, width: 14, height: 11, fill }), svg("text", { x: x + 19, y, fill: colours.quiet, text: name }));
-    x += 19 + name.length * 6.4 + 16;
+    x += room;
   }
-  return group;
+  return { group, height: y - top + 6 };
 }
 
 /** Running, finished or silent, from what the run wrote last. */
@@ -171,6 +201,20 @@ export function status(run) {
   return { name: run.columns.step.length ? "running" : "starting", kind: "running", age };
 }
 
+/** How long this start of the run has lasted, and how long it goes on; from what the last steps took. */
+function times(run, kind) {
+  const begin = run.events.findLast((event) => event.kind === "started" || event.kind === "restarted" || event.kind === "resized");
+  const last = run.columns.time?.at(-1);
+  const facts = [];
+  if (typeof begin?.time === "number" && typeof last === "number") {
+    facts.push(`elapsed ${duration((kind === "running" ? Date.now() / 1000 : last) - begin.time)}`);
+  }
+  const left = (run.state?.steps ?? 0) - (run.columns.step.at(-1) ?? 0);
+  const each = mean((run.columns.wall_seconds ?? []).slice(1).slice(-PACE).map((one, n, all) => one || run.columns.seconds.at(n - all.length)));
+  if (kind === "running" && left > 0 && each !== null) facts.push(`about ${duration(left * each)} left`);
+  return facts;
+}
+
 export function drawHeader(run) {
   const name = run.state?.name ?? "Braid";
   byId("name").textContent = name;
@@ -184,6 +228,7 @@ export function drawHeader(run) {
   const facts = [];
   if (done) facts.push(`step ${done}${run.state?.steps ? ` of ${run.state.steps}` : ""}`);
   if (age !== null) facts.push(`last step ended ${ago(age)}`);
+  facts.push(...times(run, kind));
   const ranks = run.state?.cluster.ranks.length;
   if (ranks) facts.push(`${ranks} rank${ranks > 1 ? "s" : ""}`);
   if (layout) facts.push(Object.entries(layout).filter(([, degree]) => degree > 1).map(([axis, degree]) => `${axis} ${degree}`).join(" × "));

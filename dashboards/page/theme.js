@@ -11,7 +11,7 @@ const LIGHT = {
   hurt: "#c2003b", hurtStripe: "#ff9db8", wash: "rgba(194,0,59,0.13)",
   hidden: "#00856a", compute: "#5b7590", slow: "#7b4fa3", idle: "#d5dae1", other: "#5b6875",
   lines: ["#0072b2", "#a86700", "#7b4fa3", "#00856a"], select: "#000000",
-  block: "#8b97a4", paired: "#3d4853",
+  block: "#8b97a4", paired: "#3d4853", peer: "#46525e", peerDot: "#ffffff",
 };
 const DARK = {
   ink: "#e8edf2", quiet: "#9fb0c0", line: "#2c3743", card: "#171e26", row: "#1d2630",
@@ -23,7 +23,7 @@ const DARK = {
   hurt: "#ff3d71", hurtStripe: "#7d0026", wash: "rgba(255,61,113,0.20)",
   hidden: "#2fbf9f", compute: "#6f8aa6", slow: "#b48be0", idle: "#36414d", other: "#8a98a6",
   lines: ["#4fb0ea", "#f2b134", "#b48be0", "#2fbf9f"], select: "#ffffff",
-  block: "#6b7885", paired: "#c3ced9",
+  block: "#6b7885", paired: "#c3ced9", peer: "#c9d3dc", peerDot: "#171e26",
 };
 
 export const theme = { dark: false, colours: LIGHT };
@@ -55,11 +55,25 @@ const system = window.matchMedia("(prefers-color-scheme: dark)");
 const wish = new URLSearchParams(location.search).get("theme") ?? remembered();
 apply(wish ? wish === "dark" : system.matches);
 
-/** Diagonal stripes, as a pattern for a context. */
-export function stripes(context) {
+function tileOf(size) {
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
-  const brush = tile.getContext("2d");
+  tile.width = tile.height = size;
+  return [tile, tile.getContext("2d")];
+}
+
+/** Dots: waiting for a peer. */
+export function dotted(context) {
+  const [tile, brush] = tileOf(5);
+  brush.fillStyle = theme.colours.peer;
+  brush.fillRect(0, 0, 5, 5);
+  brush.fillStyle = theme.colours.peerDot;
+  brush.fillRect(1, 1, 2, 2);
+  return context.createPattern(tile, "repeat");
+}
+
+/** Diagonal stripes: exposed transfers. */
+export function stripes(context) {
+  const [tile, brush] = tileOf(8);
   brush.fillStyle = theme.colours.hurt;
   brush.fillRect(0, 0, 8, 8);
   brush.strokeStyle = theme.colours.hurtStripe;
@@ -73,16 +87,19 @@ export function stripes(context) {
   return context.createPattern(tile, "repeat");
 }
 
-/** A key to colours: [name, colour or "stripes", ...]. */
+const PATTERNS = { stripes, dotted };
+
+/** A key to colours: [name, colour or a pattern's name, ...]. */
 export function legend(box, entries) {
   box.replaceChildren(...entries.map(([name, ...paints]) => {
     const canvas = document.createElement("canvas");
     canvas.width = 52;
     canvas.height = 24;
     const brush = canvas.getContext("2d");
+    brush.scale(2, 2);
     paints.forEach((paint, place) => {
-      brush.fillStyle = paint === "stripes" ? stripes(brush) : paint;
-      brush.fillRect((52 * place) / paints.length, 0, 52 / paints.length, 24);
+      brush.fillStyle = PATTERNS[paint]?.(brush) ?? paint;
+      brush.fillRect((26 * place) / paints.length, 0, 26 / paints.length, 12);
     });
     const entry = document.createElement("span");
     entry.append(canvas, name);

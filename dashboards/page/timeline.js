@@ -1,19 +1,27 @@
 // The timeline: three lanes per rank, drawn on a canvas. Only rows in view are drawn, and of spans that share a
 // pixel one rectangle; so the number of ranks and of operators hardly matters.
 
+import { RANKS_AT_ONCE } from "./data.js";
 import { hideTip, nanoseconds, showTip, surface, ticks } from "./dom.js";
-import { describeSpan, exposedAt, firstReaching, LANES, lastEnd, numberRows, spanAt, spoken } from "./spans.js";
-import { stripes, theme } from "./theme.js";
+import { describeInterval, describeSpan, firstReaching, intervalAt, intervals, LANES, lastEnd, numberRows, SHORT_LANES, spanAt, spoken } from "./spans.js";
+import { dotted, stripes, theme } from "./theme.js";
 
-const GUTTER = 176;
 const AXIS = 22;
 const STRIP = 7;
 const SIZES = [3, 5, 8, 12, 16, 22, 30];
+
+/** A rank of every answer that holds some of these ranks. */
+function chunksOf(first, last) {
+  const found = [];
+  for (let rank = Math.floor(first / RANKS_AT_ONCE) * RANKS_AT_ONCE; rank <= last; rank += RANKS_AT_ONCE) found.push(rank);
+  return found;
+}
 
 export class Timeline {
   constructor(canvas, run, { redraw, read, stepChanged }) {
     Object.assign(this, { canvas, run, redraw, read, stepChanged });
     this.chosen = null; // a step; null: follow the newest
+    this.drawn = null; // the newest step that was here as a whole: what is drawn until the next one is
     this.count = 1;
     this.view = null; // [from, to] in nanoseconds; null: everything
     this.scroll = 0;
@@ -24,6 +32,15 @@ export class Timeline {
 
   get step() {
     return this.chosen ?? this.run.traced.at(-1) ?? null;
+  }
+
+  /** Room for names; a narrow window gives them less. */
+  get gutter() {
+    return this.narrow ? 120 : 176;
+  }
+
+  get narrow() {
+    return this.canvas.clientWidth < 600;
   }
 
   /** Go to a step; past the newest one means to follow. */
@@ -76,13 +93,37 @@ export class Timeline {
     this.scroll = Math.max(0, Math.min(this.rankCount * this.row + 4 - (this.height - AXIS), place));
   }
 
+  /** The first step in view where another is the last. */
+  _first(step) {
+    return Math.max(this.run.traced[0], step - this.count + 1);
+  }
+
+  /** Whether all that is in view of a step is here, some ranks' columns each; what is not is asked for. */
+  _isWhole(step, ranks) {
+    let whole = true;
+    for (let one = this._first(step); one <= step; one += 1) {
+      for (const rank of ranks) whole = Boolean(this.run.step(one, rank)) && whole;
+    }
+    return whole;
+  }
+
+  /** Take the newest step that is here as a whole. Steps may come faster than their columns: look at later ones first. */
+  _advance(ranks) {
+    if (this._isWhole(this.step, ranks)) this.drawn = this.step;
+    else if (this.chosen === null && this.drawn !== null) {
+      const newer = this.run.heldSteps().filter((step) => step > this.drawn && step < this.step);
+      this.drawn = newer.findLast((step) => this._isWhole(step, ranks)) ?? this.drawn;
+    }
+    if (this.drawn !== null && (this.drawn > this.step || this.drawn < this.run.traced[0])) this.drawn = null;
+  }
+
   /** The steps in view with the nanoseconds at which they begin; the first one is at 0. */
   steps(rank) {
-    if (this.step === null) return [];
-    const first = Math.max(this.run.traced[0], this.step - this.count + 1);
+    if (this.drawn === null) return [];
+    const first = this._first(this.drawn);
     const found = [];
-    for (let step = first; step <= this.step; step += 1) {
-      const data = this.run.step(step, rank);
+    for (let step = first; step <= this.drawn; step += 1) {
+      const data = this.run.held(step, rank);
       if (data && !data.missing) found.push(data);
     }
     const origin = this._origin(first);
@@ -90,7 +131,7 @@ export class Timeline {
   }
 
   _origin(first) {
-    const data = this.run.step(first, Math.floor(this.scroll / this.row));
+    const data = this.run.held(first, Math.floor(this.scroll / this.row));
     return data && !data.missing ? BigInt(data.begin_ns) : null;
   }
 
@@ -108,24 +149,31 @@ export class Timeline {
     this._scrollTo(this.scroll);
     const firstRank = Math.floor(this.scroll / this.row);
     const lastRank = Math.min(this.rankCount - 1, Math.floor((this.scroll + height - AXIS) / this.row));
+    this._advance(chunksOf(firstRank, lastRank));
     const rows = [];
     for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
     const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + lastEnd(data, rank)));
     if (ends.length) this.whole = [0, Math.max(...ends) * 1.004];
-    if (!this.whole) return;
+    if (!this.whole) {
+      this._say(context);
+      return;
+    }
     this._paintAxis(context, width, height);
     context.save();
     context.beginPath();
     context.rect(0, AXIS, width, height - AXIS);
     context.clip();
-    const hatch = stripes(context);
-    for (const { rank, steps } of rows) this._paintRank(context, rank, steps, hatch);
+    const paints = { exposed: stripes(context), waits: dotted(context) };
+    for (const { rank, steps } of rows) this._paintRank(context, rank, steps, paints);
     context.restore();
     this._paintScrollbar(context, width, height);
-    if (!ends.length) {
-      context.fillStyle = colours.quiet;
-      context.fillText("loading …", GUTTER + 12, 40);
-    }
+    if (!ends.length) this._say(context);
+  }
+
+  /** Why there is nothing to see. */
+  _say(context) {
+    context.fillStyle = theme.colours.quiet;
+    context.fillText(this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40);
   }
 
   get range() {
@@ -134,12 +182,12 @@ export class Timeline {
 
   x(time) {
     const [from, to] = this.range;
-    return GUTTER + ((time - from) / (to - from)) * (this.width - GUTTER - 10);
+    return this.gutter + ((time - from) / (to - from)) * (this.width - this.gutter - 10);
   }
 
   time(x) {
     const [from, to] = this.range;
-    return from + ((x - GUTTER) / (this.width - GUTTER - 10)) * (to - from);
+    return from + ((x - this.gutter) / (this.width - this.gutter - 10)) * (to - from);
   }
 
   _paintAxis(context, width, height) {
@@ -148,9 +196,9 @@ export class Timeline {
     context.strokeStyle = colours.line;
     context.fillStyle = colours.quiet;
     context.textAlign = "center";
-    for (const value of ticks(from / 1e9, to / 1e9, (width - GUTTER) / 110)) {
+    for (const value of ticks(from / 1e9, to / 1e9, (width - this.gutter) / 110)) {
       const x = Math.round(this.x(value * 1e9)) + 0.5;
-      if (x < GUTTER || x > width) continue;
+      if (x < this.gutter || x > width) continue;
       context.beginPath();
       context.moveTo(x, AXIS - 5);
       context.lineTo(x, height);
@@ -158,10 +206,11 @@ export class Timeline {
       context.fillText(nanoseconds(value * 1e9), Math.min(x, width - 24), 8);
     }
     context.textAlign = "left";
-    context.fillText(this.count > 1 ? `steps ${Math.max(this.run.traced[0], this.step - this.count + 1)} to ${this.step}` : `step ${this.step}`, 8, 8);
+    const shown = this.drawn ?? this.step;
+    context.fillText(this.count > 1 ? `steps ${this._first(shown)} to ${shown}` : `step ${shown}`, 8, 8);
   }
 
-  _paintRank(context, rank, steps, hatch) {
+  _paintRank(context, rank, steps, paints) {
     const colours = theme.colours;
     const { lane, row } = this;
     const top = AXIS + rank * row - this.scroll;
@@ -172,12 +221,13 @@ export class Timeline {
     this._paintGutter(context, rank, steps, top);
     context.save();
     context.beginPath();
-    context.rect(GUTTER, top, this.width - GUTTER, row);
+    context.rect(this.gutter, top, this.width - this.gutter, row);
     context.clip();
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      this._paintExposed(context, data, own, at, top, hatch);
+      this._paintWaits(context, data, own, at, top, "exposed", paints);
+      this._paintWaits(context, data, own, at, top, "waits", paints);
       own.lanes.forEach((spans, number) => this._paintLane(context, data, spans, at, top + 3 + number * lane));
       if (this.lane >= 8) this._paintBlocks(context, data, own, at, top);
       if (this.count > 1) {
@@ -207,10 +257,10 @@ export class Timeline {
       context.textAlign = "right";
       const font = context.font;
       if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
-      LANES.forEach((name, number) => context.fillText(name, GUTTER - 8, top + 3 + (number + 0.5) * lane));
+      (this.narrow ? SHORT_LANES : LANES).forEach((name, number) => context.fillText(name, this.gutter - 8, top + 3 + (number + 0.5) * lane));
       if (lane >= 12) {
         context.fillStyle = colours.hurt;
-        context.fillText("waits", GUTTER - 8, top + 3 + 3 * lane + STRIP / 2 + 1);
+        context.fillText("waits", this.gutter - 8, top + 3 + 3 * lane + STRIP / 2 + 1);
       }
       context.font = font;
       context.textAlign = "left";
@@ -221,7 +271,7 @@ export class Timeline {
     const { start, end, strand, direction, label } = data.columns;
     const height = this.lane - 1;
     const [from, to] = this.range;
-    const scale = (this.width - GUTTER - 10) / (to - from);
+    const scale = (this.width - this.gutter - 10) / (to - from);
     const colours = theme.colours.strands;
     const named = this.lane >= 12;
     let place = firstReaching(reached, from - at);
@@ -230,8 +280,8 @@ export class Timeline {
       const span = spans[place];
       const begin = start[span] + at;
       if (begin > to) break;
-      const left = GUTTER + (begin - from) * scale;
-      const right = GUTTER + (end[span] + at - from) * scale;
+      const left = this.gutter + (begin - from) * scale;
+      const right = this.gutter + (end[span] + at - from) * scale;
       if (right - left < 1) {
         const pixel = Math.floor(left);
         if (pixel <= covered) continue;
@@ -240,7 +290,7 @@ export class Timeline {
         context.fillRect(pixel, top, 1, height);
         continue;
       }
-      const x = Math.max(left, GUTTER - 2);
+      const x = Math.max(left, this.gutter - 2);
       const wide = Math.min(right, this.width) - x;
       context.fillStyle = colours[strand[span]][direction[span]];
       context.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, height);
@@ -262,22 +312,25 @@ export class Timeline {
     context.fillText(name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5);
   }
 
-  _paintExposed(context, data, own, at, top, hatch) {
-    const { exposed_start: start, exposed_end: end } = data.columns;
+  _paintWaits(context, data, own, at, top, kind, paints) {
+    const [start, end] = intervals(data, kind);
+    const plain = kind === "waits" ? theme.colours.peer : theme.colours.hurt;
     const [from, to] = this.range;
-    const scale = (this.width - GUTTER - 10) / (to - from);
+    const scale = (this.width - this.gutter - 10) / (to - from);
     const { lane } = this;
     let covered = -Infinity;
-    for (let place = own.exposed[0]; place < own.exposed[0] + own.exposed[1]; place += 1) {
+    for (let place = own[kind][0]; place < own[kind][0] + own[kind][1]; place += 1) {
       if (end[place] + at < from || start[place] + at > to) continue;
-      const left = GUTTER + (start[place] + at - from) * scale;
-      const right = GUTTER + (end[place] + at - from) * scale;
+      const left = this.gutter + (start[place] + at - from) * scale;
+      const right = this.gutter + (end[place] + at - from) * scale;
       if (right - left < 1 && Math.floor(left) <= covered) continue;
       covered = Math.floor(right);
       const wide = Math.max(1, right - left);
-      context.fillStyle = theme.colours.wash;
-      context.fillRect(left, top + 3, wide, 3 * lane);
-      context.fillStyle = wide < 4 ? theme.colours.hurt : hatch;
+      if (kind === "exposed") {
+        context.fillStyle = theme.colours.wash;
+        context.fillRect(left, top + 3, wide, 3 * lane);
+      }
+      context.fillStyle = wide < 4 ? plain : paints[kind];
       context.fillRect(left, top + 3 + 3 * lane, wide, STRIP);
     }
   }
@@ -287,7 +340,7 @@ export class Timeline {
     for (let place = own.blocks[0]; place < own.blocks[0] + own.blocks[1]; place += 1) {
       const left = this.x(start[place] + at);
       const right = this.x(end[place] + at);
-      if (right < GUTTER || left > this.width) continue;
+      if (right < this.gutter || left > this.width) continue;
       context.fillStyle = kind[place] === 2 ? theme.colours.paired : theme.colours.block;
       context.fillRect(left, top + 0.5, Math.max(1, right - left - 1), kind[place] === 2 ? 2 : 1);
     }
@@ -309,7 +362,7 @@ export class Timeline {
     const rank = Math.floor((y - AXIS + this.scroll) / this.row);
     if (rank < 0 || rank >= this.rankCount) return null;
     const steps = this.steps(rank);
-    if (x < GUTTER) return { rank, steps };
+    if (x < this.gutter) return { rank, steps };
     const lane = Math.floor((y - AXIS + this.scroll - rank * this.row - 3) / this.lane);
     const time = this.time(x);
     const slack = (this.time(x + 1) - time) * 0.75;
@@ -320,18 +373,17 @@ export class Timeline {
         const span = spanAt(data, own.lanes[lane], time - at, slack);
         if (span !== null) return { rank, data, span, at };
       }
-      const waits = exposedAt(data, own, time - at, slack);
-      if (waits !== null) return { rank, data, waits };
+      for (const kind of ["exposed", "waits"]) {
+        const place = intervalAt(data, own, kind, time - at, slack);
+        if (place !== null) return { rank, data, kind, place };
+      }
     }
     return null;
   }
 
   /** Title and rows about what was hit, for the tip and for reading out. */
   describe(found) {
-    if (found.waits !== undefined) {
-      const { exposed_start: start, exposed_end: end } = found.data.columns;
-      return [`rank ${found.rank} waits for communication`, `${nanoseconds(end[found.waits] - start[found.waits])} in which a transfer is under way and nothing is computed`];
-    }
+    if (found.kind) return describeInterval(found);
     if (found.span === undefined) {
       const rows = [`rank ${found.rank}`];
       const place = this.run.state?.cluster.ranks[found.rank];
@@ -409,7 +461,7 @@ export class Timeline {
         canvas.classList.add("held");
         hideTip();
         this._scrollTo(this.scroll - dy);
-        this.pan(-dx / (this.width - GUTTER - 10));
+        this.pan(-dx / (this.width - this.gutter - 10));
         this.redraw();
         return;
       }

@@ -24,6 +24,7 @@ from braid.jobs.benchmarks.gpu_utilisation import (
     measure_passes,
     peak_flops_per_s,
 )
+from braid.scheduling import figures
 from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ModelShape
 
@@ -215,7 +216,7 @@ def _schedule_lines(schedules: ScheduleTable) -> list[str]:
                 _share(serial / one.eager_ns),
                 _us(one.predicted_ns),
                 _share(one.hidden_fraction),
-                _share(schedules.recovered(one.eager_ns)),
+                figures.recovered(schedules.recovered(one.eager_ns)),
                 exact[check.like_serial],
                 _us(one.graph_ns),
                 one.graph_note or exact[bool(check.graph_equal)],

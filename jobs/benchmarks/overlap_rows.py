@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -13,6 +14,7 @@ from scipy.stats import pearsonr, rankdata
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.jobs.benchmarks.cases import Spread
+from braid.scheduling import figures
 from braid.scheduling.profile import Profile
 
 
@@ -240,7 +242,7 @@ def show(console: Console, result: OverlapResult) -> None:
         soft_wrap=True,
         highlight=False,
     )
-    table = Table()
+    table, share = Table(), partial(figures.share, places=1)
     table.add_column("schedule")
     two_links = any(row.links_together_fraction for row in result.rows)
     for name in (
@@ -256,18 +258,13 @@ def show(console: Console, result: OverlapResult) -> None:
             f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
             f"{row.tokens_per_second:.0f}",
             f"{row.speedup:.3f}",
-            *(
-                "-" if value is None else f"{value:.1%}"
-                for value in (
-                    row.recovered,
-                    row.hidden_fraction,
-                    *([row.links_together_fraction] if two_links else []),
-                    row.waiting_fraction,
-                    row.slowdown_fraction,
-                    row.launch_gap_fraction,
-                    row.bubble_fraction,
-                )
-            ),
+            figures.recovered(row.recovered, 1),
+            share(row.hidden_fraction),
+            *([share(row.links_together_fraction)] if two_links else []),
+            share(row.waiting_fraction),
+            figures.lost(row.slowdown_fraction, share),
+            share(row.launch_gap_fraction),
+            share(row.bubble_fraction),
             *("-" if s is None else f"{s:.3f}" for s in (row.communication_seconds, row.link_seconds)),
             f"{row.peak_bytes / 2**20:.0f}",
             "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",

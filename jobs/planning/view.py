@@ -1,12 +1,14 @@
 """Plans, simulations and presets for the terminal and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from braid.scheduling import figures
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.compare_traces import TraceComparison
 from braid.scheduling.draw_simulation import moving, pair_text, paired_run
@@ -95,7 +97,7 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     table.add_row(
         "simulated step",
         f"{score.step_seconds:.3f} s, {score.tokens_per_second:,.0f} tokens/s, MFU {score.mfu:.1%}, "
-        f"hidden {score.hidden_fraction:.1%}, bubble {score.bubble_fraction:.1%}",
+        f"hidden {figures.share(score.hidden_fraction, 1)}, bubble {figures.share(score.bubble_fraction, 1)}",
     )
     if plan.usual:
         table.add_row("usual way", usual_line(plan))
@@ -176,24 +178,22 @@ def show_degrees(console: Console, found: "DegreePlan", cluster: ClusterSpec) ->
     console.print(table)
 
 
-_ROWS = (
-    ("s/step", "step_seconds", "{:.3f}"),
-    ("tokens/s", "tokens_per_second", "{:,.0f}"),
-    ("MFU", "mfu", "{:.1%}"),
-    ("communication hidden", "hidden_fraction", "{:.1%}"),
-    ("communication s", "communication_seconds", "{:.3f}"),
-    ("exposed s", "exposed_seconds", "{:.3f}"),
-    ("slowdown s", "slowdown_seconds", "{:.3f}"),
-    ("launch gap s", "launch_gap_seconds", "{:.3f}"),
-    ("bubble", "bubble_fraction", "{:.1%}"),
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("s/step", "step_seconds", "{:.3f}".format),
+    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    ("MFU", "mfu", partial(figures.share, places=1)),
+    ("communication hidden", "hidden_fraction", partial(figures.share, places=1)),
+    ("communication s", "communication_seconds", "{:.3f}".format),
+    ("exposed s", "exposed_seconds", "{:.3f}".format),
+    ("slowdown s", "slowdown_seconds", partial(figures.lost, write="{:.3f}".format)),
+    ("launch gap s", "launch_gap_seconds", "{:.3f}".format),
+    ("bubble", "bubble_fraction", partial(figures.share, places=1)),
 )
 
 
 def _add_rows(table: Table, columns: list[Numbers]) -> None:
-    for label, name, form in _ROWS:
-        table.add_row(
-            label, *("-" if getattr(n, name) is None else form.format(getattr(n, name)) for n in columns)
-        )
+    for label, name, write in _ROWS:
+        table.add_row(label, *("-" if getattr(n, name) is None else write(getattr(n, name)) for n in columns))
     table.add_row("peak GiB", *(f"{n.peak_bytes / GIB:.1f}" for n in columns))
     for level in ("intra", "inter"):
         uses = [getattr(n, level) for n in columns]
@@ -293,12 +293,12 @@ def _show_pair(console: Console, outcome: Outcome) -> None:
 def show_explanation(console: Console, explanation: Explanation) -> None:
     """Why, and what would help."""
     plan, numbers = explanation.plan, explanation.outcome.numbers
-    setting = plan.setting
+    setting, slow = plan.setting, figures.lost(numbers.slowdown_seconds, "{:.3f} s".format)
     console.print(
         f"{setting.layout.describe()} under {_schedule(setting)}: {numbers.step_seconds:.3f} s a step "
         f"(simulated). {numbers.exposed_seconds:.3f} s of {numbers.communication_seconds:.3f} s "
         f"communication are exposed, {numbers.bubble_seconds:.3f} s are bubble, overlap slows compute by "
-        f"{numbers.slowdown_seconds:.3f} s. If all communication were hidden, a step would take "
+        f"{'nothing' if slow == 'none' else slow}. If all communication were hidden, a step would take "
         f"{explanation.ideal_overlap_seconds:.3f} s."
     )
     _show_runners_up(console, plan)

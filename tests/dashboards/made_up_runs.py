@@ -44,6 +44,7 @@ SHAPE = ModelShape(
     sequence=2048,
 )
 MIXTURE = replace(SHAPE, family="moe", layers=6, experts=8, top_k=2, capacity_factor=1.25, balance_loss=0.01)
+LATE = 0.05
 LAYOUTS = {
     2: ParallelLayout(tp=2),
     8: ParallelLayout(tp=2, pp=2, dp=2),
@@ -93,6 +94,8 @@ class MadeUpRun:
     """A name to give to one operator, to see it escaped."""
     experts: ModelShape | None = None
     """A mixture of experts whose numbers its steps have beside; they get more balanced."""
+    late: int | None = None
+    """A rank for which all others wait at the end of every step, for `LATE` of it."""
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -173,6 +176,7 @@ class MadeUpRun:
                     Label(
                         operator=name,
                         stream=span.stream,
+                        axis="tp" if span.stream is Stream.INTRA else "",
                         layer=span.layer,
                         bytes=span.bytes,
                         flops=span.flops,
@@ -205,9 +209,9 @@ class MadeUpRun:
         for rank in range(self.ranks):
             stage = self._stages[self.layout.coordinate(rank)["pp"]]
             factor = 1.0 + 0.04 * float(self._random.random()) + (0.5 if rank in self.slow else 0.0)
-            records = stage.records.copy()
+            records = self._waiting(rank, stage)
             for name in ("start_ns", "end_ns"):
-                records[name] = self._clock + np.rint(stage.records[name] * factor).astype(np.int64)
+                records[name] = self._clock + np.rint(records[name] * factor).astype(np.int64)
             records["step"] = self.done
             found.append(numbers_of_records(records, Labels(stage.labels)))
             seconds.append(float(records["end_ns"].max() - self._clock) / 1e9)
@@ -223,6 +227,18 @@ class MadeUpRun:
         self._clock += round(max(seconds) * 1e9)
         self.done += 1
         self._lines(found, seconds)
+
+    def _waiting(self, rank: int, stage: _Stage) -> Records:
+        """The stage's records, and what the rank waits for the late one; times from the step's begin."""
+        records = stage.records.copy()
+        if self.late is None or rank == self.late:
+            return records
+        wait = np.zeros(1, RECORD)
+        wait["start_ns"] = records["end_ns"].max()
+        wait["end_ns"] = wait["start_ns"] * (1 + LATE)
+        wait["kind"], wait["peer"] = KINDS.index("waiting"), self.late
+        wait["label"] = next(n for n, label in enumerate(stage.labels) if label.stream is Stream.INTRA)
+        return np.concatenate([records, wait])
 
     def _lines(self, found: list[OverlapNumbers], seconds: list[float]) -> None:
         fields = (
@@ -259,8 +275,18 @@ class MadeUpRun:
         }
         if self.experts is not None:
             metrics["experts"] = asdict(self._routed(self.experts))
+        axes = sorted({axis for one in found for axis in one.exposed_by_axis_ns})
+        sums = {axis: sum(one.exposed_by_axis_ns.get(axis, 0) for one in found) for axis in axes}
+        metrics["exposed_by_axis"] = {axis: ns / self.ranks / 1e9 for axis, ns in sums.items()}
+        waits = [[[wait.peer, wait.operator, wait.ns / 1e9] for wait in one.peer_waits] for one in found]
         nothing = [0] * self.ranks
-        lists = {"seconds": seconds, **ranks, "peak_bytes": peak_bytes, "dropped_spans": nothing}
+        lists = {
+            "seconds": seconds,
+            **ranks,
+            "waits_for": waits,
+            "peak_bytes": peak_bytes,
+            "dropped_spans": nothing,
+        }
         self._append("ranks.jsonl", {**shared, **lists, "sampled_every": [1] * self.ranks})
         self._append("metrics.jsonl", metrics)
 

@@ -133,12 +133,12 @@ def test_another_layout_moves_ranks_to_other_stages(tmp_path: Path) -> None:
     feed = MetricsFeed(run.path, sink)
     run.steps([1])
     feed.refresh()
-    assert value(sink, "braid_rank_step_seconds", stage="1", rank="1") is not None
+    assert value(sink, "braid_step_compute_seconds", stage="1", rank="1") is not None
     (run.path / "config.yaml").write_text("name: demo\nparallel: {dp: 2, pp: 1}\n")
     run.steps([2])
     feed.refresh()
-    assert value(sink, "braid_rank_step_seconds", stage="1", rank="1") is None
-    assert value(sink, "braid_rank_step_seconds", stage="0", rank="1") is not None
+    assert value(sink, "braid_step_compute_seconds", stage="1", rank="1") is None
+    assert value(sink, "braid_step_compute_seconds", stage="0", rank="1") is not None
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from braid.dashboards.server import make_app
 from braid.dashboards.trace_folder import TraceFolder
+from braid.scheduling.stragglers import LAST
 from braid.scheduling.trace import Span
 from tests.dashboards.browser import CHROMIUM, Tab, browser
 from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
@@ -110,12 +111,12 @@ def test_hover_tells_what_the_trace_says(tmp_path: Path) -> None:
 
 
 def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 8, 5, slow=(3,))
-    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()][1:]
+    run = made_up(tmp_path / "run", 8, LAST, slow=(3,))
+    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()][-10:]
     hidden = 1 - sum(r["exposed_seconds"] for r in rows) / sum(r["communication_seconds"] for r in rows)
 
     async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=5))
+        await tab.until(DRAWN.format(step=LAST))
         headline = await tab.evaluate("document.getElementById('headline').innerText")
         assert headline.startswith(f"{hidden * 100:.0f} % of communication is hidden; ")
         exposed = sum(row["exposed_seconds"] for row in rows) / len(rows) * 1e9
@@ -193,6 +194,96 @@ def test_models_without_experts_show_none(tmp_path: Path) -> None:
         assert await tab.evaluate("document.querySelectorAll('#expert-charts figure').length") == 0
 
     look(run.path, ask)
+
+
+def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 3, late=1)
+    line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])
+    ((peer, operator, waited),) = line["waits_for"][0]
+    assert peer == 1
+
+    async def ask(tab: Tab) -> None:
+        await tab.until(DRAWN.format(step=3))
+        await tab.until("braid.timeline.drawn === 3 && braid.run.ranks")
+        await tab.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
+        place = await tab.evaluate("""(() => {
+          const t = braid.timeline, {data, at} = t.steps(0)[0], {wait_start: a, wait_end: b} = data.columns;
+          const box = t.canvas.getBoundingClientRect();
+          return [box.x + t.x((a[0] + b[0]) / 2 + at), box.y + 22 + 3 + 3 * t.lane + 2];
+        })()""")
+        await tab.move(*place)
+        await tab.until("!document.getElementById('tip').hidden")
+        tip = str(await tab.evaluate("document.getElementById('tip').innerText"))
+        assert f"rank 0 waits for rank 1 ({operator}" in tip
+        assert await written(tab, waited * 1e9) in tip
+        under = await tab.evaluate("document.getElementById('stragglers').innerText")
+        assert f"rank 0 waits {await written(tab, waited * 1e9)} for rank 1 ({operator})" in under
+        subline = await tab.evaluate("document.getElementById('subline').innerText")
+        rows = [json.loads(row) for row in (run.path / "metrics.jsonl").read_text().splitlines()][1:]
+        tp = sum(row["exposed_by_axis"]["tp"] for row in rows) / len(rows)
+        assert f"exposed by axis: tp {await written(tab, tp * 1e9)}" in subline
+        charts = await tab.evaluate("document.getElementById('charts').innerText")
+        for title in ("Exposed, by axis", "Learning rate", "Validation, bits per byte"):
+            assert title in charts
+
+    look(run.path, ask)
+
+
+def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) -> None:
+    """Steps that come faster than their columns: nothing flickers, and the picture goes on."""
+    run = MadeUpRun(tmp_path / "run", 2, steps=100)
+    run.step()
+
+    async def ask(tab: Tab) -> None:
+        await tab.until(DRAWN.format(step=1))
+        await tab.until("braid.timeline.steps(0).length === 1")
+        await tab.evaluate("""(() => {
+          const {timeline, run} = braid, draw = timeline.draw.bind(timeline), ask = window.fetch;
+          window.seen = [];
+          timeline.draw = () => { draw(); seen.push([timeline.drawn, timeline.steps(0).length]) };
+          window.fetch = async (address) => {  // two steps late
+            if (address.includes("timeline")) await new Promise((done) => setTimeout(done, 900));
+            return ask(address);
+          };
+        })()""")
+        for _ in range(8):
+            run.step()
+            await asyncio.sleep(0.3)
+        seen = await tab.evaluate("seen")
+        assert {count for _, count in seen} == {1}, "always one step"
+        assert len({step for step, _ in seen}) > 2, "and newer and newer ones"
+        await tab.until("braid.timeline.drawn === 9")
+        assert await tab.evaluate("document.getElementById('step-shown').textContent") == "9"
+        texts = await tab.evaluate("document.getElementById('progress').textContent")
+        assert "elapsed" in texts
+
+    look(run.path, ask)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+    run = made_up(tmp_path / "run", 2, 3)
+    run.note("telemetry", 2, "spans of some steps only, to stay within 1 % of the time")
+
+    async def ask() -> None:
+        async with looked_at(run.path, width, 844) as (tab, _):
+            await tab.until(DRAWN.format(step=3))
+            await tab.until("document.querySelectorAll('#log td').length > 10")
+            assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+            clipped = await tab.evaluate("""(() => {
+              const box = document.getElementById('budget').getBoundingClientRect();
+              return [...document.querySelectorAll('#budget text')].map((one) => one.getBoundingClientRect())
+                .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
+            })()""")
+            assert clipped == 0
+            words = await tab.evaluate("""(() => [...document.querySelectorAll('#log th')].map((one) => {
+              const range = document.createRange();
+              range.selectNodeContents(one);
+              return new Set([...range.getClientRects()].map((box) => box.top)).size;
+            }).filter((count) => count > 1).length)()""")
+            assert words == 0, "no word of the events is broken"
+
+    asyncio.run(ask())
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -311,7 +402,7 @@ def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
                 process.communicate(timeout=60)
 
     async def check(tab: Tab) -> None:
-        await tab.until(f"braid.timeline.step === {steps} && braid.timeline.steps(0).length === 1")
+        await tab.until(f"braid.timeline.drawn === {steps} && braid.timeline.steps(0).length === 1")
         spans = spans_of(run, steps)
         for lane, stream in enumerate(("compute", "intra")):
             place, text = await tip(tab, lane)

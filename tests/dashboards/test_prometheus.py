@@ -33,10 +33,10 @@ class Case:
 
 RUNS = {f"braid_running{RUN}": "1x400"}
 OVER = {f"braid_running{RUN}": "0x400"}
-FELL = {f"braid_hidden_fraction{RUN}": "0.8x100 0.4x300"}
+FELL = {f"braid_hidden_ratio{RUN}": "0.8x100 0.4x300"}
 BELOW = {
-    f"braid_hidden_fraction{RUN}": "0.6x400",
-    f"braid_predicted_hidden_fraction{RUN}": "0.8x400",
+    f"braid_hidden_ratio{RUN}": "0.6x400",
+    f"braid_predicted_hidden_ratio{RUN}": "0.8x400",
 }
 STOOD = {
     f"braid_last_progress_timestamp_seconds{RUN}": "0+30x20 600x400",
@@ -49,19 +49,19 @@ RANK_LABELS = 'rank="3", run="r", stage="1"'
 
 CASES = (
     Case("BraidHiddenFractionFell", True, 60, FELL | RUNS),
-    Case("BraidHiddenFractionFell", False, 60, {f"braid_hidden_fraction{RUN}": "0.8x100 0.7x300"} | RUNS),
+    Case("BraidHiddenFractionFell", False, 60, {f"braid_hidden_ratio{RUN}": "0.8x100 0.7x300"} | RUNS),
     Case("BraidHiddenFractionFell", False, 60, FELL | OVER),
-    Case("BraidHiddenFractionFell", False, 15, {f"braid_hidden_fraction{RUN}": "0.8x10 0.4x300"} | RUNS),
+    Case("BraidHiddenFractionFell", False, 15, {f"braid_hidden_ratio{RUN}": "0.8x10 0.4x300"} | RUNS),
     Case("BraidHiddenFractionFell", False, 54, FELL | RUNS),
     Case("BraidHiddenFractionBelowPrediction", True, 15, BELOW | RUNS),
     Case("BraidHiddenFractionBelowPrediction", False, 5, BELOW | RUNS),
     Case("BraidHiddenFractionBelowPrediction", False, 15, BELOW | OVER),
-    Case("BraidHiddenFractionBelowPrediction", False, 15, {f"braid_hidden_fraction{RUN}": "0.1x400"} | RUNS),
+    Case("BraidHiddenFractionBelowPrediction", False, 15, {f"braid_hidden_ratio{RUN}": "0.1x400"} | RUNS),
     Case(
         "BraidHiddenFractionBelowPrediction",
         False,
         15,
-        {**BELOW, f"braid_hidden_fraction{RUN}": "0.7x400"} | RUNS,
+        {**BELOW, f"braid_hidden_ratio{RUN}": "0.7x400"} | RUNS,
     ),
     Case("BraidStraggler", True, 20, {f"braid_stragglers_total{RUN}": "0x20 1x400"}),
     Case("BraidStraggler", False, 20, {f"braid_stragglers_total{RUN}": "3x400"}),
@@ -178,12 +178,12 @@ def test_recorded_series(tmp_path: Path) -> None:
         f'{name}{{run="r",stage="0",rank="1"}}': "0+6x20",
         'braid_communication_seconds_total{run="r",stage="0",rank="0"}': "0+12x20",
         'braid_communication_seconds_total{run="r",stage="0",rank="1"}': "0+6x20",
-        'braid_hidden_fraction{run="r",instance="i",job="j"}': "0.5x20",
+        'braid_hidden_ratio{run="r",instance="i",job="j"}': "0.5x20",
     }
     expected = {
         'braid:exposed_ratio:rate5m{run="r",stage="0"}': 0.5,
-        'braid:hidden_fraction{run="r"}': 0.5,
-        'braid:hidden_fraction:avg1h{run="r"}': 0.5,
+        'braid:hidden_ratio{run="r"}': 0.5,
+        'braid:hidden_ratio:avg1h{run="r"}': 0.5,
     }
     test = {
         "interval": "30s",

@@ -3,6 +3,7 @@
 The run is exported twice, as it is and as Ray's agents would name it, with the labels that they add.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -24,6 +25,8 @@ import yaml
 from braid.dashboards.grafana import all_dashboards
 from braid.dashboards.metrics import Exporter, PrometheusSink, layout_of
 from braid.dashboards.prometheus import RULES
+from braid.jobs.page import LivePage
+from tests.dashboards.made_up_runs import MadeUpRun
 from tests.end_to_end.command import braid, write_config, write_corpus
 
 PROMETHEUS = shutil.which("prometheus")
@@ -34,6 +37,7 @@ pytestmark = [
 
 Json = dict[str, Any]
 PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
 RUNS = ("run", "run-by-ray")
 DASHBOARDS = {made["uid"]: made for made in all_dashboards()}
 
@@ -176,29 +180,15 @@ def page() -> Iterator[Page]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, page: Page) -> Iterator[Server]:
-    """Prometheus with our rules, evaluated every second."""
-    folder = tmp_path_factory.mktemp("prometheus")
+@contextlib.contextmanager
+def prometheus(folder: Path, config: Json) -> Iterator[Server]:
+    """Prometheus with a configuration and our rules, which look every second; it ends with the context."""
     rules = RULES.read_text(encoding="utf-8")
     assert "interval: 30s" in rules
     (folder / "rules.yaml").write_text(rules.replace("interval: 30s", "interval: 1s"))
-    scrapes = [
-        {"job_name": job, "metrics_path": f"/{name}", "static_configs": [{"targets": [page.address]}]}
-        for job, name in zip(("braid", "ray"), RUNS, strict=True)
-    ]
-    (folder / "prometheus.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-                "rule_files": ["rules.yaml"],
-                "scrape_configs": scrapes,
-            }
-        )
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    every = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump({"global": every, **config}))
+    port = free_port()
     assert PROMETHEUS is not None
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -232,6 +222,45 @@ def server(tmp_path_factory: pytest.TempPathFactory, page: Page) -> Iterator[Ser
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, page: Page) -> Iterator[Server]:
+    """Prometheus that scrapes both exporters."""
+    scrapes = [
+        {"job_name": job, "metrics_path": f"/{name}", "static_configs": [{"targets": [page.address]}]}
+        for job, name in zip(("braid", "ray"), RUNS, strict=True)
+    ]
+    config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
+    with prometheus(tmp_path_factory.mktemp("prometheus"), config) as made:
+        yield made
+
+
+def test_the_scrape_configuration_of_the_documentation(tmp_path: Path) -> None:
+    """Prometheus takes it as it stands, but for the port, and sees the page of a run at that port."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n# prometheus.yml\n(.*?)```", text, flags=re.DOTALL)
+    assert block.count("8470") == 1
+    port = free_port()
+    config = yaml.safe_load(block.replace("8470", str(port)))
+    assert [(ROOT / name).read_text() for name in config["rule_files"]] == [RULES.read_text()]
+    page = LivePage(port)  # tells what happens from now on
+    run = MadeUpRun(tmp_path / "run", 2, begin_ns=time.time_ns() + 10**9)
+    run.step()
+    try:
+        assert page.open(tmp_path / "run") == f"http://127.0.0.1:{port}/"
+        with prometheus(tmp_path, {**config, "rule_files": ["rules.yaml"]}) as server:
+            server.wait(lambda: bool(server.now("up{job='braid'} == 1")))
+            server.wait(lambda: bool(server.now("braid:running")))
+    finally:
+        page.close()
 
 
 @pytest.fixture(scope="module")

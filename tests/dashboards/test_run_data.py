@@ -9,21 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from braid.dashboards.plan_view import read_schedule, schedule_view
 from braid.dashboards.run_data import RunData
-from braid.dashboards.timeline_view import without
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.schedule import Barrier, PassKind
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.span_batches import decode
-from braid.scheduling.trace import communication, length_ns, merge
-from braid.scheduling.trace_arrays import intervals
-from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
+from braid.scheduling.stragglers import LAST
+from braid.scheduling.trace import communication
+from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
 
 
 def unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -53,11 +50,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_slow_rank_is_named(finished: Path) -> None:
+def test_a_slow_rank_is_named(finished: Path, tmp_path: Path) -> None:
     ranks = read(finished).ranks(None)
-    assert [one["rank"] for one in ranks["stragglers"]] == [3]
+    assert ranks["stragglers"] == [], "four steps tell nothing"
     assert ranks["line"]["step"] == 4
     assert ranks["stages"] == [0, 0, 0, 0, 1, 1, 1, 1]
+    shutil.copy(finished / "config.yaml", tmp_path)
+    lines = [{**ranks["line"], "step": step} for step in range(1, LAST + 1)]
+    (tmp_path / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    longer = read(tmp_path).ranks(None)
+    assert [one["rank"] for one in longer["stragglers"]] == [3]
+    assert longer["rule"] == {"times": 1.2, "steps": LAST}
 
 
 def test_experts_have_columns_and_the_newest_visits(tmp_path: Path) -> None:
@@ -112,6 +115,21 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
                 )
             ]
             assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
+
+
+def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> None:
+    """It is shown where nothing runs, with the peer and the operator."""
+    run = made_up(tmp_path / "run", 2, 2, late=1)
+    body = read(run.path).timeline(2, 0)
+    assert body is not None
+    header, columns = unpacked(body)
+    assert [row["waits"] for row in header["ranks"]] == [[0, 1], [1, 0]]
+    assert columns["wait_peer"].tolist() == [1]
+    assert header["labels"][columns["wait_label"][0]]["stream"] == "intra"
+    line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])
+    waited = columns["wait_end"] - columns["wait_start"]
+    assert waited.sum() == pytest.approx(line["waiting_seconds"][0] * 1e9)
+    assert waited.sum() == pytest.approx(columns["end"].max() * LATE, rel=0.05)
 
 
 def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
@@ -326,22 +344,6 @@ def test_other_form_of_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text('{"addresses": ["a", "b"], "processes": [5, 6]}')
     ranks = read(tmp_path).state()["cluster"]["ranks"]
     assert [(one["node"], one["process"], one["place"]["pp"]) for one in ranks] == [("a", 5, 0), ("b", 6, 1)]
-
-
-Some = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
-)
-
-
-@given(some=Some, others=Some)
-def test_time_in_some_intervals_and_in_no_others(
-    some: list[tuple[int, int]], others: list[tuple[int, int]]
-) -> None:
-    found = [(int(a), int(b)) for a, b in without(intervals(some), intervals(others))]
-    assert found == merge(found), "disjoint and in order"
-    wanted = {t for a, b in some for t in range(a, b)} - {t for a, b in others for t in range(a, b)}
-    assert {t for a, b in found for t in range(a, b)} == wanted
-    assert length_ns(found) == len(wanted)
 
 
 def test_what_is_put_off_is_marked(finished: Path) -> None:

@@ -22,7 +22,7 @@ from braid.scheduling.trace import (
     merge,
     overlap_ns,
 )
-from braid.scheduling.trace_arrays import intervals, overlap_numbers, union
+from braid.scheduling.trace_arrays import intervals, outside, overlap_numbers, union, without
 
 LONGEST = 40
 INTERVALS = st.lists(
@@ -45,6 +45,25 @@ def test_merge_is_the_union(intervals: list[Interval]) -> None:
     assert merge(merged) == merged
     assert merge(reversed(intervals)) == merged
     assert length_ns(merged) == len(covered(intervals))
+
+
+@given(some=INTERVALS, others=INTERVALS)
+def test_time_in_some_intervals_and_in_no_others(some: list[Interval], others: list[Interval]) -> None:
+    found = [(int(a), int(b)) for a, b in without(intervals(some), intervals(others))]
+    assert found == merge(found), "disjoint and in order"
+    wanted = {t for a, b in some for t in range(a, b)} - {t for a, b in others for t in range(a, b)}
+    assert {t for a, b in found for t in range(a, b)} == wanted
+    assert length_ns(found) == len(wanted)
+
+
+@given(some=INTERVALS, others=INTERVALS)
+def test_parts_of_each_interval_that_lie_in_no_others(some: list[Interval], others: list[Interval]) -> None:
+    whose, parts = outside(intervals(some), intervals(others))
+    taken = {t for a, b in others for t in range(a, b)}
+    for place, (begin, end) in enumerate(some):
+        own = [(int(a), int(b)) for a, b in parts[whose == place]]
+        assert own == merge(own), "disjoint and in order"
+        assert {t for a, b in own for t in range(a, b)} == {t for t in range(begin, end) if t not in taken}
 
 
 @given(INTERVALS, INTERVALS)
