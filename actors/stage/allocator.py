@@ -38,7 +38,7 @@ def give_back_what_is_free() -> None:
     """Let the kernel have what is free in the C library's heap; other libraries than glibc are left alone.
 
     Between tensors that threads free in another order in every step a heap frays: what is in use stays the
-    same, but it lies ever further apart, on ever more pages (0.3 MB a step where it was measured, docs/log.md).
+    same, but lies ever further apart, on ever more pages (0.3 MB a step where it was measured: docs/log.md).
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

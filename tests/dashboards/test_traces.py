@@ -109,7 +109,7 @@ def test_the_command(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([str(run.directory), "--steps", "99"], 2, f"spans are kept of steps 1 to {STEPS}"),
         ([str(run.directory), "--steps", "x"], 2, "must be a step or a range"),
         ([str(tmp_path)], 2, "holds no run"),
-        ([str(run.directory), "--output", str(tmp_path / "no" / "t.json")], 2, "No such file"),
+        ([str(run.directory), "--output", str(tmp_path / "no" / "t.json")], 2, "does not exist; make it"),
     ):
         extra = [] if "--output" in arguments else ["--output", str(output)]
         with pytest.raises(SystemExit) as ended:
