@@ -1,7 +1,7 @@
 """``braid checkpoint``: list, verify and export what runs have saved."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -9,25 +9,28 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.actors.config import ConfigError
+from braid.jobs.usage import AsJson, Commands, RunFolder, example
 from braid.scheduling.json_text import json_text
 
 checkpoint = typer.Typer(
-    help="List, verify and export the checkpoints of a run.", no_args_is_help=True, add_completion=False
+    cls=Commands,
+    epilog=example("checkpoint list runs/first"),
+    help="List, verify and export the checkpoints of a run.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
-RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")]
 RunOrCheckpoint = Annotated[
     Path,
     typer.Argument(
-        help="A run, or one checkpoint such as runs/demo/checkpoints/step-20.", metavar="RUN|CHECKPOINT"
+        help="A run, or one checkpoint such as runs/first/checkpoints/step-20.", metavar="RUN|CHECKPOINT"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON array instead of a table.")]
 _ERROR_EXIT = 2
 
 
-@checkpoint.command("list")
-def list_checkpoints(run: RunArgument, as_json: AsJson = False) -> None:
+@checkpoint.command("list", epilog=example("checkpoint list runs/first"))
+def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, size, layout, and whether every file is what was saved."""
     from braid.jobs.checkpoints import checkpoints_at, examine
 
@@ -57,7 +60,7 @@ def list_checkpoints(run: RunArgument, as_json: AsJson = False) -> None:
     Console().print(table, highlight=False)
 
 
-@checkpoint.command("verify")
+@checkpoint.command("verify", epilog=example("checkpoint verify runs/first"))
 def verify_checkpoints(source: RunOrCheckpoint) -> None:
     """Compare every file with its checksum; exit code 2, and the file's name, if one differs."""
     from braid.jobs.checkpoints import checkpoints_at, examine
@@ -74,24 +77,22 @@ def verify_checkpoints(source: RunOrCheckpoint) -> None:
         raise typer.Exit(_ERROR_EXIT)
 
 
-@checkpoint.command("export")
+@checkpoint.command("export", epilog=example("checkpoint export runs/first exported --dtype bf16"))
 def export_checkpoint(
     source: RunOrCheckpoint,
     directory: Annotated[Path, typer.Argument(help="A new directory.", metavar="DIR")],
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the weights.")] = "fp32",
     max_file_gb: Annotated[
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
 ) -> None:
-    """Write a model for Hugging Face's transformers: safetensors and config.json.
+    """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
-    Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE. A run's newest verified checkpoint is taken. Tokenizers
-    and generation settings are not written.
+    Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
     """
+    from braid.jobs.beside_weights import copy_beside, kept_by, token_ids
     from braid.jobs.checkpoints import best_checkpoint, check_built_in, new_directory
 
-    if dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"--dtype {dtype} must be fp32 or bf16")
     if not max_file_gb > 0:
         raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
     found, complaints = best_checkpoint(source)
@@ -104,10 +105,18 @@ def export_checkpoint(
             f"{found.shape.capacity_factor}; the exported model drops none",
             err=True,
         )
+    beside = kept_by(found.path)
+    if beside is None:
+        typer.echo(
+            f"braid: {source} has kept no tokenizer; the export has weights and config.json only", err=True
+        )
     with new_directory(directory) as partial:
         from braid.actors.stage.exchange import export_model
 
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9))
+        tokens = {} if beside is None else token_ids(beside)
+        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens)
+        if beside is not None:
+            copy_beside(beside, partial)
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {_size(size)} of {dtype} in {count}")

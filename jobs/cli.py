@@ -19,45 +19,51 @@ from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
-from braid.jobs.output import background, complain, surviving
+from braid.jobs.output import background, check_output, complain, surviving
 from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
+from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
 from braid.jobs.viewing_cli import report, trace
 from braid.scheduling.json_text import json_text
 
 app = typer.Typer(
+    cls=Commands,
+    epilog=f"{example('train first.yaml --launcher processes')}. Each command has a --help of its own.",
+    rich_markup_mode="markdown",
     help="Train transformer language models and hide communication behind computation.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a key, such as --set train.lr=3e-4; may be repeated. Relative paths as in CONFIG.",
-        metavar="KEY=VALUE",
-    ),
-]
 _ERROR_EXIT, _FAILURE_EXIT, _INTERRUPT_EXIT = 2, 1, 130
 
 
 def _config(
-    path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
+    path: Path,
+    overrides: list[str] | None,
+    launcher: str | None = None,
+    address: str | None = None,
+    plan: Path | None = None,
 ) -> Config:
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     extra += [f"cluster.address={json.dumps(address)}"] if address else []
-    return load_config(path, [*(overrides or []), *extra])
+    config = load_config(path, [*(overrides or []), *extra])
+    if plan is None and config.overlap.plan is None:
+        return config
+    from braid.jobs.planning.work import with_plan
+
+    file = plan or config.overlap.plan
+    assert file is not None
+    return with_plan(config, file)
 
 
-@app.command()
+@app.command(epilog=example("train first.yaml --set train.steps=30 --launcher processes"))
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    launcher: Annotated[str | None, typer.Option(help="ray or processes.")] = None,
+    launcher: Launcher = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray cluster, HOST:PORT or auto.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
@@ -68,7 +74,8 @@ def train(
     ] = False,
     until: Annotated[int | None, typer.Option(help="Stop with a checkpoint after this step.", min=1)] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Run exactly this plan (braid plan --output), or refuse it.")
+        Path | None,
+        typer.Option(help="Run this plan (braid plan --output): it gives what CONFIG leaves open."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     dry_run: Annotated[
@@ -76,18 +83,13 @@ def train(
     ] = False,
 ) -> None:
     """Train a model."""
-    resolved = _config(config, overrides, launcher, address)
-    if plan is not None:
-        from braid.jobs.planning.work import with_plan
-
-        resolved = with_plan(resolved, plan)
+    resolved = _config(config, overrides, launcher, address, plan)
     if dry_run:
         _dry_run(Console(), resolved, resume=resume or resume_if_begun)
         return
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
-    if report is not None and not report.parent.is_dir():
-        raise ConfigError(f"--report {report}: the folder {report.parent} does not exist")
+    check_output("--report", report)
     from braid.actors.controller.controller import RunOptions
     from braid.jobs.display import Display
     from braid.jobs.stopping import SecondSignalError
@@ -114,21 +116,27 @@ def train(
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
+    from braid.actors.controller.mirror import check_url
     from braid.actors.stage.hub_files import check_initial
     from braid.jobs.data.data_sets import check_data
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_dry_run
     from braid.jobs.remarks import on_learning_rate
+    from braid.scheduling.profile import read_profile
 
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     check_initial(config.model.initial, shape)
     check_data(config)
+    if config.checkpoint.mirror is not None:
+        check_url(config.checkpoint.mirror)
+    if config.overlap.profile is not None:
+        read_profile(config.overlap.profile)
     show_dry_run(console, config, shape)
     for text in on_learning_rate(config, resume=resume):
         console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(epilog=example("demo --set train.steps=40"))
 def demo(overrides: Overrides = None) -> None:
     """See what hiding communication is worth: two ranks over an emulated slow link, without and with it."""
     from braid.jobs.demo import run, show_demo
@@ -145,14 +153,15 @@ def demo(overrides: Overrides = None) -> None:
         raise typer.Exit(_FAILURE_EXIT)
 
 
-@app.command()
+@app.command(epilog=example("prepare first.yaml"))
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
-    from braid.jobs.data.data_sets import prepare_data
+    from braid.jobs.data.data_sets import check_sources, prepare_data
     from braid.jobs.data.executors import local_map
     from braid.jobs.display import Display
 
     resolved = _config(config, overrides)
+    check_sources(resolved)
     with Display(Console(), live=resolved.telemetry.progress).running() as display:
         if resolved.cluster.launcher == "processes":
             prepare_data(resolved, local_map, display.show, renew=True)
@@ -165,7 +174,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
             prepare_data(resolved, ray_map, display.show, renew=True)
 
 
-@app.command()
+@app.command(epilog=example("schedule first.yaml --set overlap.schedule=folded --show"))
 def schedule(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -173,13 +182,14 @@ def schedule(
     output: Annotated[Path | None, typer.Option(help="Write the text to this file.")] = None,
 ) -> None:
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
-    from braid.actors.controller.planning import build_schedule
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_schedule
+    from braid.jobs.planning.known import known_schedule
     from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)
-    made = build_schedule(resolved, resolved.check(load_tokenizer(resolved.data.tokenizer).vocabulary))
+    check_output("--output", output)
+    made = known_schedule(resolved, resolved.check(tokenizer_of(resolved).vocabulary))
     text = write(made)
     if output is not None:
         try:
@@ -194,17 +204,19 @@ def schedule(
 
 app.add_typer(bench, name="bench")
 register(app)
-app.command()(profile)
-app.command()(trace)
-app.command()(report)
-app.command()(logs)
+app.command(epilog=example("profile first.yaml --launcher processes --svg heat.svg"))(profile)
+app.command(epilog=example("trace runs/first --steps 5-8"))(trace)
+app.command(epilog=example("report runs/first --output first.html"))(report)
+app.command(epilog=example("logs runs/first --rank 0"))(logs)
 app.add_typer(grafana, name="grafana")
-app.command()(dashboard)
+app.command(epilog=example("dashboard runs/first --port 8080"))(dashboard)
 app.add_typer(checkpoint, name="checkpoint")
-app.command()(drill)
-app.command()(submit)
+app.command(epilog=example("drill first.yaml --faults kill-forward,nan --launcher processes"))(drill)
+app.command(epilog=example("submit first.yaml --address http://10.0.0.1:8265 --follow"))(submit)
 app.add_typer(jobs, name="jobs")
-app.command()(kubernetes)
+app.command(epilog=example("kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"))(
+    kubernetes
+)
 
 
 def _version(value: bool) -> None:
@@ -222,12 +234,22 @@ def _root(
     pass
 
 
+def _in_utf8() -> None:
+    """Start this command again where names of files would be read in another encoding than UTF-8, as with
+    ``LC_ALL=C``: Ray, YAML and JSON know no other. All processes of the run inherit it."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, turn errors into messages and exit codes."""
+    if arguments is None:
+        _in_utf8()
     # Import errors of Ray's own make more noise than sense; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
-        sys.exit(app(args=arguments, standalone_mode=False))
+        sys.exit(app(args=arguments, prog_name="braid", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
         sys.exit(_INTERRUPT_EXIT)
@@ -241,7 +263,10 @@ def main(arguments: list[str] | None = None) -> None:
 def _report(error: Exception) -> int:
     """Print one message and return the exit code; only errors of our own making show a trace."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: wrong options, unknown commands
-        error.show()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            complain(told(error))
         return _ERROR_EXIT
     if isinstance(error, ValueError):
         complain(str(error))

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from braid.jobs.usage import RunFolder
+
 
 def dashboard(
-    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/NAME.", metavar="RUN_DIR")],
+    run: RunFolder,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     token_file: Annotated[

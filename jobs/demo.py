@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from braid.actors.config import Config, load_config
+from braid.actors.config import Config, ConfigError, load_config
 from braid.actors.controller.controller import RunOptions
+from braid.actors.controller.group import StoppedError
 from braid.actors.controller.records import Event, Finished, StepDone
 from braid.dashboards.timeline_picture import comparison_png
 from braid.dashboards.timeline_text import timeline_text
@@ -75,6 +76,10 @@ class Demo:
 def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides: list[str]) -> Demo:
     """Train both; ``events`` makes what takes the events of a run of a configuration."""
     config = load_config(RECIPE, overrides)
+    if config.train.steps <= _SETTLING:
+        raise ConfigError(
+            f"train.steps={config.train.steps} must be more than {_SETTLING}: the first ones are not compared"
+        )
     unseen = {"telemetry": config.telemetry.model_copy(update={"page": False})}
     name = {"name": f"{config.name}-without-overlap"}
     serial = config.with_schedule("megatron").model_copy(update=name | unseen)
@@ -94,9 +99,11 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
         ) as one_after_another,
     ):
         for _ in range(min(STRETCH, config.train.steps)):
-            _next_step(overlapped)
-            _next_step(one_after_another)
+            if not (_next_step(overlapped) and _next_step(one_after_another)):
+                break  # stopped by a signal
         reports = [_rest(one_after_another)]
+        if len(reports[0]["steps"]) < min(STRETCH, config.train.steps):
+            raise StoppedError("the demo was stopped")
         show(f"\n2. the rest of the {config.train.steps} steps, with overlap\n")
         reports.append(_rest(overlapped))
     both = list(zip(*(report["steps"] for report in reports), strict=False))
@@ -113,11 +120,9 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
     )
 
 
-def _next_step(events: Iterator[Event]) -> None:
-    """Let a run make a step."""
-    for event in events:
-        if isinstance(event, StepDone):
-            return
+def _next_step(events: Iterator[Event]) -> bool:
+    """Let a run make a step; returns whether it made one."""
+    return any(isinstance(event, StepDone) for event in events)
 
 
 def _rest(events: Iterator[Event]) -> dict[str, Any]:

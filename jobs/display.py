@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -16,7 +17,9 @@ from rich.text import Text
 
 from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
-from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, StepRecord
+from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
+from braid.actors.controller.step_record import StepRecord
+from braid.actors.stage.data import DataIndex
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.data.prepare import Progress as Preparation
 from braid.jobs.layouts import MeasuredLayout
@@ -25,6 +28,10 @@ from braid.scheduling import figures
 
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
+_FAR_OFF = 1.5
+"""A simulated step that is so many times the measured one, or the other way round, is remarked on."""
+_ETA_STEPS = 20
+"""Steps whose time says how long those that are left will take."""
 
 
 def si(value: float) -> str:
@@ -51,6 +58,7 @@ class Display:
         self._task: Any = None
         self._losses: list[float] = []
         self._validation: str = "-"
+        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._screen: Live | None = None
         self._last_line = 0.0
         self._last_step = 0
@@ -82,6 +90,8 @@ class Display:
                     f"tokens of {event.documents} documents in {event.output}"
                     + (" (prepared before)" if event.reused else "")
                 )
+                for line in _of_text(event.index):
+                    self._say(line)
                 if self._screen:
                     self._screen.update(Text("starting ranks"))
             case Profiling():
@@ -128,6 +138,7 @@ class Display:
 
     def _step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
+        self._seconds.append(record.wall_seconds or record.seconds)
         if record.validation_loss is not None:
             self._validation = validation_line(
                 {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
@@ -136,7 +147,7 @@ class Display:
         if self._screen:
             self._screen.update(Group(self._numbers(record), self._progress))
         elif self._due(record):
-            self._say("  ".join(f"{name} {value}" for name, value in self._facts(record)))
+            self._say(self._line(record))
 
     def _due(self, record: StepRecord) -> bool:
         """Plain lines at most every two seconds, but always for the last step and for validations."""
@@ -160,14 +171,33 @@ class Display:
             ("memory", f"{max(record.peak_bytes) / 2**30:.2f} GiB"),
         ]
 
-    def _numbers(self, record: StepRecord) -> Table:
-        table = Table.grid(padding=(0, 2))
-        facts = self._facts(record)
-        table.add_row(*(Text(name, style="dim") for name, _ in facts), Text("loss curve", style="dim"))
-        table.add_row(
-            *(Text(value, style="bold") for _, value in facts), Text(curve(self._losses), style="cyan")
-        )
-        return table
+    def _line(self, record: StepRecord) -> str:
+        """A step in one line of at most 100 columns."""
+        facts = [f"step {record.step}/{self._last_step}", f"loss {record.loss:.4f}"]
+        share = record.communication_seconds
+        if record.validation_loss is not None:
+            facts.append(f"validation {self._validation}")
+        else:
+            facts += [f"{si(record.tokens_per_s)} tokens/s", f"{record.seconds * 1e3:.0f} ms"]
+            if share and record.seconds:
+                facts.append(f"comm {share / record.seconds:.0%}, {record.hidden_fraction:.0%} hidden")
+        left = (self._last_step - record.step) * sum(self._seconds) / len(self._seconds)
+        return "  ".join([*facts, f"ETA {duration(left)}"])
+
+    def _numbers(self, record: StepRecord) -> Group:
+        """Names above values, in as many rows as the terminal's width needs."""
+        facts = [(name, Text(value, style="bold")) for name, value in self._facts(record)]
+        facts.append(("loss curve", Text(curve(self._losses), style="cyan")))
+        rows: list[list[tuple[str, Text]]] = [[]]
+        room = self._console.width
+        for name, value in facts:
+            width = max(len(name), value.cell_len) + 2
+            if rows[-1] and width > room:
+                rows.append([])
+                room = self._console.width
+            room -= width
+            rows[-1].append((name, value))
+        return Group(*map(_grid, rows))
 
     def _finish(self, event: Finished) -> None:
         report = event.report
@@ -175,6 +205,35 @@ class Display:
             self._screen.update(Text(""))
         self._console.print(report_table(report, self._losses))
         self._say("done" if event.complete else "stopped early; go on with --resume")
+
+
+def _of_text(index: DataIndex) -> Iterator[str]:
+    """Which token ends documents, and what of the text is not in the tokens."""
+    if index.end_token:
+        yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
+    if index.characters_lost:
+        share = index.characters_lost / index.characters
+        yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"
+    if index.tokens_unknown:
+        share = index.tokens_unknown / sum(index.tokens(split) for split in index.splits)
+        yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
+
+
+def _grid(facts: Sequence[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for _ in facts:
+        table.add_column(no_wrap=True)
+    table.add_row(*(Text(name, style="dim") for name, _ in facts))
+    table.add_row(*(value for _, value in facts))
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; of more than four days, the days: 0:01:23, 12 d."""
+    whole = round(seconds)
+    if whole >= 100 * 3600:
+        return f"{whole / 86400:.0f} d"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def curve(values: Sequence[float], width: int = 32) -> str:
@@ -223,6 +282,8 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
         )
     if (overlap := report["overlap"]) and overlap["communication_seconds"]:
         table.add_row("overlap", overlap_line(overlap))
+    if prediction := report.get("prediction"):
+        table.add_row("prediction", prediction_line(prediction))
     if experts := report.get("experts"):
         table.add_row("experts", experts_line(experts["last"]))
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
@@ -249,6 +310,19 @@ def overlap_line(overlap: dict[str, Any]) -> str:
     elif won != "-":
         facts.append(f"{won} of it recovered")
     return ", ".join(facts)
+
+
+def prediction_line(prediction: dict[str, float]) -> str:
+    """A step as it was simulated and as it was, and what it means that they are far apart."""
+    simulated, measured = prediction["step_seconds"], prediction["measured_seconds"]
+    facts = f"{simulated * 1e3:.0f} ms a step simulated, {measured * 1e3:.0f} ms measured (median)"
+    off = max(simulated, measured) / max(min(simulated, measured), 1e-9)
+    if off < _FAR_OFF:
+        return facts
+    return (
+        f"{facts}: {off:.1f} x off, so that what was chosen by simulation may not be the best here; profile "
+        f"again with `braid profile --anew` while nothing else runs on these machines"
+    )
 
 
 def experts_line(numbers: dict[str, Any]) -> str:

@@ -5,12 +5,19 @@ from typing import Annotated
 
 import typer
 
-grafana = typer.Typer(help="Dashboards for Grafana: Overlap and Training.", no_args_is_help=True)
+from braid.jobs.usage import Commands, example
+
+grafana = typer.Typer(
+    cls=Commands,
+    epilog=example("grafana export dashboards"),
+    help="Bring the dashboards Overlap and Training into Grafana.",
+    no_args_is_help=True,
+)
 
 Folder = Annotated[str, typer.Option("--folder", help="Title of the folder in Grafana.")]
 
 
-@grafana.command()
+@grafana.command(epilog=example("grafana push --url http://127.0.0.1:3000"))
 def push(
     url: Annotated[str, typer.Option(help="Grafana's address, such as http://127.0.0.1:3000.")],
     token_file: Annotated[
@@ -29,7 +36,7 @@ def push(
     Server(url, read_token(token_file), timeout_seconds=timeout).push(folder, prometheus_url, typer.echo)
 
 
-@grafana.command()
+@grafana.command(epilog=example("grafana export dashboards"))
 def export(
     directory: Annotated[Path, typer.Argument(help="Folder for the files.", metavar="DIR")],
     folder: Folder = "Braid",

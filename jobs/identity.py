@@ -35,7 +35,7 @@ class Request:
 
     @classmethod
     def of(cls, corpus: Corpus) -> "Request":
-        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer))
+        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer, corpus.end_token))
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import typer
 
 from braid.actors.config import ConfigError
 from braid.actors.stage.log import FOLDER, log_file, put_aside
+from braid.jobs.usage import RunFolder
 
 _LOOK_SECONDS = 0.3
 
 
 def logs(
-    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")],
+    run: RunFolder,
     rank: Annotated[int | None, typer.Option(help="Of this rank only.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:

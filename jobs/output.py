@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
-from braid.actors.controller.group import StoppedError
+from braid.actors.config import ConfigError
 
 _MOST_BYTES = 1 << 20
 """Output that waits for its reader; what comes beyond that is left out."""
@@ -21,6 +22,18 @@ def complain(text: str) -> None:
     """One line on standard error, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         print(f"braid: {text}", file=sys.stderr, flush=True)
+
+
+def check_output(option: str, file: Path | None) -> None:
+    """`ConfigError` where a file that an option names cannot be written: before there is work to lose."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: that is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"{option} {file}: the folder {file.parent} does not exist; make it, or name another"
+        )
 
 
 class BackgroundOutput(io.TextIOBase):
@@ -113,6 +126,8 @@ def background(stream: TextIO) -> Iterator[TextIO]:
 
 def surviving(show: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``show`` so that its exceptions do not end training; the first exception is reported."""
+    from braid.actors.controller.group import StoppedError  # here: no help needs it
+
     failed = False
 
     def shown(event: object) -> None:

@@ -1,6 +1,7 @@
 """The Ray cluster a command works on: one that exists, or a private one of this machine that ends with it."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -32,18 +33,33 @@ CPU as soon as anything else runs here, and some in advance, which ranks, with v
 use."""
 
 
+def check_installed() -> None:
+    """`ConfigError` where Ray is not there, without loading it."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.launcher='ray' needs Ray, which is not installed; "
+            "install it (pip install 'ray[default]') or use --launcher processes"
+        )
+
+
+def is_private(config: Config) -> bool:
+    """Whether a Ray cluster of this machine is started for the command alone."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
 
     Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
     """
+    check_installed()
     try:
         import ray
-    except ImportError:
+    except Exception as error:  # it is not installed, or not wholly
         raise ConfigError(
-            "cluster.launcher='ray' needs Ray, which is not installed; "
-            "install it (pip install 'ray[default]') or use --launcher processes"
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); "
+            f"install it (pip install 'ray[default]') or use --launcher processes"
         ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
@@ -59,8 +75,11 @@ def ray_session(config: Config) -> Iterator[None]:
                     ray.init(address=address, runtime_env=_environment(), **quiet)
             except StoppedError:
                 raise
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"{given}: cannot join this Ray cluster ({_first_line(error)})") from None
+            except Exception as error:  # Ray raises bare ones, and others than it says
+                raise ConfigError(
+                    f"{given}: cannot join this Ray cluster ({_first_line(error)}); see `ray status` on a "
+                    f"node of it, or leave it out to use this machine"
+                ) from None
         else:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))

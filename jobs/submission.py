@@ -24,10 +24,10 @@ from urllib.request import getproxies, proxy_bypass
 
 from braid import __version__
 from braid.actors.config import NAME_PATTERN, Config, ConfigError, parse_config
-from braid.actors.config.paths import BYTES, anchored
+from braid.actors.config.paths import BYTES, anchored, expanded
 from braid.actors.config.variables import looks_secret
 from braid.dashboards.run_files import NotReadableError, read_text
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.doors import check_job_server, is_loopback
 from braid.jobs.session import package
 from braid.scheduling.yaml_text import parse_yaml
@@ -221,11 +221,11 @@ def prepared_config(config: Config) -> Config:
     """
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
-    config = anchored(config, Path.cwd())  # what stands beside the file is absolute already
+    config = anchored(expanded(config), Path.cwd())  # what stands beside the file is absolute already
     if not config.parallel.auto:
         config.layout()
-    if config.data.tokenizer == BYTES or Path(config.data.tokenizer).exists():
-        config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    if config.tokenizer == BYTES or Path(config.tokenizer).exists():
+        config.check(tokenizer_of(config).vocabulary)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
 
 

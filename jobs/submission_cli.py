@@ -4,7 +4,6 @@ import asyncio
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,31 +12,32 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.actors.config import ConfigError, load_config
+from braid.jobs.usage import AsJson, Commands, ConfigFile, Overrides, example
 from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.submission import Job, JobServer
 
 jobs = typer.Typer(
-    help="List, show, follow and stop the jobs of a Ray cluster.", no_args_is_help=True, add_completion=False
+    cls=Commands,
+    epilog=example("jobs list"),
+    help="List, show, follow and stop the jobs of a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 Address = Annotated[
     str, typer.Option(help="The cluster's job server, http://HOST:8265.", envvar="RAY_API_SERVER_ADDRESS")
 ]
 Name = Annotated[str, typer.Argument(help="A run's name (its newest job), or a job's id.", metavar="NAME")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _HERE = "http://127.0.0.1:8265"
 _FAILURE_EXIT, _INTERRUPT_EXIT = 1, 130
 
 
 def submit(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")],
+    config: ConfigFile,
     address: Address = _HERE,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE"),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
     ] = False,
@@ -83,7 +83,7 @@ def submit(
         typer.echo(f"follow it with: braid jobs logs {job.run} -f --address {address}")
 
 
-@jobs.command("list")
+@jobs.command("list", epilog=example("jobs list --address http://10.0.0.1:8265"))
 def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show all submitted jobs, the newest first."""
     from braid.jobs.submission import JobServer
@@ -101,7 +101,7 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     Console().print(table, highlight=False)
 
 
-@jobs.command()
+@jobs.command(epilog=example("jobs status first"))
 def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show a job: what became of it, where its records are."""
     from braid.jobs.submission import JobServer
@@ -130,7 +130,7 @@ def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> Non
     Console().print(table, highlight=False)
 
 
-@jobs.command()
+@jobs.command(epilog=example("jobs logs first --follow"))
 def logs(
     name: Name,
     address: Address = _HERE,
@@ -147,7 +147,7 @@ def logs(
         typer.echo(server.logs(job), nl=False)
 
 
-@jobs.command()
+@jobs.command(epilog=example("jobs stop first"))
 def stop(
     name: Name,
     address: Address = _HERE,

@@ -9,33 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError, TelemetryConfig
-from braid.actors.config.paths import anchored
-from braid.actors.config.variables import inherited
+from braid.actors.config.paths import anchored, expanded
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.locks import FileHold
 from braid.actors.controller.manifest import CheckpointStore
-from braid.actors.controller.mirror import check_url
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.rank_environment import allow_open_files
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
-from braid.actors.stage.hub_files import check_initial
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks, WandbRun
+from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
 from braid.jobs.data.prepare import Prepared, Progress
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
 from braid.jobs.page import LivePage
+from braid.jobs.planning.work import with_plan
+from braid.jobs.refusals import check_run
 from braid.jobs.remarks import on_learning_rate
-from braid.jobs.session import check_lasting, ray_session
+from braid.jobs.session import ray_session
 from braid.jobs.stopping import SecondSignalError, StopSignals
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
@@ -115,17 +115,12 @@ def training(
     one thread, if those that began later end earlier.
     """
     # ranks do not share the command's folder
-    config, options = anchored(config, Path.cwd()), options or RunOptions()
-    check_lasting(config)
+    config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
     allow_open_files()
-    inherited(config.cluster.env, os.environ)  # a variable that is not set shows before anything starts
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
-    if config.checkpoint.mirror is not None:
-        check_url(config.checkpoint.mirror)
-    if not options.resume or options.again:
-        check_initial(config.model.initial, shape)
-    if not config.overlap.needs_profile and not config.parallel.auto:
-        build_schedule(config, shape)  # what is wrong with it shows before anything starts
+    if config.overlap.plan is not None:
+        config = with_plan(config, config.overlap.plan)
+    shape = check_run(config, options, places)
+    tokenizer = tokenizer_of(config)
 
     for text in on_learning_rate(config, resume=options.resume):
         show(Incident(kind="learning-rate", text=text, step=0))
@@ -152,6 +147,7 @@ def training(
                     pass  # again, after a failure
                 case Started():
                     begun = True
+                    _keep_tokenizer(config, tokenizer, show)
                     if telemetry.page:
                         _open_page(page, config, show)
                     run = config.run_directory
@@ -194,6 +190,13 @@ def _pointing_to_logs(run: Path) -> Iterator[None]:
 def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
     wandb = None if telemetry.wandb.mode == "off" else WandbRun(**telemetry.wandb.model_dump())
     return Sinks(tensorboard=telemetry.tensorboard, wandb=wandb, tell=tell)
+
+
+def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
+    try:
+        keep(config, tokenizer, config.run_directory)
+    except OSError as error:
+        show(Incident(kind="data", text=f"exports will have no tokenizer: {error}", step=0))
 
 
 def _open_page(page: LivePage, config: Config, show: Show) -> None:
@@ -242,7 +245,7 @@ def _laid_out(config: Config, launcher: Launcher, prepared: Prepared, show: Show
     """The configuration with a layout and what is best for every layer, where they are to be searched for."""
     if not config.parallel.auto and not config.chooses_layers:
         return config
-    shape, data = config.check(load_tokenizer(config.data.tokenizer).vocabulary), str(prepared.output)
+    shape, data = config.check(tokenizer_of(config).vocabulary), str(prepared.output)
 
     def tell(layout: str) -> None:
         show(Profiling(layout=layout))
@@ -266,8 +269,6 @@ def _in_processes(
     signals: StopSignals,
 ) -> Iterator[Event]:
     launcher = ProcessLauncher(config, places)
-    if not config.parallel.auto:
-        launcher.check(config.layout().ranks)
     prepared = prepare_data(config, local_map, show, resume=options.resume)
     config = _laid_out(config, launcher, prepared, show)
     controller = Controller(plan(config, prepared, launcher), launcher, options)

@@ -7,10 +7,12 @@ import typer
 
 from braid.actors.config import ConfigError
 from braid.actors.controller.manifest import write_durably
+from braid.jobs.output import check_output
+from braid.jobs.usage import RunFolder
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")],
+    run: RunFolder,
     output: Annotated[Path, typer.Option(help="Where the trace goes.")] = Path("trace.json"),
     steps: Annotated[
         str | None, typer.Option(help="A step or a range such as 5-8 (default: the last one).")
@@ -20,6 +22,7 @@ def trace(
     from braid.dashboards.perfetto import perfetto_trace
     from braid.dashboards.trace_folder import TraceFolder
 
+    check_output("--output", output)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
     traces = TraceFolder(run / "trace", keep=1 << 30)
@@ -37,7 +40,7 @@ def trace(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")],
+    run: RunFolder,
     output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
     png: Annotated[
         Path | None, typer.Option(help="Also the timeline of the last step as a picture (needs matplotlib).")
@@ -48,6 +51,8 @@ def report(
     from braid.dashboards.timeline_picture import timeline_png
     from braid.dashboards.trace_folder import TraceFolder
 
+    check_output("--output", output)
+    check_output("--png", png)
     text = report_html(run)
     picture = None
     if png is not None:

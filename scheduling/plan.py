@@ -69,6 +69,8 @@ class Plan:
     score: Score
     pairing: PairingNote | None = None
     runners_up: tuple[RunnerUp, ...] = ()
+    usual: tuple[RunnerUp, ...] = ()
+    """The usual schedules with the same degrees, the quickest first: what there is without this plan."""
     braid_plan: int = VERSION
 
     def __post_init__(self) -> None:
@@ -130,4 +132,6 @@ def read_plan(path: Path) -> Plan:
         return parse_plan(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"plan {path} cannot be read: {reason}") from None
+        raise ValueError(
+            f"plan {path} cannot be read: {reason}; make one with `braid plan --output`"
+        ) from None

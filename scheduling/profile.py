@@ -72,6 +72,8 @@ class Profile:
     expert_imbalance: float = 0.0
     """Rows of the rank of ep with most over the average, mean over the passes that were measured. 0: there
     are none, or all ranks have as many."""
+    transfers_alone: bool = False
+    """Whether solo times of collectives contain no waiting for the rank that comes last."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION
@@ -250,4 +252,6 @@ def read_profile(path: Path) -> Profile:
     try:
         return parse_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"profile {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        remedy = "make one with `braid profile --output`"
+        raise ValueError(f"profile {path} cannot be read: {reason}; {remedy}") from None

@@ -5,12 +5,13 @@ misspelt, a zero or a NaN is one message with key, value and remedy, and never a
 """
 
 import dataclasses
-import difflib
 import math
 import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from braid.scheduling.suggestions import hint, must_be_one_of
 
 Record = TypeVar("Record")
 
@@ -27,9 +28,8 @@ def from_mapping(kind: type[Record], content: Any, where: str) -> Record:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     for key in content:
         if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(fields)}"
-            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+            meant = hint(str(key), fields) or f"known here: {', '.join(fields)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {meant}")
     values = {}
     for name, field in fields.items():
         if name in content:
@@ -73,7 +73,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         known = [member.value for member in kind]
         if value not in known:
-            raise ValueError(f"{where}={value!r} must be one of {', '.join(map(str, known))}")
+            raise ValueError(f"{where}={value!r} {must_be_one_of(value, known)}")
         return kind(value)
     if isinstance(value, bool) is not (kind is bool):
         raise ValueError(f"{where}={value!r} must be {_expected(kind)}")

@@ -10,6 +10,7 @@ from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.partition import Partition
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload
+from braid.scheduling.suggestions import must_be_one_of
 
 MOST_UNIT_LAYERS: Final = 8
 """Longer units take the search longer and gain nothing: an order reaches over a few operators."""
@@ -52,7 +53,7 @@ class Setting:
             ("context", self.context, CONTEXT_MODES),
         ):
             if value not in known:
-                raise ValueError(f"{key}={value!r} must be one of {', '.join(map(str, known))}")
+                raise ValueError(f"{key}={value!r} {must_be_one_of(value, known)}")
         policies_of(self.recompute, self.model.layers)
         if not self.pipeline:
             fitting = self.kind.pipelines_on(self.layout)

@@ -89,6 +89,8 @@ def decode(data: bytes | memoryview) -> Iterator[tuple[Batch, int]]:
     place = 0
     while len(data) - place >= _HEAD.size:
         magic, header, body, check = _HEAD.unpack_from(data, place)
+        if magic != _MAGIC and magic.startswith(_MAGIC[:7]):
+            raise ValueError("the spans were written by another version of Braid, and cannot be read")
         if magic != _MAGIC or header > _LARGEST or body > _LARGEST or body % RECORD.itemsize:
             raise ValueError(f"byte {place} is not the begin of a batch of spans")
         end = place + _HEAD.size + header + body

@@ -14,6 +14,7 @@ from braid.scheduling.parallel_layout import Placement as Placement
 from braid.scheduling.parallel_layout import require_at_least_one
 from braid.scheduling.pattern import DENSE, UNIFORM, kinds_of, pattern_of
 from braid.scheduling.rotary import RotaryScaling
+from braid.scheduling.suggestions import must_be_one_of
 
 FAMILIES: Final = ("llama", "gpt", "moe")
 
@@ -89,7 +90,7 @@ class ModelShape:
         require_at_least_one("model", self, sizes)
         object.__setattr__(self, "pattern", pattern_of(self.kinds))
         if self.family not in FAMILIES:
-            raise ValueError(f"model.family={self.family!r} must be one of {', '.join(FAMILIES)}")
+            raise ValueError(f"model.family={self.family!r} {must_be_one_of(self.family, FAMILIES)}")
         self._check_experts()
         if self.heads % self.kv_heads:
             raise ValueError(

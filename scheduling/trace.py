@@ -44,6 +44,8 @@ class Label:
     layer: int = -1
     axis: str = ""
     """Whose ranks a collective spans: an axis of the mesh or a factor of one. Empty: no collective."""
+    kind: str = ""
+    """Of a layer's collective (`braid.scheduling.operators.Kind`)."""
     bytes: int = 0
     flops: int = 0
     shapes: str = ""

@@ -1,6 +1,6 @@
 """Costs of the rank that the others wait for, where experts have unequal numbers of rows.
 
-Profiles hold means over ranks, in which a collective's time contains what ranks waited there for the fullest
+Profiles hold means over ranks. On a CPU a collective's time contains what ranks waited there for the fullest
 of them. As costs of a simulation that would be a link's time, which other work could hide; but the fullest
 rank computes all the while.
 """
@@ -16,7 +16,8 @@ def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
     """The profile with operators on rows of experts as long as on the rank with most rows.
 
     They take `Profile.expert_imbalance` times their mean. What that adds is taken from the collective that
-    comes next in the serial order, where the others waited for it: the serial step takes as long as before.
+    comes next in the serial order, where the others waited for it, so that the serial step takes as long as
+    before; from none where the times of collectives contain no waiting (`Profile.transfers_alone`).
     """
     ratio = profile.expert_imbalance
     if ratio <= 1:
@@ -66,7 +67,7 @@ def _added(
             if into is not None:
                 for key in _with_pieces(op, profile):
                     into[key] = round(profile.solo_ns[key] * ratio)
-        elif op.axis is not None:
+        elif op.axis is not None and not profile.transfers_alone:
             waited = min(added, alone)
             added -= waited
             if into is not None and op.key in into:

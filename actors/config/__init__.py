@@ -4,24 +4,22 @@ Every object here is immutable and complete after `load_config`. Errors are `Con
 the path of the key, its value, and what would be right.
 """
 
-import difflib
 import importlib.util
-import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Section
 from braid.actors.config.overlap import AUTO, OverlapConfig
 from braid.actors.config.parallel import ParallelConfig
-from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.train import TrainConfig
+from braid.actors.config.wording import problems_in, section_of
 from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
@@ -33,9 +31,18 @@ from braid.scheduling.spec import (
     ParallelLayout,
     Workload,
 )
+from braid.scheduling.suggestions import nearest
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
+_OF_PLANS: Mapping[str, Iterable[str]] = {
+    "parallel": ParallelConfig.model_fields,
+    "train": ("micro_batch", "recompute"),
+    "overlap": ("schedule",),
+}
+"""What ``overlap.plan`` gives where the configuration does not."""
 
 
 class DataConfig(Section):
@@ -45,7 +52,9 @@ class DataConfig(Section):
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    tokenizer: str = BYTES  # or the path of a Hugging Face tokenizer.json
+    # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
+    tokenizer: str | None = None
+    end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
     text_field: str = "text"  # of JSON lines and Parquet: where the text is
     encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
@@ -131,6 +140,11 @@ class Config(Section):
     def run_directory(self) -> Path:
         """``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def tokenizer(self) -> str:
+        """``data.tokenizer`` with its default."""
+        return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
         """The same with another schedule."""
@@ -226,16 +240,20 @@ class Config(Section):
         if self.model.preset is not None or self.model.initial is not None:
             # Defaults written out would be sizes that the configuration gives, against the preset's.
             content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
+        for name, keys in _OF_PLANS.items() if self.overlap.plan is not None else ():
+            for key in set(keys) - getattr(self, name).model_fields_set:
+                del content[name][key]  # written out, it would be said against the plan's
         return write_yaml(content)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides.
 
-    Relative paths of `BESIDE_THE_FILE`, in the file and in overrides, are taken from the file's folder. The
-    others stay as they are, and are taken from the folder in which a run is started.
+    ``~`` and ``$NAME`` in paths are replaced. Relative paths of `BESIDE_THE_FILE`, in the file and in
+    overrides, are taken from the file's folder. The others stay as they are, and are taken from the folder in
+    which a run is started.
     """
-    config = parse_config(read_content(Path(path)), overrides, source=str(path))
+    config = expanded(parse_config(read_content(Path(path)), overrides, source=str(path)))
     return anchored(config, Path(path).parent.absolute(), BESIDE_THE_FILE)
 
 
@@ -249,7 +267,7 @@ def parse_config(
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        problems = [_describe(dict(problem), merged) for problem in error.errors()]
+        problems = problems_in(error.errors(), Config)
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
@@ -258,7 +276,10 @@ def read_content(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist") from None
+        there = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = nearest(path.name, there)
+        remedy = f"did you mean {path.parent / near}?" if near else "give the path of a run's YAML file"
+        raise ConfigError(f"configuration file {path} does not exist; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     try:
@@ -274,7 +295,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy in which an empty section (``data:`` and nothing below) stands for its defaults."""
-    sections = {name for name, info in Config.model_fields.items() if _section_of(info.annotation)}
+    sections = {name for name, info in Config.model_fields.items() if section_of(info.annotation)}
     return {
         key: dict(value) if isinstance(value, Mapping) else {} if value is None and key in sections else value
         for key, value in content.items()
@@ -297,49 +318,3 @@ def _override(content: dict[str, Any], override: str) -> None:
         place[last] = parse_yaml(text, f"--set {override!r}: the value")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _describe(problem: dict[str, Any], content: Mapping[str, Any]) -> str:
-    """One line: key, value, what is wrong, what would be right."""
-    path = [str(part) for part in problem["loc"]]
-    key = ".".join(path) or "the file"
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_suggestion(path)}"
-    value = problem.get("input")
-    if problem["type"] in ("string_type", "path_type") and isinstance(value, bool | int | float):
-        text = f'"{json.dumps(value)}"'
-        return f"{key}={value!r}: must be text; write it in quotes: {text}, or --set '{key}={text}'"
-    if problem["type"] == "tuple_type" and isinstance(value, str | bool | int | float):
-        text = f"[{json.dumps(value)}]"
-        return f"{key}={value!r}: must be a list; write it in brackets: {text}, or --set '{key}={text}'"
-    message = re.sub(r"^(Value error, |Input )", "", problem["msg"])
-    if not path:  # a check over sections names the keys itself
-        return message
-    shown = "" if isinstance(value, (dict, Section)) else f"={value!r}"
-    return f"{key}{shown}: {message}"
-
-
-def _suggestion(path: list[str]) -> str:
-    """``; did you mean ...`` for a misspelt key, also one that stands in the wrong section."""
-    *parents, last = path
-    section: type[BaseModel] | None = Config
-    for parent in parents:
-        field = section.model_fields.get(parent) if section else None
-        section = _section_of(field.annotation) if field else None
-    known = list(section.model_fields) if section else []
-    everywhere = {
-        f"{name}.{key}": key
-        for name, info in Config.model_fields.items()
-        if (inner := _section_of(info.annotation))
-        for key in inner.model_fields
-    }
-    if close := difflib.get_close_matches(last, known, n=1):
-        return f"; did you mean {'.'.join([*parents, close[0]])!r}?"
-    if elsewhere := [full for full, key in everywhere.items() if key == last]:
-        return f"; did you mean {elsewhere[0]!r}?"
-    return f"; known here: {', '.join(known)}" if known else "; this section has no keys"
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from braid.scheduling.pattern import UNIFORM, built_in_kinds
 from braid.scheduling.records import from_mapping
@@ -22,6 +23,24 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_for_a_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Nor the other way round: ``lr: true`` is a slip, and pydantic would take it for 1."""
+        kinds = _scalars(cls.model_fields[info.field_name or ""].annotation)
+        entries = value if isinstance(value, list | tuple) else [value]
+        if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in entries):
+            raise PydanticCustomError("number_type", "must be a number")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and bool in kinds and not kinds & {int, float}:
+            raise PydanticCustomError("truth_value_type", "must be true or false")
+        return value
+
+
+def _scalars(kind: Any) -> set[Any]:
+    """The types that a type is made of."""
+    return {one for inner in get_args(kind) for one in _scalars(inner)} or {kind}
+
 
 def _layers(value: Any) -> Any:
     if isinstance(value, dict) and value:
@@ -39,7 +58,7 @@ def _rotary_scaling(value: Any) -> Any:
     try:
         return from_mapping(RotaryScaling, value, "it")
     except ValueError as error:
-        raise ValueError(str(error).removeprefix("it: ")) from None
+        raise ValueError(str(error).removeprefix("it: ").removeprefix("it ")) from None
 
 
 class ModelConfig(Section):

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from braid.actors.config.model import ConfigError, Section
 from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.suggestions import must_be_one_of
 
 AUTO: Final = "auto"
 
@@ -18,7 +19,7 @@ def one_of(options: Iterable[str]) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
+            raise ValueError(must_be_one_of(value, known))
         return value
 
     return AfterValidator(check)

@@ -38,8 +38,8 @@ class ParallelConfig(Section):
     ep: Positive = 1  # expert: experts are cut over ranks of dp and cp
     # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp. auto: the
     # fastest that fits
-    tensor_degrees: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
-    end_degrees: tuple[int, int] | None = None  # the same of embedding and head; null: tp
+    tensor_degrees: Annotated[tuple[Positive, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
+    end_degrees: tuple[Positive, Positive] | None = None  # the same of embedding and head; null: tp
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all

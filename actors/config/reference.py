@@ -4,21 +4,18 @@ What a key means is said once, in the comment on its line or in the comment line
 """
 
 import ast
-import dataclasses
 import inspect
 import io
 import tokenize
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from textwrap import dedent
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final
 
-from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from braid.actors.config import Config
 from braid.actors.config.model import Section
+from braid.actors.config.wording import in_words
 
 _HEAD: Final = """\
 # Configuration
@@ -26,21 +23,6 @@ _HEAD: Final = """\
 Made from the source of `actors/config/` by `python -m braid.actors.config.reference > docs/configuration.md`.
 """
 _TABLE: Final = "| key | value | default | meaning |\n| --- | --- | --- | --- |\n"
-_WORDS: Final[Mapping[Any, str]] = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    Path: "path",
-}
-_LIMITS: Final = {
-    "ge": "at least {:g}",
-    "gt": "> {:g}",
-    "le": "at most {:g}",
-    "lt": "< {:g}",
-    "pattern": "like `{}`",
-}
-"""By the name that a limit has in a field's metadata."""
 
 
 def reference() -> str:
@@ -91,36 +73,6 @@ def _docstrings(section: type[Section], name: str) -> Iterator[str]:
 
 def _docstring(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "")
-
-
-def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
-    """The values that a type and what is attached to it allow, such as ``whole number at least 1``."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return in_words(inner[0], [part for one in inner[1:] for part in getattr(one, "metadata", [one])])
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin in (Union, types.UnionType):
-        return ", or ".join("null" if one is type(None) else in_words(one) for one in inner)
-    if origin is dict:
-        return f"{in_words(inner[1])}, by name"
-    if dataclasses.is_dataclass(kind):
-        return f"keys {', '.join(field.name for field in dataclasses.fields(kind))}"
-    if origin is tuple:
-        count = "" if Ellipsis in inner else f"{len(inner)} "
-        return f"list of {count}{in_words(inner[0])}s"
-    for one in metadata:
-        if isinstance(one, AfterValidator) and (options := _options(one)):
-            return f"one of {', '.join(options)}"
-    given = [(getattr(one, name, None), text) for one in metadata for name, text in _LIMITS.items()]
-    limits = ", ".join(text.format(limit) for limit, text in given if limit is not None)
-    return f"{_WORDS[kind]} {limits}".strip()
-
-
-def _options(validator: AfterValidator) -> tuple[str, ...]:
-    """Those of ``_one_of``, which its check remembers."""
-    known: tuple[str, ...] = inspect.getclosurevars(validator.func).nonlocals.get("known", ())
-    return known
 
 
 def _yaml(value: Any) -> str:

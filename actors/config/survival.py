@@ -58,6 +58,14 @@ class FailureConfig(Section):
     # a loss so many times the median of the last 20: the step is repeated, max_restarts of them; 0: never
     spike: Annotated[float, Field(ge=0)] = 0.0
 
+    @model_validator(mode="after")
+    def _above_the_median(self) -> "FailureConfig":
+        if 0 < self.spike <= 1:
+            raise ValueError(
+                f"spike={self.spike:g} would repeat every other step; set it above 1, as to 3, or to 0: never"
+            )
+        return self
+
 
 class ElasticConfig(Section):
     """Growing and shrinking while training on Ray: with ``max_ranks`` a run uses what room there is.

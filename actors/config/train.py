@@ -10,6 +10,7 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.pattern import counted
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _policies(value: Any) -> Any:
@@ -37,11 +38,11 @@ class TrainConfig(Section):
     tf32: bool = False  # fp32 products on GPUs may round their operands to 10 bits, as tensor cores do
     # the same bits in every run on the same GPUs: kernels without atomics, one algorithm for all sums; slower
     deterministic: bool = False
-    seed: int = 0  # of initial weights and the order of samples
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and the order of samples
     lr: Annotated[float, Field(gt=0)] = 1e-3  # peak learning rate of AdamW
     min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
     warmup_steps: Annotated[int, Field(ge=0)] = 10  # over which the learning rate rises
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     eps: Annotated[float, Field(gt=0)] = 1e-8  # of AdamW
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # of matrices; norms and biases do not decay
     clip_norm: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping

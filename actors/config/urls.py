@@ -1,9 +1,9 @@
 """File systems by URL: object stores, the web, memory. Their packages are loaded when one is needed."""
 
-import difflib
 from typing import Any
 
 from braid.actors.config.model import ConfigError
+from braid.scheduling.suggestions import nearest
 
 EXTRA = "object-stores"
 """The extra of this package with what S3, Google's and Azure's object stores need."""
@@ -21,8 +21,8 @@ def check_protocol(key: str, url: str) -> None:
 
     protocol = fsspec.utils.get_protocol(url)
     if protocol not in (known := fsspec.available_protocols()):
-        near = difflib.get_close_matches(protocol, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(protocol, known)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"{key}={url!r}: no file system is called {protocol!r}{hint}")
 
 

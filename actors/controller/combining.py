@@ -53,6 +53,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         copy_ns_per_byte=max(median(rank.copy_ns_per_byte) for rank in samples),
         expert_imbalance=_imbalance(samples),
+        transfers_alone=any(rank.transfers_alone for rank in samples),
         spread_ns=_spreads([rank.solo_ns for rank in samples]),
     )
 

@@ -5,6 +5,7 @@ A run is a sequence of generations: the first one, and one after every failure o
 with process groups of its own. Who its ranks are and where their state comes from is decided at its begin.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -28,6 +29,8 @@ from braid.actors.controller.records import (
     Finished,
     Incident,
     RunDirectory,
+    check_run_directory,
+    identity_of,
 )
 from braid.actors.controller.recovery import Changed, Failure, in_words
 from braid.actors.controller.reporting import build_report
@@ -36,6 +39,7 @@ from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.saving import Saver
 from braid.actors.controller.steps import GuardError
 from braid.actors.stage.messages import RunPlan
+from braid.scheduling.spec import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,30 @@ class RunOptions:
 
 Replan = Callable[[Config, Launcher], RunPlan]
 """Plans a run anew, for the layout of a configuration."""
+
+
+def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
+    """Refuse what a run cannot begin with, or go on from, before anything starts.
+
+    `ConfigError` for its directory; `CheckpointError` for checkpoints that are missing, damaged (by their
+    manifests), or of another model or order of samples; `MirrorError` for a mirror that does not answer.
+    """
+    resume, mark = _resumes(config, options)
+    check_run_directory(config, resume=resume, overwrite=options.overwrite, mark=mark)
+    if not resume:
+        return
+    homes = Homes.of(config, identity_of(config.run_directory, config.name, mark), resume=True)
+    if not options.again or homes.begun():
+        train = config.train
+        found = homes.newest_of(shape)
+        found.check_data({"seed": train.seed, "global_batch": train.global_batch})
+
+
+def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:
+    """Whether a run goes on, and the mark of the one that it goes on with."""
+    mark = begun_mark(config) if options.resume else ""
+    begins_anew = options.again and not mark and not config.run_directory.is_dir()
+    return options.resume and not begins_anew, mark
 
 
 class Controller:
@@ -85,8 +113,7 @@ class Controller:
         """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`, and `StoppedError` if the run was
         asked to stop before it began; leaves nothing running."""
         run, options, config = self._run, self._options, self._run.config
-        mark = begun_mark(config) if options.resume else ""
-        resume = options.resume and not (options.again and not mark and not config.run_directory.is_dir())
+        resume, mark = _resumes(config, options)
         directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
         try:
             run.generation = directory.last_generation
@@ -241,7 +268,14 @@ class Controller:
         if spans := last_trace(directory.path / "trace"):
             directory.write_trace(spans)
         complete = step == run.config.train.steps
-        report = build_report(directory.records(), run.config, complete=complete, serial=run.plan.serial)
+        predicted = json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds")
+        report = build_report(
+            directory.records(),
+            run.config,
+            complete=complete,
+            serial=run.plan.serial,
+            predicted_seconds=predicted,
+        )
         if trouble := directory.write_report(report):
             yield Incident(kind="failed", text=trouble, step=step)
         directory.note("finished", step, run.generation, "complete" if complete else "stopped early")

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: its affinity, within the quotas of its control groups (Linux)."""
+"""How many CPUs and how much memory this process may use, within the limits of its control groups (Linux)."""
 
 import contextlib
 import os
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
+_MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Of control groups of version 2 and 1."""
 
 
 def usable_cpus(root: Path = _ROOT) -> float:
@@ -25,6 +27,16 @@ def throttled(root: Path = _ROOT) -> int:
     return sum(int(words[words.index("nr_throttled") + 1]) for words in found if "nr_throttled" in words)
 
 
+def memory_here(root: Path = _ROOT) -> int | None:
+    """Bytes of this machine's memory, or what control groups leave of it; None where that is not told."""
+    words = _words(root / "proc/meminfo")
+    if "MemTotal:" not in words:
+        return None
+    total = int(words[words.index("MemTotal:") + 1]) << 10
+    limits = (_words(folder / name) for folder in _groups(root, "memory") for name in _MEMORY_LIMITS)
+    return min([total, *(int(found[0]) for found in limits if found and found[0].isdigit())])
+
+
 def _quotas(root: Path) -> Iterator[float]:
     for folder in _groups(root):
         words = _words(folder / "cpu.max")  # version 2
@@ -36,15 +48,15 @@ def _quotas(root: Path) -> Iterator[float]:
                 yield quota / period
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the control groups that bound this process' CPU time, in both versions, up to the root."""
+def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
+    """Folders of the control groups that bound what this process may use, up to the root; both versions."""
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        tops = (mounts, mounts / "unified") if number == "0" else (mounts / controllers, mounts / "cpu")
+        tops = (mounts, mounts / "unified") if number == "0" else (mounts / controllers, mounts / controller)
         top = next((one for one in tops if one.is_dir()), mounts)
         group = top / path.strip("/")
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))

@@ -22,11 +22,12 @@ from braid.actors.controller.manifest import CheckpointError
 from braid.actors.controller.meeting import placement_notes, rendezvous
 from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
-from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started, StepRecord
+from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started
 from braid.actors.controller.recovery import Changed, cost_of_a_failure, partner_shift
 from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.restoring import Patience, data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.controller.steps import StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import RunPlan

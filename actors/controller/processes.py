@@ -77,6 +77,23 @@ def check_loopback() -> None:
         ) from None
 
 
+def check_room(config: Config, ranks: int) -> None:
+    """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has."""
+    gpus, wanted = gpus_here(os.environ), config.cluster.device
+    if ranks > gpus and (wanted == "cuda" or (wanted == "auto" and gpus)):
+        raise ConfigError(
+            f"the layout asks for {ranks} ranks of cluster.device={wanted!r}, this machine has {gpus} "
+            f"GPUs; lower parallel.dp, parallel.tp or parallel.pp, or set cluster.device=cpu"
+        )
+    cpus, each = usable_cpus(), config.cluster.cpus_per_rank
+    if ranks * each > cpus:
+        raise ConfigError(
+            f"the layout asks for {ranks} ranks of cluster.cpus_per_rank={each:g}, this machine has "
+            f"{cpus:g} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks share CPUs with "
+            f"cluster.cpus_per_rank={cpus / ranks:g}"
+        )
+
+
 class ProcessLauncher:
     """Starts one process per rank, by default all on this machine's loopback."""
 
@@ -93,20 +110,7 @@ class ProcessLauncher:
         """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has, or have no network."""
         if self._places is None:
             check_loopback()
-        gpus = gpus_here(os.environ)
-        wanted = self._config.cluster.device
-        if ranks > gpus and (wanted == "cuda" or (wanted == "auto" and gpus)):
-            raise ConfigError(
-                f"the layout asks for {ranks} ranks of cluster.device={wanted!r}, this machine has {gpus} "
-                f"GPUs; lower parallel.dp, parallel.tp or parallel.pp, or set cluster.device=cpu"
-            )
-        cpus = usable_cpus()
-        if ranks * self._cpus_per_rank > cpus:
-            raise ConfigError(
-                f"the layout asks for {ranks} ranks of cluster.cpus_per_rank={self._cpus_per_rank:g}, this "
-                f"machine has {cpus:g} CPUs; lower parallel.dp, parallel.tp or parallel.pp, or let ranks "
-                f"share CPUs with cluster.cpus_per_rank={cpus / ranks:g}"
-            )
+        check_room(self._config, ranks)
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
         """A thread of this process at the end of a Unix socket."""

@@ -2,82 +2,29 @@
 
 import contextlib
 import json
-import math
 import secrets
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.json_lines import backwards, cut_off, last_line, lines_of
+from braid.actors.controller.json_lines import backwards, cut_off, last_line
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
-from braid.actors.controller.routing import ExpertNumbers, numbers_of
+from braid.actors.controller.step_record import StepRecord, read_metrics, record_of
 from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.json_text import json_text
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import Span
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One line of ``metrics.jsonl``; steps count from 1. Seconds are the slowest rank's. Where loss or norm
-    is no number, the line has null."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    seconds: float
-    tokens: int
-    communication_seconds: float
-    exposed_seconds: float
-    hidden_fraction: float
-    """Of the step's communication, mean over the ranks; as are the following."""
-    slowdown_seconds: float | None
-    launch_gap_seconds: float
-    bubble_seconds: float
-    waiting_seconds: float
-    """Waiting for a peer: with nothing running, as another member of a collective had not issued it yet."""
-    exposed_by_axis: Mapping[str, float]
-    """Seconds of exposed transfers along every axis of the mesh ("pp": messages between stages)."""
-    peak_bytes: tuple[int, ...]
-    """Of this step, by rank."""
-    validation_loss: float | None = None
-    """Of a token that was held out, in nats, as ``loss`` is of those trained on; None where no validation
-    follows the step."""
-    validation_bits_per_byte: float | None = None
-    """The same loss by bytes of text; None also where nobody knows how many bytes tokens stand for."""
-    time: float = 0.0
-    """Wall clock at the step's end, seconds since 1970."""
-    generation: int = 1
-    samples: int = 0
-    """Digest of the step's samples: the same whatever their order and the number of ranks."""
-    mfu: float | None = None
-    """Share of the ranks' peak FLOP/s (``cluster.peak_tflops``) that the model's took in ``wall_seconds``;
-    None if not known."""
-    wall_seconds: float = 0.0
-    """From the end of the step before (or of the start) to the end of this one, whatever lay between."""
-    between_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Parts of ``wall_seconds`` beside the step itself: ``validation``, ``save``, ``nodes`` (looking for
-    them), ``records`` (writing them)."""
-    experts: ExpertNumbers | None = None
-    """None for models without experts, whose lines do not name it."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens over wall-clock, end of step to end of step."""
-        seconds = self.wall_seconds or self.seconds
-        return self.tokens / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,49 +89,61 @@ WINDOW = 20
 """Records of the newest steps that are kept in memory; all are in the run's files."""
 
 
+def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
+    """What `RunDirectory` refuses, before anything starts. `HeldError` where another run is under way."""
+    path = config.run_directory
+    if path.resolve().parent != config.runs.resolve():
+        raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
+    if resume and not path.is_dir() and not mark:
+        raise ConfigError(f"there is no run in {path} to resume; start it without --resume")
+    if (path / ".lock").exists():
+        _acquire(path).release()
+    if _holds_a_run(path) and not resume and not overwrite:
+        raise ConfigError(
+            f"run directory {path} already holds a run; continue it with --resume, "
+            f"choose another with --set name=..., or replace it with --overwrite"
+        )
+
+
+def _holds_a_run(path: Path) -> bool:
+    return (path / "config.yaml").exists()
+
+
+def _acquire(path: Path) -> FileHold:
+    lock = FileHold(path / ".lock")
+    try:
+        lock.take()
+    except HeldError as error:
+        raise HeldError(
+            f"run directory {path} is in use by {error}; wait for it, or choose another with --set name=..."
+        ) from None
+    return lock
+
+
 class RunDirectory:
     """``runs/NAME``, locked for as long as this object is open."""
 
     def __init__(self, config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
         """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
         self.path = config.run_directory
-        resolved = self.path.resolve()
-        if resolved.parent != config.runs.resolve():
-            raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
-        existed = self.path.is_dir()
-        if resume and not existed and not mark:
-            raise ConfigError(f"there is no run in {self.path} to resume; start it without --resume")
+        check_run_directory(config, resume=resume, overwrite=overwrite, mark=mark)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
-        self._lock = self._acquire()
-        self._replaces = existed and not resume and (self.path / "config.yaml").exists()
+        self._lock = _acquire(self.path)
+        self._replaces = not resume and _holds_a_run(self.path)
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
         self._description: dict[str, str] = {}
         """Files that `describe` wrote."""
-        self.identity = _identity(self.path, config.name, mark if resume else "")
+        self.identity = identity_of(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
         self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
-        if self._replaces and not overwrite:
+        if self._replaces and not overwrite:  # of somebody who was faster
             self.close()
-            raise ConfigError(
-                f"run directory {self.path} already holds a run; continue it with --resume, "
-                f"choose another with --set name=..., or replace it with --overwrite"
-            )
-
-    def _acquire(self) -> FileHold:
-        lock = FileHold(self.path / ".lock")
-        try:
-            lock.take()
-        except HeldError as error:
-            raise HeldError(
-                f"run directory {self.path} is in use by {error}; "
-                f"wait for it, or choose another with --set name=..."
-            ) from None
-        return lock
+            check_run_directory(config, resume=resume, overwrite=overwrite)
 
     def _empty(self) -> None:
         begun = (self.path / ".lock").stat().st_mtime_ns
@@ -230,7 +189,7 @@ class RunDirectory:
             if not (self.path / ".lock").exists():
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.release()
-                self._lock = self._acquire()
+                self._lock = _acquire(self.path)
         except HeldError:
             raise
         except (OSError, ConfigError) as error:
@@ -295,12 +254,12 @@ class RunDirectory:
             self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
         waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
         older = [line for line, _ in islice(backwards(self.metrics), WINDOW)]
-        return [_record(line) for line in [*reversed(older), *waiting][-WINDOW:]]
+        return [record_of(line) for line in [*reversed(older), *waiting][-WINDOW:]]
 
     def records(self) -> Iterator[StepRecord]:
         """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
         yield from read_metrics(self.metrics)
-        yield from (_record(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
+        yield from (record_of(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
         """Add a step's lines: of the whole run, and by rank."""
@@ -360,23 +319,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _record(content: dict[str, Any]) -> StepRecord:
-    """A number that every step has and that is null was none (`json_text`)."""
-    experts = numbers_of(content.get("experts"))
-    none = {name: math.nan for name in _NUMBERS if content.get(name, 0.0) is None}
-    read = {"peak_bytes": tuple(content["peak_bytes"]), "experts": experts, **none}
-    return StepRecord(**{**content, **read})
-
-
-_NUMBERS = tuple(one.name for one in fields(StepRecord) if one.type is float)
-
-
-def read_metrics(path: Path) -> Iterator[StepRecord]:
-    """The records of a metrics file; a last line that a crash cut short is left out."""
-    return (_record(content) for content in lines_of(path))
-
-
-def _identity(directory: Path, name: str, mark: str) -> RunIdentity:
+def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:
     """Of the run with a mark, which goes on in a directory; without one, of a run that begins there."""
     before = read_identity(directory)
     if mark:

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.records import StepRecord
 from braid.actors.controller.routing import ExpertNumbers
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.trace import OverlapNumbers
 
@@ -15,9 +15,15 @@ _OF_A_STEP = ("step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tok
 
 
 def build_report(
-    records: Iterable[StepRecord], config: Config, *, complete: bool, serial: SerialStep | None = None
+    records: Iterable[StepRecord],
+    config: Config,
+    *,
+    complete: bool,
+    serial: SerialStep | None = None,
+    predicted_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``report.json``. ``records``: of all steps, looked at once, one after the other."""
+    """The contents of ``report.json``. ``records``: of all steps, looked at once, one after the other.
+    ``predicted_seconds``: of a step, as simulated when the run was planned."""
     layout = config.layout()
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
@@ -52,7 +58,15 @@ def build_report(
         },
         "overlap": overlap.report([step["seconds"] for step in timed], serial),
         **experts.report(),
+        **_prediction([step["seconds"] for step in timed], predicted_seconds),
     }
+
+
+def _prediction(seconds: Sequence[float], predicted: float | None) -> dict[str, Any]:
+    """The section ``prediction``: a step as simulated and as measured (the median); none without both."""
+    if predicted is None or not seconds:
+        return {}
+    return {"prediction": {"step_seconds": predicted, "measured_seconds": median(seconds)}}
 
 
 class _Overlap:

@@ -9,9 +9,10 @@ from typing import Any
 
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.records import Incident, StepDone, StepRecord
+from braid.actors.controller.records import Incident, StepDone
 from braid.actors.controller.reporting import overlap_fields, rank_fields
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.scheduling.memory import model_flops

@@ -257,6 +257,7 @@ class Binder:
             stream=stream,
             layer=instance.index,
             axis=op.axis or "",
+            kind=op.kind.value if op.kind.communicates else "",
             flops=op.flops,
             key=op.key,
         )

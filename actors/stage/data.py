@@ -63,10 +63,15 @@ class DataIndex:
     request: str
     parameters: Mapping[str, Any]
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
-    contents: tuple[str, ...] = ()  # of every source, format and SHA-256; nothing in older data sets
     token_bytes: tuple[int, ...] = ()
     """UTF-8 bytes of text that every token id stands for, 0 for special ones; nothing in older data sets, and
     where the tokenizer does not keep the text."""
+    # nothing in older data sets:
+    contents: tuple[str, ...] = ()  # of every source, format and SHA-256
+    end_token: str = ""  # the name of end_of_document
+    characters: int = 0  # of the documents
+    characters_lost: int = 0  # without a token
+    tokens_unknown: int = 0  # the tokenizer's own for what it does not know
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +142,15 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
     index = DataIndex(**{**entries, **read})
     counts: list[tuple[str, Any]] = [
         (name, getattr(index, name))
-        for name in ("vocabulary", "end_of_document", "documents_skipped", "documents_empty")
+        for name in (
+            "vocabulary",
+            "end_of_document",
+            "documents_skipped",
+            "documents_empty",
+            "characters",
+            "characters_lost",
+            "tokens_unknown",
+        )
     ]
     for shard in (shard for shards in splits.values() for shard in shards):
         # a plain file name: an index cannot point outside its folder

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -78,13 +80,18 @@ def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Te
 
 
 def export_model(
-    checkpoint: Path, directory: Path, shape: ModelShape, dtype: str, max_file_bytes: int
+    checkpoint: Path,
+    directory: Path,
+    shape: ModelShape,
+    dtype: str,
+    max_file_bytes: int,
+    tokens: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Path]:
     """Write a verified checkpoint's parameters into an empty directory, and say which files hold them.
 
-    ``dtype``: a key of `EXPORT_DTYPES`. One file of tensors is in memory at a time; a tensor larger than
-    ``max_file_bytes`` has a file of its own. `ValueError` if the checkpoint is not of such a model, `OSError`
-    if a file cannot be written.
+    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file of
+    tensors is in memory at a time; a tensor larger than ``max_file_bytes`` has a file of its own.
+    `ValueError` if the checkpoint is not of such a model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
     reader = GuardedReader(checkpoint)
@@ -108,9 +115,12 @@ def export_model(
         places = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    config = hugging_face_config(shape, str(kind).removeprefix("torch."))
+    config = hugging_face_config(shape, str(kind).removeprefix("torch."), tokens)
     (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    return [directory / name for name in names]
+    files = [directory / name for name in names]
+    for file in files:  # the library lets nobody else read what it writes
+        shutil.copymode(directory / CONFIG, file)
+    return files
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:

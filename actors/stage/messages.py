@@ -216,4 +216,6 @@ class Samples:
     """Of this rank's experts, pass by pass; empty where all ranks have as many."""
     experts_with: tuple[int, ...] = ()
     """The ranks that tokens of these passes went to: this rank's group along ep."""
+    transfers_alone: bool = False
+    """Whether ranks began every collective together, so that its time contains no waiting for the others."""
     hardware: str

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import torch
 
+from braid.actors.stage.allocator import give_back_what_is_free
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STEPS = 32
+"""After so many the heap is tidied: what was given back has to be asked for again, which takes time."""
 _RESET_PEAK = "5"
 """What Linux takes as: the largest resident size begins anew (proc(5))."""
 
@@ -17,6 +21,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lifetime = 0
+        self._steps = 0
 
     def begin(self) -> None:
         """A step begins. Where the system cannot forget what was before, `of_step` is of the lifetime."""
@@ -24,6 +29,9 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
+            self._steps += 1
+            if self._steps % _STEPS == 0:
+                give_back_what_is_free()
             with contextlib.suppress(OSError):
                 _CLEAR.write_text(_RESET_PEAK)
 

@@ -127,7 +127,8 @@ class Profiler:
             optimizer_ns_per_parameter=updates,
             copy_ns_per_byte=self._copies(rounds),
             expert_rows=self._routing.rows,
-            experts_with=tuple(self.mesh.topology.groups("ep")[0]) if self._routing.rows else (),
+            experts_with=self._experts_with() if self._routing.rows else (),
+            transfers_alone=self.streams.asynchronous,
             hardware=hardware(self.model.context.device),
         )
 
@@ -334,6 +335,10 @@ class Profiler:
         return results
 
     # -- helpers -------------------------------------------------------------------------------------------
+
+    def _experts_with(self) -> tuple[int, ...]:
+        place = self.mesh.place
+        return tuple(place.mesh.members(place.position, place.mesh.factors_of("ep")))
 
     def _copies(self, rounds: int) -> list[float]:
         """Of rows from one place to another, every other row of twice as many."""

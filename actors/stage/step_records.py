@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from braid.actors.stage.streams import Streams
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.telemetry import ALL, NEIGHBOURS, Recorder
 from braid.scheduling.record_numbers import Labels, numbers_of_records
 from braid.scheduling.schedule import Direction, Pass, Strand
 from braid.scheduling.span_batches import RECORD, Records
@@ -23,7 +23,7 @@ _DIRECTION = {
 
 _WAITING: Final = KINDS.index("waiting")
 Exchange = Callable[[str, IntArray], IntArray]
-"""Takes an axis and an array (n, 3) of this rank, returns those of all ranks along the axis (ranks, n, 3)."""
+"""Takes an axis and an array (n, 4) of this rank, returns those of all ranks along the axis (ranks, n, 4)."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,20 @@ class StepRecorder(Recorder):
         """
         if not self.recording:
             return
+        self._fullest_bytes = self.messages_bytes()
         for axis, rows in sorted(self.collectives().items()):
-            members = exchange(axis, np.array([(rank, 0, 0), *rows], np.int64))
-            issued, ended, sent = (members[:, 1:, column] for column in range(3))
-            begins = issued.max(0)
-            last = members[:, 0, 0][issued.argmax(0)]
-            self._met[axis] = _Met(begins, np.maximum(begins, ended.max(0)), last)
-            self._fullest_bytes += int(sent.max(0).sum())
+            told = exchange(axis, np.array([(rank, 0, 0, 0), *rows], np.int64))
+            ranks, members = told[:, 0, 0], _on_one_clock(told[:, 1:])
+            own = int(np.flatnonzero(ranks == rank)[0])
+            all_of = _met(ranks, members)
+            beside = [*{(own + step) % len(ranks): None for step in (-1, 0, 1)}]
+            near, shifts = _met(ranks[beside], members[beside]), members[own, :, 3] == NEIGHBOURS
+            self._met[axis] = _Met(
+                np.where(shifts, near.issued, all_of.issued),
+                np.where(shifts, near.ended, all_of.ended),
+                np.where(shifts, near.last, all_of.last),
+            )
+            self._fullest_bytes += int(members[:, :, 2].max(0).sum())
 
     def clear(self) -> None:
         """Forget the step's spans and marks, and what other ranks told of them."""
@@ -135,6 +142,32 @@ class StepRecorder(Recorder):
             self._kept.append(label)
             self.labels.append(replace(label, solo_ns=self._solo_ns.get(label.key)))
         return found
+
+
+def _on_one_clock(members: IntArray) -> IntArray:
+    """Times of ranks (m, n, 4), moved where they contradict each other: clocks of hosts and devices drift.
+
+    A collective of `ALL` ends on no member before another one has issued it. That bounds by how much each
+    clock may be ahead of the first member's; where none at all is not possible, it is taken to be the middle
+    of what is. What the step before has begun, and may have ended before this one, says nothing.
+    """
+    says = (members[:, :, 3] == ALL).all(0) & (members[:, :, 1] > members[:, :, 0]).all(0)
+    if not says.any():
+        return members
+    issued, ended = members[:, says, 0], members[:, says, 1]
+    least = (issued[0] - ended).max(1)
+    most = (ended[0] - issued).min(1)
+    moved = np.where((least <= 0) & (most >= 0), 0, (least + most) // 2)
+    found = members.copy()
+    found[:, :, :2] += moved[:, None, None]
+    return found
+
+
+def _met(ranks: IntArray, members: IntArray) -> _Met:
+    """Collectives as some members (m, n, 4) have seen them; ranks (m,): their numbers."""
+    issued = members[:, :, 0]
+    begins = issued.max(0)
+    return _Met(begins, np.maximum(begins, members[:, :, 1].max(0)), ranks[issued.argmax(0)])
 
 
 def _as_met(found: Records, rows: IntArray, met: _Met) -> Records:

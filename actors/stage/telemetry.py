@@ -3,13 +3,17 @@
 from itertools import chain
 
 from braid.actors.stage.streams import Mark, Streams, Transfer
-from braid.scheduling.operators import Stream
+from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import KINDS, STRANDS, Label, Span
 
 _BLOCK = Label(operator="block", stream=Stream.COMPUTE)
 _PAIRED = Label(operator="paired block", stream=Stream.COMPUTE)
 OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK = map(KINDS.index, ("operator", "block", "paired block"))
+ALL, SOME, NEIGHBOURS = range(3)
+"""Who has to have issued a collective before it ends: all members, those that send each other something, or
+each rank with its two neighbours on the axis."""
+_MEETING = {Kind.ALL_TO_ALL.value: SOME, Kind.SEND_RECEIVE.value: NEIGHBOURS}
 MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
 """A span: what ran, for which block, its kind (a place in `KINDS`), begin and end."""
 Rows = tuple[MarkedSpan, ...]
@@ -26,6 +30,8 @@ class Recorder:
         self._transfers: list[tuple[Label, Pass | None, Transfer]] = []
         self._given: Rows = ()
         self._ahead_ns = 0
+        self._epoch_ns = streams.epoch_ns()
+        """On that clock, the fixed point that the step's marks count from."""
         self._progress = 0
         """When `pulse` was called last."""
         self.recording = recording
@@ -34,11 +40,7 @@ class Recorder:
     def set_clock(self, ahead_ns: int) -> None:
         """By how much this host's wall clock is ahead of the one that spans are told by."""
         self._ahead_ns = ahead_ns
-
-    @property
-    def _epoch_ns(self) -> int:
-        """On that clock, the fixed point that marks count from."""
-        return self._streams.epoch_ns() - self._ahead_ns
+        self._epoch_ns = self._streams.epoch_ns() - ahead_ns
 
     def mark(self) -> Mark:
         """Now, if spans are kept."""
@@ -54,19 +56,30 @@ class Recorder:
         if self.recording:
             self._transfers.append((label, block, transfer))
 
-    def collectives(self) -> dict[str, list[tuple[int, int, int]]]:
+    def collectives(self) -> dict[str, list[tuple[int, int, int, int]]]:
         """Of the step so far, by axis, in the order of issue: when each was issued and ended, nanoseconds of
-        the wall clock, and the bytes that this rank has sent (what is usual where that is not known).
+        the wall clock, the bytes that this rank has sent to other nodes, and who meets (`ALL`).
+
+        None of a step that a graph repeats: its marks may stand still (`StepGraph`).
         """
-        epoch, at = self._epoch_ns, self._streams.nanoseconds
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        given = ((label, begin, end, None) for label, _, _, begin, end in self._given)
-        own = ((label, one.begin, one.end, one.sent) for label, _, one in self._transfers)
-        for label, begin, end, sent in chain(given, own):
+        at = self._streams.nanoseconds
+        found: dict[str, list[tuple[int, int, int, int]]] = {}
+        for label, _, one in self._transfers if not self._given else ():
             if label.axis:
-                times = epoch + at(begin), epoch + at(end)
-                found.setdefault(label.axis, []).append((*times, label.bytes if sent is None else sent))
+                times = self._epoch_ns + at(one.begin), self._epoch_ns + at(one.end)
+                row = *times, self._sent(label, one), _MEETING.get(label.kind, 0)
+                found.setdefault(label.axis, []).append(row)
         return found
+
+    def messages_bytes(self) -> int:
+        """What this rank has sent to other nodes in messages between stages, in the step so far."""
+        return sum(self._sent(label, one) for label, _, one in self._transfers if not label.axis)
+
+    @staticmethod
+    def _sent(label: Label, one: Transfer) -> int:
+        if label.stream is not Stream.INTER:
+            return 0
+        return label.bytes if one.sent is None else one.sent
 
     def pulse(self) -> tuple[int, str]:
         """What was done so far; and, if that was nothing since the last call, which transfer has not ended.
@@ -90,7 +103,8 @@ class Recorder:
             self._blocks.append((label, block, kind, begin, end))
 
     def clear(self) -> None:
-        """Forget the step's spans and marks."""
+        """Forget the step's spans and marks; another one begins."""
+        self._epoch_ns = self._streams.epoch_ns() - self._ahead_ns
         spans = (mark for rows in (self._compute, self._blocks) for row in rows for mark in row[3:])
         transfers = (mark for _, _, one in self._transfers for mark in (one.begin, one.end))
         self._streams.forget(chain(spans, transfers))

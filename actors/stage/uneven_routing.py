@@ -17,6 +17,8 @@ from braid.scheduling.operators import Kind, Operator
 from braid.scheduling.operators import Pass as Phase
 
 _HALVINGS, _DRAWN = 12, 4096
+_KEPT = 64
+"""Choices, as many as a profile of some rounds asks for."""
 
 
 class ChoicesMade(Routing):
@@ -35,7 +37,8 @@ class ChoicesMade(Routing):
 
         def forward(x_tD: Tensor) -> Any:
             results = call(x_tD)
-            self.choices.append(results[1].clone())
+            if len(self.choices) < _KEPT:
+                self.choices.append(results[1].clone())
             return results
 
         return forward

@@ -14,7 +14,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.worker import RunPlan
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.schedule_text import write
 
 
@@ -105,7 +105,7 @@ def plan_of(
             "cluster": {"device": "cpu", "threads_per_rank": threads, "cpus_per_rank": 0.5},
         }
     )
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     schedule = write(build_schedule(config, shape))
     return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 

@@ -1,26 +1,32 @@
 """``braid bench``: measurements, as ratios within one run."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from braid.actors.config import ConfigError
+from braid.jobs.usage import AsJson, Commands, example
 from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.benchmarks.overlap_case import OverlapCase
 
-bench = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=Commands,
+    epilog=example("bench overlap --layout tp2"),
+    help="Compare Braid with plain PyTorch and its schedules with each other, as ratios within one run.",
+    no_args_is_help=True,
+)
 
 
-@bench.command("training")
+@bench.command("training", epilog=example("bench training --rounds 3"))
 def bench_training(
     rounds: Annotated[int, typer.Option(help="Rounds of each side.", min=1)] = 9,
     steps: Annotated[int, typer.Option(help="Steps in a round.", min=1)] = 2,
     threads: Annotated[int, typer.Option(help="Threads of a rank.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     ray: Annotated[bool, typer.Option(help="Also compare Ray actors with plain processes.")] = True,
 ) -> None:
     """One rank against a plain PyTorch loop; Ray actors against plain processes."""
@@ -46,6 +52,7 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
     from braid.jobs.benchmarks.overlap_case import FILLED, LAYOUTS, known_schedules
     from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
     from braid.scheduling.spec import CONTEXT_MODES
+    from braid.scheduling.suggestions import must_be_one_of
 
     for option, value, known in (
         ("layout", case.layout, tuple(LAYOUTS)),
@@ -53,7 +60,7 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
         ("recompute", case.recompute, RECOMPUTE_POLICIES),
     ):
         if value not in known:
-            raise ConfigError(f"--{option} {value!r} must be one of {', '.join(known)}")
+            raise ConfigError(f"--{option} {value!r} {must_be_one_of(value, known)}")
     if case.mbit is not None and case.alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
     if case.inside_mbit is not None and not case.filled:
@@ -67,10 +74,10 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
         )
     for name in names:
         if name.partition(" ")[0] not in (possible := known_schedules(case.layout)):
-            raise ConfigError(f"--schedules: {name!r} must be one of {', '.join(possible)}")
+            raise ConfigError(f"--schedules: {name!r} {must_be_one_of(name, possible)}")
 
 
-@bench.command("overlap")
+@bench.command("overlap", epilog=example("bench overlap --layout tp2 --alpha 0.36"))
 def bench_overlap(
     layout: Annotated[
         str,
@@ -80,9 +87,12 @@ def bench_overlap(
     ] = "tp2",
     zero: Annotated[int, typer.Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0,
     shards: Annotated[int, typer.Option(help="parallel.shards of the schedules.", min=0)] = 0,
-    context: Annotated[str, typer.Option(help="parallel.context: all_gather or ring.")] = "all_gather",
+    context: Annotated[
+        Literal["all_gather", "ring"], typer.Option(help="parallel.context of the schedules.")
+    ] = "all_gather",
     recompute: Annotated[
-        str, typer.Option(help="train.recompute; of full, oases and braid make fine, as Oases does.")
+        Literal["none", "selective", "full", "fine"],
+        typer.Option(help="train.recompute; of full, oases and braid make fine, as Oases does."),
     ] = "none",
     hidden: Annotated[int, typer.Option(help="Width of the model.", min=64)] = 1024,
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
@@ -125,7 +135,7 @@ def bench_overlap(
     modelled: Annotated[
         bool, typer.Option("--modelled", help="Also pair the last schedule by modelled costs.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
     from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows

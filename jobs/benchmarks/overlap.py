@@ -34,7 +34,7 @@ from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.layers import layers_chosen
 from braid.scheduling.lowering.lower import Choices
@@ -151,7 +151,7 @@ class _Bench:
     def __init__(self, case: OverlapCase, link: Hosts | Paced, data: str, progress: Progress) -> None:
         self._case, self._link, self._data, self._progress = case, link, data, progress
         config = self._config("megatron")
-        self.shape: ModelShape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+        self.shape: ModelShape = config.check(tokenizer_of(config).vocabulary)
         self._places = link.places(config.layout().ranks, filled=case.filled)
         self._known: Profile | None = None
 

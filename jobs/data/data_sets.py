@@ -18,7 +18,7 @@ from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.files import MissingSourcesError
 from braid.jobs.data.prepare import Prepared, Progress, existing, prepare_if_needed
-from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.identity import Request, made_with
 from braid.jobs.remarks import on_data
 
@@ -42,7 +42,8 @@ def corpus_of(config: Config) -> Corpus:
         files=data.files,
         exclude=data.exclude,
         format=data.format,
-        tokenizer=data.tokenizer,
+        tokenizer=config.tokenizer,
+        end_token=data.end_token,
         text_field=data.text_field,
         validation_fraction=data.validation_fraction,
         encoding_errors=data.encoding_errors,
@@ -63,8 +64,13 @@ def check_data(config: Config) -> None:
     try:
         Request.of(corpus)
     except MissingSourcesError:
-        if _known(config, corpus, load_tokenizer(corpus.tokenizer)) is None:
+        if _known(config, corpus, tokenizer_of(config)) is None:
             raise
+
+
+def check_sources(config: Config) -> None:
+    """`ValueError` if the files or the tokenizer that `braid prepare` reads are not there."""
+    Request.of(corpus_of(config))
 
 
 def prepare_data(
@@ -81,7 +87,7 @@ def prepare_data(
     changed. Raises `ValueError` for what the user can mend.
     """
     corpus = corpus_of(config)
-    known = _known(config, corpus, load_tokenizer(corpus.tokenizer))
+    known = _known(config, corpus, tokenizer_of(config))
     try:
         request = Request.of(corpus)
     except MissingSourcesError as missing:

@@ -72,7 +72,7 @@ def find(entry: str) -> list[File]:
     entry = _without_scheme(entry)
     if is_url(entry):
         return _find_url(entry)
-    name = os.path.abspath(os.path.expanduser(entry))
+    name = os.path.abspath(entry)
     if os.path.isdir(name):
         raise _is_folder(entry)
     if os.path.isfile(name):  # before globbing: a name may hold brackets

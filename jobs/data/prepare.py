@@ -21,12 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.stage.data import (
     INDEX_FILE,
-    TOKEN_DTYPES,
     TRAIN,
     VALIDATION,
     DataIndex,
@@ -35,16 +32,13 @@ from braid.actors.stage.data import (
 )
 from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.corpus import Corpus, WorkItem, cut
+from braid.jobs.data.coverage import check_known, known_bytes
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
-from braid.jobs.data.tokenizer import Tokenizer
 from braid.jobs.identity import Request
 
 logger = logging.getLogger(__name__)
 
-_COUNTED_TOKENS = 1 << 20
-_ROUNDED = 0.01
-"""Tokenizers add a space here and there, or leave one out: so much of the text may be counted wrong."""
 _OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|{re.escape(INDEX_FILE)}")
 
 
@@ -87,7 +81,7 @@ def prepare(
     document, the tail is held out. Raises ValueError naming the key, the value and the remedy.
     """
     request = Request.of(corpus)
-    output = Path(output).expanduser().resolve()
+    output = Path(output).resolve()
     with _locked(output):
         return _prepare(request, output, executor, progress)
 
@@ -103,7 +97,7 @@ def prepare_if_needed(
 
     Safe to call from many processes at once: one prepares, the others wait and find it done.
     """
-    output = Path(output).expanduser().resolve()
+    output = Path(output).resolve()
     # without the lock first, for data sets on a file system that is read-only here
     if found := _fitting(request, output, executor):
         return found
@@ -144,6 +138,7 @@ def _tokenise_all(
     task = Task(
         folder=str(folder),
         tokenizer=request.tokenizer.name,
+        end_token=request.corpus.end_token,
         tokenizer_fingerprint=request.tokenizer.fingerprint,
         dtype="uint16" if request.tokenizer.vocabulary <= 2**16 else "uint32",
         text_field=request.corpus.text_field,
@@ -237,26 +232,18 @@ def _assemble(
         parameters=request.parameters,
         sources=request.places,
         contents=contents,
+        end_token=request.tokenizer.end_token,
+        characters=sum(result.characters for result in results),
+        characters_lost=sum(result.characters_lost for result in results),
+        tokens_unknown=sum(result.tokens_unknown for result in results),
     )
-    index = replace(index, token_bytes=_known_bytes(request.tokenizer, folder, index))
+    check_known(index)
+    index = replace(index, token_bytes=known_bytes(request.tokenizer, folder, index))
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
             path.unlink()  # of a task that was done twice
     _write_index(folder / INDEX_FILE, index)
     return index
-
-
-def _known_bytes(tokenizer: Tokenizer, folder: Path, index: DataIndex) -> tuple[int, ...]:
-    """`DataIndex.token_bytes`: none where they do not add up to the text that is held out."""
-    shards = index.splits[VALIDATION]
-    counts = np.zeros(index.vocabulary, np.int64)
-    for shard in shards:
-        tokens = np.memmap(folder / shard.file, TOKEN_DTYPES[index.dtype], mode="r")
-        for begin in range(0, len(tokens), _COUNTED_TOKENS):
-            counts += np.bincount(tokens[begin : begin + _COUNTED_TOKENS], minlength=index.vocabulary)
-    token_bytes = tokenizer.token_bytes
-    text = sum(shard.bytes_of_text for shard in shards)
-    return token_bytes if abs(counts @ np.array(token_bytes) - text) <= _ROUNDED * text else ()
 
 
 def _write_index(path: Path, index: DataIndex) -> None:

@@ -17,7 +17,8 @@ from typing import Any, assert_never
 import numpy as np
 
 from braid.actors.stage.data import TOKEN_DTYPES, TRAIN, VALIDATION, Shard
-from braid.jobs.data.corpus import EncodingErrors, WorkItem, read_documents
+from braid.jobs.data.corpus import EncodingErrors, WorkItem
+from braid.jobs.data.documents import read_documents
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
 _PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, which bounds the memory it takes
@@ -47,6 +48,7 @@ class Task:
 
     folder: str
     tokenizer: str
+    end_token: str | None
     tokenizer_fingerprint: str
     dtype: str
     text_field: str
@@ -63,6 +65,9 @@ class ItemResult:
     documents: int
     skipped: int
     empty: int
+    characters: int
+    characters_lost: int
+    tokens_unknown: int
     lowest_hash: int
     highest_hash: int
 
@@ -115,13 +120,13 @@ class ShardWriter:
 
 def tokenise(task: Task, item: WorkItem) -> ItemResult:
     """Read, split, tokenise and write the documents of one work item. Raises ValueError for a bad one."""
-    tokenizer = _tokenizer(task.tokenizer, task.tokenizer_fingerprint)
+    tokenizer = _tokenizer(task.tokenizer, task.end_token, task.tokenizer_fingerprint)
     end = np.array([tokenizer.end_of_document])
     writers = {
         split: ShardWriter(Path(task.folder), split, item.number, TOKEN_DTYPES[task.dtype])
         for split in (TRAIN, VALIDATION)
     }
-    documents = skipped = empty = 0
+    documents = skipped = empty = characters = lost = unknown = 0
     lowest, highest = 2**64, -1
     with contextlib.ExitStack() as stack:
         for writer in writers.values():
@@ -138,7 +143,11 @@ def tokenise(task: Task, item: WorkItem) -> ItemResult:
                     lowest, highest = min(lowest, number), max(highest, number)
                     for split, text, ends in split_document(task.split, document, number):
                         for piece in _pieces(text):
-                            writers[split].write(tokenizer.encode(piece), len(piece.encode()), 0)
+                            encoded = tokenizer.encode(piece)
+                            characters += len(piece)
+                            lost += encoded.lost
+                            unknown += encoded.unknown
+                            writers[split].write(encoded.ids, len(piece.encode()), 0)
                         if ends:
                             writers[split].write(end, 0, 1)
     return ItemResult(
@@ -147,15 +156,18 @@ def tokenise(task: Task, item: WorkItem) -> ItemResult:
         documents=documents,
         skipped=skipped,
         empty=empty,
+        characters=characters,
+        characters_lost=lost,
+        tokens_unknown=unknown,
         lowest_hash=lowest,
         highest_hash=highest,
     )
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(name: str, fingerprint: str) -> Tokenizer:
+def _tokenizer(name: str, end: str | None, fingerprint: str) -> Tokenizer:
     """Loading a large tokenizer takes longer than a work item: once per process is enough."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, end)
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"data.tokenizer: {name!r} changed, or differs between nodes; make it one file")
     return tokenizer

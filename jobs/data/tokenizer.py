@@ -3,14 +3,32 @@
 import hashlib
 import json
 import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
+from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import BYTES
+from braid.jobs.data.end_token import KEY, end_token, special_names
 
-END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+TOKENIZER_FILE: Final = "tokenizer.json"
+_RULES: Final = "2: text makes no special token"
+"""How ids are made here of what the library gives, in the fingerprints of tokenizers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A text's token ids, [tokens], of an unsigned integer dtype, and what is not in them."""
+
+    ids: np.ndarray
+    lost: int = 0
+    """Characters, white space apart, that no token stands for."""
+    unknown: int = 0
+    """Tokens that only say that something unknown stood there."""
 
 
 class Tokenizer(Protocol):
@@ -33,8 +51,13 @@ class Tokenizer(Protocol):
         """UTF-8 bytes of text that every id below ``vocabulary`` stands for, 0 for special ones."""
         ...
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of ``text`` without any special token: [tokens], an unsigned integer dtype."""
+    @property
+    def end_token(self) -> str:
+        """The name of ``end_of_document``."""
+        ...
+
+    def encode(self, text: str) -> Encoded:
+        """``text`` without any special token."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -50,9 +73,10 @@ class BytesTokenizer:
     vocabulary = 257
     end_of_document = 256
     token_bytes = (*[1] * 256, 0)
+    end_token = "<|endoftext|>"
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), dtype=np.uint8)
+    def encode(self, text: str) -> Encoded:
+        return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
 
     def decode(self, ids: np.ndarray) -> str:
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
@@ -61,13 +85,13 @@ class BytesTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`; its own special tokens, padding and truncation are switched off.
 
-    A document ends with the first of `END_OF_DOCUMENT_NAMES` that the vocabulary has, else with a new id
-    behind the vocabulary. Text that spells such a name out is encoded as the text that it is.
+    ``end`` names the token that ends documents; by default the files beside ``path`` say it. Text that spells
+    a special token out is encoded as the text that it is.
 
-    Raises ValueError if the file cannot be read or is no tokenizer.
+    Raises ValueError if the file cannot be read or is no tokenizer, or its end of documents is not known.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, end: str | None = None) -> None:
         from tokenizers import Tokenizer as Backend  # here: the bytes tokenizer must start fast
 
         try:
@@ -84,18 +108,27 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer: {str(path)!r} is not a Hugging Face tokenizer.json ({fault}); save one "
                 f"with `tokenizer.save(path)`, or give {BYTES!r}"
             ) from None
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self._backend.encode_special_tokens = True
         ids = self._backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError(f"data.tokenizer: {str(path)!r} has an empty vocabulary; train it first")
-        known = next((ids[name] for name in END_OF_DOCUMENT_NAMES if name in ids), None)
-        last = max(ids.values())  # ids may have gaps: the number of entries says too little
+        marked = [one.content for one in self._backend.get_added_tokens_decoder().values() if one.special]
         self.name = str(path)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.end_of_document = last + 1 if known is None else known
-        self.vocabulary = max(last, self.end_of_document) + 1
+        self.end_token = end_token(path, ids, marked, end)
+        self.end_of_document = ids[self.end_token]
+        self.vocabulary = max(ids.values()) + 1  # ids may have gaps: the number of entries says too little
+        self._unknown = _unknown_id(json.loads(content)["model"], ids)
+        special = {
+            ids[name] for name in {self.end_token, *marked, *special_names(path.parent)} if name in ids
+        }
+        forbidden = sorted(special - ({self._unknown} - {self.end_of_document}))
+        self._special = np.array(forbidden)
+        self._lost: dict[str, bool] = {}
+        rules = f"{_RULES} {self.end_of_document} {forbidden} ".encode()
+        self.fingerprint = hashlib.sha256(rules + content).hexdigest()
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.add_special_tokens([self.end_token])  # it may have been added as one that text makes
+        self._backend.encode_special_tokens = True
 
     @property
     def token_bytes(self) -> tuple[int, ...]:
@@ -107,7 +140,7 @@ class HuggingFaceTokenizer:
         ):
             found |= {id: len(piece) for id, piece in pieces.items()}  # a character for every byte
         else:  # decoded behind another one: alone, what begins a word loses the space in front of it
-            before = self.encode("a")[-1:].tolist()
+            before = self._ids(["a"])[-1:].tolist()
             alone = len(self._decode(before).encode())
             for id, piece in pieces.items():
                 byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
@@ -116,10 +149,15 @@ class HuggingFaceTokenizer:
             found[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return tuple(max(0, count) for count in found.values())
 
-    def encode(self, text: str) -> np.ndarray:
-        # a batch of one: `encode_batch_fast` leaves out the offsets, and uses no threads for one text
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
+    def encode(self, text: str) -> Encoded:
+        ids = self._ids([text])
+        if np.isin(ids, self._special).any():
+            # the vocabulary itself has a special token's characters as a word, or as a piece of one
+            ids = self._ids(self._cut(text))
+            ids = ids[~np.isin(ids, self._special)]
+        counts = Counter(text)
+        lost = sum(count for letter, count in counts.items() if self._is_lost(letter))
+        return Encoded(ids, lost=lost, unknown=int(np.count_nonzero(ids == self._unknown)))
 
     def decode(self, ids: np.ndarray) -> str:
         return self._decode(ids[ids != self.end_of_document].tolist())
@@ -127,7 +165,62 @@ class HuggingFaceTokenizer:
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def _ids(self, texts: list[str]) -> np.ndarray:
+        # this leaves out the offsets, and uses no threads for one text
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return np.concatenate([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of ``data.tokenizer``: 'bytes' or the path of a tokenizer.json. Raises ValueError."""
-    return BytesTokenizer() if name == BYTES else HuggingFaceTokenizer(Path(name).expanduser().absolute())
+    def _is_lost(self, letter: str) -> bool:
+        """Whether a character alone makes no token, or none that text may make; white space may do so."""
+        if (known := self._lost.get(letter)) is None:
+            makes = np.setdiff1d(self._ids([letter]), self._special).size
+            self._lost[letter] = known = not letter.isspace() and not makes
+        return known
+
+    def _cut(self, text: str) -> list[str]:
+        """The same text in parts of which none makes a special token of several characters."""
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        made = np.isin(np.array(encoding.ids), self._special).tolist()
+        spans = [span for span, special in zip(encoding.offsets, made, strict=True) if special]
+        inside = sorted({(start + stop) // 2 for start, stop in spans if stop - start > 1})
+        if not inside:
+            return [text]
+        edges = pairwise([0, *inside, len(text)])
+        return [part for start, stop in edges for part in self._cut(text[start:stop])]
+
+
+def _unknown_id(model: dict[str, Any], ids: dict[str, int]) -> int:
+    """The token for what has none, -1 if there is no such token."""
+    if (number := model.get("unk_id")) is not None:
+        return int(number)
+    return ids.get(model.get("unk_token") or "", -1)
+
+
+def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
+    """'bytes', or the tokenizer.json at a path or in the folder there; ``end``: see `HuggingFaceTokenizer`.
+
+    Raises ValueError.
+    """
+    if name == BYTES:
+        if end is not None:
+            raise ValueError(
+                f"{KEY}: {end!r} does not go with data.tokenizer={BYTES}, which has an end of its own; leave "
+                f"{KEY} out"
+            )
+        return BytesTokenizer()
+    path = Path(name).absolute()
+    return HuggingFaceTokenizer(path / TOKENIZER_FILE if path.is_dir() else path, end)
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer that a configuration names, or the one of its ``model.initial``. Raises ValueError."""
+    initial = config.model.initial
+    if config.data.tokenizer is None and initial is not None:
+        config.shape(0)  # what is wrong with the weights comes first
+        if not (initial / TOKENIZER_FILE).is_file():
+            raise ConfigError(
+                f"data.tokenizer: model.initial={str(initial)!r} has no {TOKENIZER_FILE}, and other tokens "
+                f"mean nothing to its weights; save it there with `AutoTokenizer.from_pretrained(...)"
+                f".save_pretrained(...)`, or set data.tokenizer"
+            )
+    return load_tokenizer(config.tokenizer, config.data.end_token)

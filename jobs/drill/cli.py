@@ -1,7 +1,6 @@
 """``braid drill``: break a run in every way there is, and see whether it comes out as if nothing had been."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from braid.actors.config import load_config
-from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_CHANGES
+from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
 from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ _FAILED = 1
 
 
 def drill(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")],
+    config: ConfigFile,
     faults: Annotated[
         str | None,
         typer.Option(
@@ -34,11 +33,9 @@ def drill(
         int, typer.Option(help="Drill with so many seeds, from SEED on, one after the other.", min=1)
     ] = 1,
     count: Annotated[int, typer.Option(help="How often each fault comes.", min=1)] = 1,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
-    ] = None,
-    launcher: Annotated[str | None, typer.Option(help="ray or processes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    overrides: Overrides = None,
+    launcher: Launcher = None,
+    as_json: AsJson = False,
     listing: Annotated[bool, typer.Option("--list", help="Name the faults and end.")] = False,
 ) -> None:
     """Break a run in every way that --list names, and compare it with the undisturbed one.
@@ -49,19 +46,23 @@ def drill(
     Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
     other numbers of ranks add up in another order.
     """
+    from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_CHANGES
+
     console = Console(stderr=as_json)
     if listing:
         for name, text in KINDS.items():
             needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_CHANGES else ""
             console.print(f"[bold]{name:16}[/bold] {text}{needs}", highlight=False)
         return
-    from braid.jobs.drill.possible import possible_faults
-    from braid.jobs.drill.runner import Drill, DrillError
+    from braid.jobs.drill.possible import check_faults, possible_faults
 
     resolved = load_config(
         config, [*(overrides or []), *([f"cluster.launcher={launcher}"] if launcher else [])]
     )
     kinds = [name.strip() for name in faults.split(",")] if faults is not None else possible_faults(resolved)
+    check_faults(resolved, kinds)
+    from braid.jobs.drill.runner import Drill, DrillError
+
     drills = {
         one: Drill(
             resolved,

@@ -9,7 +9,7 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import DrillError
 from braid.jobs.drill.plan import NodeRange
@@ -32,7 +32,7 @@ _SETTINGS = {
 
 def degrees_on(config: Config, nodes: int) -> Degrees | None:
     """The layout that an elastic run takes on so many nodes; None if there is none."""
-    vocabulary = load_tokenizer(config.data.tokenizer).vocabulary
+    vocabulary = tokenizer_of(config).vocabulary
 
     def fits(one: Config) -> bool:
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from braid.actors.config import ConfigError
 from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
+from braid.scheduling.suggestions import must_be_one_of
 
 _IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
     "kill-forward": ("kill", "forward"),
@@ -109,13 +110,18 @@ class Planned:
         return Fault(name=self.name, kind=kind, rank=rank, step=step, phase=phase, place=place)
 
 
+def check_names(kinds: Sequence[str]) -> None:
+    """`ConfigError` for a fault that there is not."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
+
+
 def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None) -> list[Planned]:
     """Every kind ``count`` times, in an order drawn by the seed, at steps some way apart.
 
     ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
     """
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ConfigError(f"--faults: {unknown[0]!r} is not known; there are {', '.join(KINDS)}")
+    check_names(kinds)
     draw = random.Random(seed)
     every = [kind for kind in kinds for _ in range(count)]
     draw.shuffle(every)

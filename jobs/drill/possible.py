@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from braid.actors.config import Config, ConfigError
-from braid.jobs.drill.plan import AIMED, KINDS, LEAST_TO_BE_SLOW, NEED_ROOT, NODE_CHANGES, SLOW
+from braid.jobs.drill.plan import AIMED, KINDS, LEAST_TO_BE_SLOW, NEED_ROOT, NODE_CHANGES, SLOW, check_names
 
 
 def possible_faults(config: Config) -> list[str]:
@@ -24,7 +24,8 @@ def possible_faults(config: Config) -> list[str]:
 
 
 def check_faults(config: Config, kinds: Sequence[str]) -> None:
-    """`ConfigError` where faults cannot be made here, or not together."""
+    """`ConfigError` for faults that are not known, or cannot be made here, or not together."""
+    check_names(kinds)
     wanted = set(kinds)
     if wanted & NODE_CHANGES.keys() and wanted & NEED_ROOT:
         raise ConfigError(

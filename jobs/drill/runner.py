@@ -17,7 +17,7 @@ import torch
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import MANIFEST, CheckpointStore
-from braid.actors.controller.records import StepRecord, read_metrics
+from braid.actors.controller.step_record import StepRecord, read_metrics
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.faults import FOLDER, call, fire, fired_at, let_go
 from braid.actors.stage.messages import Fault

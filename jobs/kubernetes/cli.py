@@ -1,22 +1,23 @@
 """``braid kubernetes``: the manifest that runs a configuration under KubeRay."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from braid.actors.config import ConfigError, parse_config, read_content
+from braid.jobs.output import check_output
+from braid.jobs.usage import ConfigFile, Overrides
 
 
 def kubernetes(
-    config: Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")],
+    config: ConfigFile,
     image: Annotated[str, typer.Option(help="Container image with Ray and Braid.")],
     claim: Annotated[str, typer.Option(help="Volume claim for runs and data, writable by many nodes.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE"),
-    ] = None,
-    kind: Annotated[str, typer.Option(help="RayJob (cluster and run) or RayCluster (cluster).")] = "RayJob",
+    overrides: Overrides = None,
+    kind: Annotated[
+        Literal["RayJob", "RayCluster"], typer.Option(help="Cluster and run, or the cluster alone.")
+    ] = "RayJob",
     ranks_per_node: Annotated[int, typer.Option(help="At most so many ranks on a worker pod.", min=1)] = 8,
     gpus: Annotated[bool, typer.Option("--gpus/--no-gpus", help="One GPU for every rank.")] = True,
     memory: Annotated[str, typer.Option(help="Memory of a rank.")] = "32Gi",
@@ -36,12 +37,11 @@ def kubernetes(
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
+    check_output("--output", output)
     from braid.jobs.kubernetes.manifests import Setting, manifest, nodes_needed
 
     # not `load_config`, which gives paths of this machine
     resolved = parse_config(read_content(config), overrides or (), source=str(config))
-    if kind not in ("RayJob", "RayCluster"):
-        raise ConfigError(f"--kind {kind} must be RayJob or RayCluster")
     ranks_per_node = min(ranks_per_node, resolved.layout().ranks)
     needed = nodes_needed(resolved, ranks_per_node)
     setting = Setting(
@@ -56,7 +56,7 @@ def kubernetes(
         namespace=namespace,
         token_secret=token_secret,
     )
-    text = manifest(resolved, setting, "RayJob" if kind == "RayJob" else "RayCluster")
+    text = manifest(resolved, setting, kind)
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -6,22 +6,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from braid.jobs.output import check_output
+from braid.jobs.usage import AsJson, Overrides, example
+from braid.scheduling.json_text import json_text
+
 if TYPE_CHECKING:
-    from braid.scheduling.json_text import json_text
-from braid.scheduling.planner.decide import Outcome
+    from braid.scheduling.planner.decide import Outcome
 
 Reference = Annotated[
-    str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG")
+    str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")
+]
+ClusterOfPlan = Annotated[
+    str | None, typer.Option(help="Cluster preset or YAML file (default: the plan's).", metavar="PRESET|FILE")
 ]
 Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", metavar="PRESET|FILE")]
 Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ProfileFile = Annotated[
     Path | None,
     typer.Option(help="Measured costs: profile.json, or a CSV of blocks per tensor-parallel degree."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
 ]
 Svg = Annotated[Path | None, typer.Option(help="Also draw an SVG to this file.")]
 
@@ -38,12 +40,16 @@ def plan(
 ) -> None:
     """Find the best layout, schedule and pairing of a job on a cluster."""
     from braid.jobs.planning import view, work
+    from braid.jobs.planning.searching import searching
 
+    check_output("--output", output)
+    check_output("--svg", svg)
     if profile is not None and profile.suffix == ".csv":
         _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
         return
     job = work.request(config, overrides, cluster, nodes, profile)
-    made = work.make_plan(job)
+    with searching(quiet=as_json) as tell:
+        made = work.make_plan(job, tell)
     if output is not None:
         work.write_text(output, made.to_yaml(), "--output")
     if svg is not None:
@@ -81,13 +87,18 @@ def _plan_degrees(
 
 
 def simulate(
-    config: Annotated[str, typer.Argument(help="A run's YAML file, a plan or a model preset.")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
-    ] = None,
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A run's YAML file, a plan or a model preset (braid presets).", metavar="CONFIG|PLAN|MODEL"
+        ),
+    ],
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
-    schedule: Annotated[str | None, typer.Option(help="Another schedule on the same layout.")] = None,
-    profile: ProfileFile = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace (Perfetto, chrome://tracing) to this file.")
     ] = None,
@@ -98,6 +109,8 @@ def simulate(
     """Simulate one step of a configuration or a plan."""
     from braid.jobs.planning import view, work
 
+    check_output("--trace", trace)
+    check_output("--svg", svg)
     outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
         from braid.scheduling.chrome_trace import chrome_trace
@@ -153,19 +166,20 @@ def _draw(outcome: "Outcome", path: Path) -> None:
 
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan that `braid plan --output` wrote.", metavar="PLAN")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plan's).", metavar="PRESET|FILE")
-    ] = None,
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     as_json: AsJson = False,
 ) -> None:
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
     from braid.jobs.planning import view, work
+    from braid.jobs.planning.searching import searching
     from braid.scheduling.plan import read_plan
     from braid.scheduling.planner.explain import explain as answer
 
     made = read_plan(plan)
-    explanation = answer(made, work.cluster_of(made, cluster, nodes))
+    spec = work.cluster_of(made, cluster, nodes)
+    with searching(quiet=as_json) as tell:
+        explanation = answer(made, spec, tell)
     if as_json:
         typer.echo(json_text(view.explanation_json(explanation)))
     else:
@@ -175,9 +189,7 @@ def explain(
 def compare(
     first: Annotated[str, typer.Argument(help="A plan, configuration, preset or trace.", metavar="A")],
     second: Annotated[str, typer.Argument(help="What to compare it with.", metavar="B")],
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster preset or file (default: the plans').", metavar="PRESET|FILE")
-    ] = None,
+    cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -220,5 +232,11 @@ def presets(as_json: AsJson = False) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (plan, simulate, explain, compare, presets):
-        app.command()(command)
+    for command, call in (
+        (plan, "plan llama-3.1-8b --cluster h100 --nodes 8 --output plan.yaml"),
+        (simulate, "simulate plan.yaml --schedule megatron"),
+        (explain, "explain plan.yaml"),
+        (compare, "compare plan.yaml other.yaml"),
+        (presets, "presets"),
+    ):
+        app.command(epilog=example(call))(command)

@@ -42,12 +42,16 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
 
     A layer of the user's own is loaded, which runs its code.
     """
+    console.print(config.to_yaml().rstrip(), highlight=False, markup=False, soft_wrap=True)
     if config.model.layer is not None:
         text = f"model.layer={config.model.layer!r} is loaded, and its code runs, also in a dry run"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if config.overlap.needs_profile:
+        text = f"overlap.schedule={config.overlap.schedule} is decided by measured costs; shown is megatron"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        config = config.with_schedule("megatron")
     layout, workload = config.layout(), config.workload()
     schedule = build_schedule(config, shape)
-    console.print(config.to_yaml().rstrip(), highlight=False, markup=False, soft_wrap=True)
     tokens = workload.global_batch * shape.sequence
     facts = Table(show_header=False, title="plan", title_justify="left")
     facts.add_row("model", f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters")

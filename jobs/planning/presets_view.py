@@ -1,9 +1,11 @@
 """Presets for the terminal and as JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from braid.scheduling.presets.library import (
     cluster_names,
@@ -34,35 +36,43 @@ def presets_json() -> dict[str, Any]:
 
 
 def show_presets(console: Console) -> None:
-    """Clusters and models in two tables."""
-    table = Table(title="clusters (--cluster)", title_justify="left")
-    for name in ("name", "nodes x GPUs", "GPU", "TFLOP/s", "GB", "intra GB/s", "inter GB/s a GPU", "source"):
-        table.add_column(name)
+    """Clusters and models in two tables whose names are never cut; sources stand below, by number."""
+    sources: dict[str, int] = {}
+
+    def number_of(source: str) -> str:
+        return f"[{sources.setdefault(source, len(sources) + 1)}]"
+
+    table = _table(
+        "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", "")
+    )
     for name in cluster_names():
         c = cluster_preset(name)
         table.add_row(
             name,
-            f"{c.nodes} x {c.gpus_per_node}",
-            c.gpu.name,
+            f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
             f"{c.gpu.peak_flops_per_s / 1e12:g}",
             f"{c.gpu.memory_bytes / 1e9:g}",
             f"{c.intra.bytes_per_s / 1e9:g}",
             f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
-            c.source,
+            Text(number_of(c.source)),
         )
     console.print(table)
-    table = Table(title="models", title_justify="left")
-    for name in ("name", "family", "parameters", "layers", "hidden", "sequence", "source"):
-        table.add_column(name)
+    table = _table("models", ("name", "family"), ("parameters", "layers", "hidden", "sequence", ""))
     for name in model_names():
         m = model_preset(name)
-        table.add_row(
-            name,
-            m.family,
-            f"{m.parameters() / 1e9:.2f} B",
-            str(m.layers),
-            str(m.hidden),
-            str(m.sequence),
-            model_source(name),
-        )
+        sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))
+        table.add_row(name, m.family, *sizes, Text(number_of(model_source(name))))
     console.print(table)
+    grid = Table.grid(padding=(0, 1))
+    for source, number in sources.items():
+        grid.add_row(Text(f"[{number}]"), Text(source))
+    console.print("sources; rates are of one GPU", grid)
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table

@@ -9,27 +9,26 @@ from rich.console import Console
 
 from braid.actors.config import Config, load_config
 from braid.actors.config.paths import anchored
+from braid.jobs.output import check_output
+from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
 from braid.scheduling.json_text import json_text
-
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key; may be repeated.", metavar="KEY=VALUE")
-]
 
 
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    launcher: Annotated[str | None, typer.Option(help="ray or processes.")] = None,
+    launcher: Launcher = None,
     output: Annotated[Path | None, typer.Option(help="Also write the profile to this file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw the heat map to this file.")] = None,
     anew: Annotated[bool, typer.Option("--anew", help="Measure even if that was done before.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
     from braid.jobs.planning.heat_map import heat_map, svg_map, terminal_map
     from braid.jobs.planning.work import write_text
 
+    check_output("--output", output)
+    check_output("--svg", svg)
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     resolved = anchored(load_config(config, [*(overrides or []), *extra]), Path.cwd())
     found = _measure(resolved, anew)
@@ -55,13 +54,14 @@ def profile(
 def _measure(config: Config, anew: bool) -> Any:
     from braid.actors.controller.processes import ProcessLauncher
     from braid.actors.controller.profiling import find_or_measure
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
+    from braid.jobs.refusals import check_place_of_ranks
     from braid.jobs.session import ray_session
 
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
+    check_place_of_ranks(config, shape)
     if config.cluster.launcher == "processes":
         launcher = ProcessLauncher(config)
-        launcher.check(config.layout().ranks)
         return find_or_measure(config, shape, launcher, anew=anew)
     with ray_session(config):
         from braid.actors.controller.placement import RayLauncher

@@ -13,7 +13,7 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.compare_traces import TraceComparison
 from braid.scheduling.draw_simulation import moving, pair_text, paired_run
 from braid.scheduling.plan import Plan
-from braid.scheduling.planner.decide import Outcome
+from braid.scheduling.planner.decide import ALIKE, Outcome
 from braid.scheduling.planner.explain import Explanation
 from braid.scheduling.records import to_mapping
 from braid.scheduling.setting import Setting
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from braid.scheduling.planner.tensor_degrees import DegreePlan
 
 GIB = 2**30
+_HELPS = 0.005
+"""So much more tokens per second, at least, is help."""
 _STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "L": "black on dark_sea_green2", "": ""}
 
 
@@ -71,6 +73,14 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     setting = plan.setting
     title = f"plan for {cluster.gpus:,} GPUs of {cluster.name}"
     table = Table(show_header=False, title=title, title_justify="left")
+    model, workload = setting.model, setting.workload
+    table.add_row(
+        "model",
+        f"{model.family}, {model.parameters() / 1e9:.2f} B parameters: {model.layers} layers, hidden "
+        f"{model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
+    )
+    tokens = workload.global_batch * model.sequence
+    table.add_row("batch", f"{workload.global_batch:,} samples, {tokens:,} tokens a step")
     table.add_row("layout", setting.layout.describe())
     batches = f"{setting.micro_batches} micro-batches of {_samples(plan)}"
     table.add_row("schedule", f"{_schedule(setting)}, {batches}")
@@ -89,6 +99,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
         f"{score.step_seconds:.3f} s, {score.tokens_per_second:,.0f} tokens/s, MFU {score.mfu:.1%}, "
         f"hidden {figures.share(score.hidden_fraction, 1)}, bubble {figures.share(score.bubble_fraction, 1)}",
     )
+    if plan.usual:
+        table.add_row("usual way", usual_line(plan))
     table.add_row("memory", f"{score.peak_bytes / GIB:.1f} of {cluster.usable_bytes / GIB:.1f} GiB usable")
     table.add_row("costs", plan.profile)
     if plan.not_executed:
@@ -97,6 +109,18 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
         table.add_row("partition", str(partition))
     console.print(table)
     _show_runners_up(console, plan)
+
+
+def usual_line(plan: Plan) -> str:
+    """What the usual schedules take with the same degrees, and what the plan gains over the best of them."""
+    best, *others = plan.usual
+    gain = best.step_seconds / plan.score.step_seconds - 1
+    shown = (best, *(one for one in others if one.schedule == "megatron"))
+    times = ", ".join(f"{one.schedule} {one.step_seconds:.3f} s" for one in shown)
+    if gain < ALIKE:
+        less = f"{gain:.1%} faster than {best.schedule}, less than the simulator can tell ({ALIKE:.0%})"
+        return f"{times}; the plan is {less}: overlap beyond that gains nothing here"
+    return f"{times}; the plan is {gain:.1%} faster than {best.schedule}"
 
 
 def _schedule(setting: Setting) -> str:
@@ -295,11 +319,15 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         console.print(f"{tier.change} a step would take {tier.step_seconds:.3f} s (x {tier.speedup:.3f})")
     if plan.not_executed:
         console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
-    table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))
-    for number, answer in enumerate(explanation.what_if, 1):
-        table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
-    console.print(table)
-    _show_notes(console, [answer.layout for answer in explanation.what_if])
+    helps = [one for one in explanation.what_if if one.speedup >= 1 + _HELPS]
+    if helps:
+        table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))
+        for number, answer in enumerate(helps, 1):
+            table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
+        console.print(table)
+        _show_notes(console, [answer.layout for answer in helps])
+    if others := [f"{one.change} (x {one.speedup:.3f})" for one in explanation.what_if if one not in helps]:
+        console.print(f"what does not help: {', '.join(others)}")
 
 
 def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:

@@ -4,19 +4,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, ConfigError, ParallelConfig, load_config, parse_config
+from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.actors.config.paths import expanded
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import plan_layout, plan_of, runner_up
+from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
 from braid.scheduling.planner.space import AUTO, PART_BY_PART, Space, searched_schedules, with_schedule
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import AXES, ModelShape, Workload
+from braid.scheduling.suggestions import must_be_one_of, nearest
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -56,17 +58,18 @@ def request(
 def _config(reference: str, overrides: list[str]) -> Config:
     if reference in model_names():
         content = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
-        config = parse_config(content, overrides, source=reference)
+        config = expanded(parse_config(content, overrides, source=reference))
         if "global_batch" in config.train.model_fields_set:
             return config
         sequence = config.model.shape(1).sequence
         samples = max(1, PRESET_BATCH_TOKENS // sequence)
-        return parse_config(content, [f"train.global_batch={samples}", *overrides], source=reference)
+        batch = f"train.global_batch={samples}"
+        return expanded(parse_config(content, [batch, *overrides], source=reference))
     path = Path(reference)
     if not path.exists():
-        raise ConfigError(
-            f"{reference} is neither a file nor a model preset; `braid presets` lists the presets"
-        )
+        near = nearest(reference, model_names())
+        remedy = f"did you mean {near!r}?" if near else "`braid presets` lists the presets"
+        raise ConfigError(f"{reference} is neither a file nor a model preset; {remedy}")
     return load_config(path, overrides)
 
 
@@ -74,15 +77,16 @@ def _vocabulary(config: Config) -> int:
     """The tokenizer's, where the model's is not given; a preset has its own."""
     if config.model.preset is not None or config.model.initial is not None:
         return 1
-    from braid.jobs.data.tokenizer import load_tokenizer
+    from braid.jobs.data.tokenizer import tokenizer_of
 
-    return load_tokenizer(config.data.tokenizer).vocabulary
+    return tokenizer_of(config).vocabulary
 
 
-def make_plan(job: Request) -> Plan:
-    """Search with ``parallel: auto``, else decide for the layout that is given."""
+def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
+    """Search with ``parallel: auto``, else decide for the layout that is given. ``tell``: what it is at."""
     config = job.config
     if not config.parallel.auto:
+        tell("orders of the schedule" if config.overlap.schedule != AUTO else "all schedules of this layout")
         choose = _layers_chosen if config.chooses_layers else _decided_alone
         outcome, others = choose(job, fixed_setting(job))
         if outcome.missing_bytes:
@@ -93,7 +97,9 @@ def make_plan(job: Request) -> Plan:
                 f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
                 f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
             )
-        return plan_of(outcome, job.cluster, others)
+        tell("what the usual schedules would take")
+        bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
+        return plan_of(outcome, job.cluster, others, usual_schedules(outcome, bench_of, over))
     if job.profile is not None:
         raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")
     given = config.train.model_fields_set
@@ -110,7 +116,7 @@ def make_plan(job: Request) -> Plan:
         late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
-    return plan_layout(search, job.cluster)
+    return plan_layout(search, job.cluster, tell=tell)
 
 
 def _searched_schedule(config: Config) -> str | None:
@@ -167,32 +173,40 @@ def fixed_setting(job: Request) -> Setting:
         raise ConfigError(str(error)) from None
 
 
-_OF_LAYOUTS = ("late_layers", "zero", "shards")
-"""What plans decide beside degrees."""
+_LISTS = ("tensor_degrees", "end_degrees", "recompute")
+"""Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
 
 
 def with_plan(config: Config, file: Path) -> Config:
-    """The configuration with a plan's decisions: what it leaves open is as the plan says.
+    """The configuration with a plan's decisions, where it leaves them open: schedule, degrees of the mesh and
+    of layers, what ZeRO cuts, policies, samples of a micro-batch.
 
-    Where both say something else, `braid.actors.controller.planning` refuses the plan and names the key.
+    `ConfigError` names the key that says something else. What no plan decides (model, batch, numerics) is
+    compared by `braid.actors.controller.planning`.
     """
     setting = read_plan(file).setting
-    layout, train, parallel = setting.layout, config.train, config.parallel
-    overlap: dict[str, Any] = {"plan": file}
-    if "schedule" not in config.overlap.model_fields_set or config.overlap.schedule == AUTO:
-        overlap["schedule"] = setting.schedule
-    if parallel.auto:
-        degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
-        fixed = {axis: degree for axis, degree in parallel.fixed.items() if degree != degrees[axis]}
-        others = {key: getattr(parallel, key) or getattr(layout, key) for key in _OF_LAYOUTS}
-        parallel = ParallelConfig.model_validate({**degrees, **fixed, **others})
-        found = {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}
-        train = train.model_copy(
-            update={key: value for key, value in found.items() if key not in train.model_fields_set}
-        )
-    return config.model_copy(
-        update={"overlap": config.overlap.model_copy(update=overlap), "parallel": parallel, "train": train}
-    )
+    layout, changed = setting.layout, dict[str, Any]()
+    degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
+    cut = {key: getattr(layout, key) for key in ("zero", "shards", "late_layers")}
+    lists = {key: getattr(layout, key) or None for key in ("tensor_degrees", "end_degrees")}
+    for name, decided in (
+        ("parallel", {**degrees, **cut, **lists, "context": setting.context}),
+        ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
+        ("overlap", {"schedule": setting.schedule}),
+    ):
+        section = getattr(config, name)
+        said = {key: value for key in decided if (value := getattr(section, key)) != AUTO}
+        said = {key: value for key, value in said.items() if key in section.model_fields_set}
+        for key, value in said.items():
+            if key not in _LISTS and value != decided[key]:
+                raise ConfigError(
+                    f"plan {file} has {name}.{key}={decided[key]}, the configuration says {value}: leave "
+                    f"{name}.{key} out, or plan anew"
+                )
+        changed[name] = section.model_copy(update={**decided, **said})
+    changed["parallel"] = changed["parallel"].model_copy(update={"auto": False})
+    changed["overlap"] = changed["overlap"].model_copy(update={"plan": file})
+    return config.model_copy(update=changed)
 
 
 def is_plan(reference: str) -> bool:
@@ -249,7 +263,7 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
 def known_schedule(name: str) -> str:
     """The name of a schedule; `ConfigError` lists them otherwise."""
     if name not in SCHEDULES:
-        raise ConfigError(f"--schedule {name!r} is not known; use one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"--schedule {name!r} {must_be_one_of(name, SCHEDULES)}")
     return name
 
 

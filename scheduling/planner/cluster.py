@@ -6,7 +6,7 @@ stages each combination takes the first that fits, from 1 on.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -14,7 +14,8 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.memory import least_bytes
 from braid.scheduling.plan import Plan, RunnerUp, score_of
 from braid.scheduling.planner.candidates import Candidate, Search, candidates
-from braid.scheduling.planner.decide import Outcome, best_of, modelled, rank, with_cuts, within
+from braid.scheduling.planner.decide import Outcome, Over, best_of, modelled, rank, with_cuts, within
+from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
 from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.setting import Setting
@@ -34,8 +35,11 @@ LEAST = 0.85
 COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
 """Policies under which a layer computes less and moves no more: where one fits, no other need be tried."""
 
-OTHER_SCHEDULES = ("interleaved", "zbv", "megatron")
+USUAL_SCHEDULES = ("interleaved", "zbv", "megatron", "ddp")
 """What the best layout is also simulated with; ours has to be better, or it is not taken."""
+
+Tell = Callable[[str], None]
+"""Told what a search is at."""
 
 
 class DoesNotFitError(ValueError):
@@ -43,12 +47,19 @@ class DoesNotFitError(ValueError):
 
 
 @uncollected()
-def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: int = SIMULATED) -> Plan:
-    """The best plan that was found, with the runners-up.
+def plan_layout(
+    search: Search,
+    cluster: ClusterSpec,
+    keep: int = 5,
+    simulated: int = SIMULATED,
+    tell: Tell = lambda text: None,
+) -> Plan:
+    """The best plan that was found, with the runners-up and what the usual schedules would take.
 
     `DoesNotFitError` says how much memory is missing and what would make the job fit; `ValueError` where no
     layout divides the model and the batch.
     """
+    tell("which layouts fit")
     found = list(candidates(search, cluster))
     if not found:
         raise ValueError(_nothing_divides(search, cluster))
@@ -56,18 +67,21 @@ def plan_layout(search: Search, cluster: ClusterSpec, keep: int = 5, simulated: 
     if not fitting:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     fitting.sort(key=lambda candidate: candidate.step_ns)
-    outcomes, refused = _simulate(fitting, simulated, cluster)
+    outcomes, refused = _simulate(fitting, simulated, cluster, tell)
     if not outcomes:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     outcomes.sort(key=_step)
+    tell(f"all pipelines of the best layout, {outcomes[0].setting.layout.describe()}")
     outcomes[0] = _refined(outcomes[0], cluster)
+    tell("what the usual schedules would take")
+    usual = usual_schedules(outcomes[0], modelled(cluster), within(cluster.usable_bytes))
     if search.schedule is None:
-        outcomes += _other_schedules(outcomes[0], cluster)
+        outcomes += [one for one in usual if one is not outcomes[0]]
         outcomes.sort(key=_step)
     best = outcomes[0]
     _validate(best, cluster)
     others = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
-    return plan_of(best, cluster, tuple(others + refused))
+    return plan_of(best, cluster, tuple(others + refused), usual)
 
 
 def _validate(best: Outcome, cluster: ClusterSpec) -> None:
@@ -77,7 +91,12 @@ def _validate(best: Outcome, cluster: ClusterSpec) -> None:
     check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
 
 
-def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...] = ()) -> Plan:
+def plan_of(
+    best: Outcome,
+    cluster: ClusterSpec,
+    runners_up: tuple[RunnerUp, ...] = (),
+    usual: Sequence[Outcome] = (),
+) -> Plan:
     """An outcome as a plan."""
     return Plan(
         cluster=cluster.name,
@@ -87,6 +106,7 @@ def plan_of(best: Outcome, cluster: ClusterSpec, runners_up: tuple[RunnerUp, ...
         score=score_of(best.numbers),
         pairing=best.note,
         runners_up=runners_up,
+        usual=tuple(runner_up(one, best) for one in usual),
     )
 
 
@@ -95,7 +115,7 @@ def _step(outcome: Outcome) -> float:
 
 
 def _simulate(
-    ranked: Sequence[Candidate], simulated: int, cluster: ClusterSpec
+    ranked: Sequence[Candidate], simulated: int, cluster: ClusterSpec, tell: Tell
 ) -> tuple[list[Outcome], list[RunnerUp]]:
     """Outcomes of those that also fit when memory is counted instruction by instruction."""
     outcomes: list[Outcome] = []
@@ -106,6 +126,8 @@ def _simulate(
         if len(outcomes) == simulated or candidate.step_ns * LEAST > best:
             break  # nor are those quicker that follow
         setting = candidate.setting
+        quickest = f", the quickest takes {best / 1e9:.3f} s" if outcomes else ""
+        tell(f"layouts: {len(outcomes)} of {simulated} simulated{quickest}")
         less = COMPUTE_LESS.get(setting.recompute, ())
         if not fitting.isdisjoint(replace(setting, recompute=one) for one in less):
             continue
@@ -121,7 +143,7 @@ def _simulate(
 def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
     """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
     others = [one for one in variants(_open(best.setting), PART_BY_PART) if one != best.setting]
-    if others := list(_fitting(others, cluster)):
+    if others := list(_fitting(others, modelled(cluster), cluster.usable_bytes)):
         best = min(best, _best(others, cluster), key=rank)
     return with_cuts(best, modelled(cluster), within(cluster.usable_bytes))
 
@@ -130,13 +152,13 @@ def _best(settings: Iterable[Setting], cluster: ClusterSpec) -> Outcome:
     return best_of(settings, modelled(cluster), within(cluster.usable_bytes))
 
 
-def _fitting(settings: Iterable[Setting], cluster: ClusterSpec) -> Iterator[Setting]:
+def _fitting(settings: Iterable[Setting], bench_of: BenchOf, usable_bytes: float) -> Iterator[Setting]:
     """Those that may fit, by what they hold at least."""
     for setting in settings:
-        layout, parts = setting.layout, modelled(cluster)(setting).members
+        layout, parts = setting.layout, bench_of(setting).members
         members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
         order = setting.order.order(layout, setting.micro_batches, setting.hop)
-        if least_bytes(order, members, layout, setting.dtype) <= cluster.usable_bytes:
+        if least_bytes(order, members, layout, setting.dtype) <= usable_bytes:
             yield setting
 
 
@@ -156,17 +178,22 @@ def _varied(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _other_schedules(best: Outcome, cluster: ClusterSpec) -> list[Outcome]:
-    outcomes = []
-    for name in OTHER_SCHEDULES:
+def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:
+    """The same degrees under each of `USUAL_SCHEDULES` that suits them and fits, the quickest first; ``best``
+    itself, if it is one of them."""
+    found = []
+    for name in USUAL_SCHEDULES:
+        if name == best.setting.schedule:
+            found.append(best)
+            continue
         try:
-            settings = list(variants(with_schedule(best.setting, name), PART_BY_PART))
-            outcome = _best(_fitting(settings, cluster), cluster)
+            settings = variants(with_schedule(best.setting, name), PART_BY_PART)
+            outcome = best_of(settings, bench_of, over)
         except ValueError:
-            continue  # a schedule that wants another number of micro-batches or layers, or more memory
+            continue  # a schedule that wants another number of micro-batches or layers
         if not outcome.missing_bytes:
-            outcomes.append(outcome)
-    return outcomes
+            found.append(outcome)
+    return sorted(found, key=_step)
 
 
 def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from braid.scheduling.cluster import ClusterSpec, Level, Link
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import DoesNotFitError, plan_layout
+from braid.scheduling.planner.cluster import DoesNotFitError, Tell, plan_layout
 from braid.scheduling.planner.decide import Outcome, evaluate, replay
 from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.planner.tiers import TIERS
@@ -37,17 +37,22 @@ class Explanation:
     """Without each of Centauri's tiers, where the schedule has them."""
 
 
-def explain(plan: Plan, cluster: ClusterSpec) -> Explanation:
-    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each."""
+def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
+    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each. ``tell``: what
+    it is at."""
+    tell("the plan itself")
     outcome = replay(plan.setting, plan.choices, cluster)
     numbers = outcome.numbers
+    tell("twice the bandwidth")
     answers: list[WhatIf | None] = [
         _planned(plan, outcome, "2x bandwidth inside nodes", _faster(cluster, Level.INTRA)),
     ]
     if cluster.inter is not None:
         answers.append(_planned(plan, outcome, "2x bandwidth between nodes", _faster(cluster, Level.INTER)))
-    answers.append(_more_memory(plan, outcome, cluster))
+    answers.append(_more_memory(plan, outcome, cluster, lambda text: tell(f"more memory; {text}")))
+    tell("twice the batch")
     answers.append(_larger_batch(plan, outcome, cluster))
+    tell("without what cuts collectives")
     tiers = TIERS if plan.setting.schedule == "braid" else {}
     found = sorted((a for a in answers if a is not None), key=lambda answer: -answer.speedup)
     return Explanation(
@@ -83,7 +88,7 @@ def _open(setting: Setting) -> Setting:
     return replace(with_schedule(setting, setting.schedule), unit_layers=setting.unit_layers)
 
 
-def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | None:
+def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
     """Half as much memory again: a new search over layouts."""
     gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes * 3 // 2)
     setting = plan.setting
@@ -95,7 +100,7 @@ def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | No
         context=setting.context,
     )
     try:
-        better = plan_layout(search, replace(cluster, gpu=gpu), simulated=3)
+        better = plan_layout(search, replace(cluster, gpu=gpu), simulated=3, tell=tell)
     except (DoesNotFitError, ValueError):
         return None
     score = better.score

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from braid.scheduling.pattern import DENSE, UNIFORM, pattern_of
@@ -128,10 +129,12 @@ def _normalised(shape: ModelShape) -> bool:
     return shape.normalised or shape.softmax_after
 
 
-def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
+def hugging_face_config(
+    shape: ModelShape, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The contents of ``config.json`` for a model whose weights are stored as ``dtype`` (``float32``, ...).
 
-    Without ids of special tokens, which Braid does not know, and without dropout, which it does not have.
+    ``tokens``: ids of special tokens, by their keys there. Dropout is left out, as Braid has none.
     """
     known = architecture_of(shape)
     more: dict[str, Any] = {}
@@ -156,6 +159,7 @@ def hugging_face_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
+        **tokens,
         **known.written,
         **more,
     }

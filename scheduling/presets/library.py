@@ -1,6 +1,5 @@
 """Reads presets and cluster files."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,7 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.presets.hugging_face import initial_shape
 from braid.scheduling.records import from_mapping, number
 from braid.scheduling.spec import ModelShape
+from braid.scheduling.suggestions import nearest
 from braid.scheduling.yaml_text import parse_yaml
 
 _FOLDER = Path(__file__).parent
@@ -96,9 +96,9 @@ def _with_nodes(spec: ClusterSpec, nodes: int) -> ClusterSpec:
 
 def _known(key: str, name: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "`braid presets` lists them"
-        raise ValueError(f"{key} {name!r} is no preset; {hint}")
+        near = nearest(str(name), known)
+        meant = f"did you mean {near!r}?" if near else "`braid presets` lists them"
+        raise ValueError(f"{key} {name!r} is no preset; {meant}")
     entry: Mapping[str, Any] = known[name]
     return entry
 

@@ -85,3 +85,41 @@ def test_what_lasts_is_not_looked_at_until_the_next_model_comes() -> None:
         assert left() is None
     finally:
         gc.unfreeze()
+
+
+FRAYED = """
+import torch
+from braid.actors.stage.allocator import keep_freed_memory
+from braid.actors.stage.peak_memory import PeakMemory
+
+keeps = keep_freed_memory()
+peak = PeakMemory(torch.device("cpu"))
+large, between = [], []
+for _ in range(100):
+    large.append(torch.ones(2 << 18))
+    between.append(torch.ones(600))  # stays, so that what is freed around it lies apart
+large.clear()
+
+def after(steps):
+    for _ in range(steps):
+        peak.begin()
+    return peak.of_step()
+
+print(int(keeps), after(4), after(60))
+"""
+
+
+def test_a_heap_that_has_frayed_is_tidied() -> None:
+    """200 MB that nobody uses stay for the next tensors, but not for ever."""
+    result = subprocess.run(
+        [sys.executable, "-c", FRAYED],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    keeps, soon, later = map(int, result.stdout.split())
+    if not keeps:
+        pytest.skip("this C library is not glibc, or the environment has its parameters")
+    assert later < soon - (150 << 20)

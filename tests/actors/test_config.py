@@ -1,5 +1,6 @@
 """The configuration as a user writes it: what YAML makes of it, and where its paths begin."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_anchored() -> None:
     assert config.overlap.schedule_file == Path("/s.txt")
     assert config.checkpoint.mirror == "/base/mirror"
     assert anchored(config, Path("/other")) == config
-    assert anchored(parse_config({}), Path("/base")).data.tokenizer == "bytes"
+    assert anchored(parse_config({}), Path("/base")).tokenizer == "bytes"
     assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
@@ -87,6 +88,64 @@ def test_anchored() -> None:
 def test_mirrors(mirror: str, at_base: str) -> None:
     config = anchored(parse_config({"checkpoint": {"mirror": mirror}}), Path("/base"))
     assert config.checkpoint.mirror == at_base
+
+
+PLACES = ("~/a", "$CORPORA/a", "$PWD/a", "${CORPORA}/a/../b", "b/$CORPORA")
+TEXTS = ("runs", "model.initial", "data.tokenizer", "data.directory", "checkpoint.mirror")
+TEXTS += ("overlap.schedule_file", "overlap.plan", "overlap.profile")
+
+
+@pytest.mark.parametrize("key", [*TEXTS, "data.files", "data.exclude", "model.layer"])
+@pytest.mark.parametrize("place", PLACES)
+def test_homes_and_variables_in_paths(
+    key: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("CORPORA", "/corpora")
+    monkeypatch.setenv("PWD", "/here")
+    found = {
+        "~/a": "/home/me/a",
+        "$PWD/a": "/here/a",
+        "$CORPORA/a": "/corpora/a",
+        "${CORPORA}/a/../b": "/corpora/b",
+    }
+    value = {"data.files": f"['{place}']", "data.exclude": f"['{place}']", "model.layer": f"{place}.py:L"}
+    config = anchored(written(tmp_path, "", f"{key}={value.get(key, place)}"), tmp_path)
+    section, _, name = key.rpartition(".")
+    got = getattr(getattr(config, section) if section else config, name)
+    text = str(got[0] if isinstance(got, tuple) else got)
+    text = os.path.normpath(text.removesuffix(".py:L")) if key in ("data.exclude", "model.layer") else text
+    where = "" if key == "data.exclude" else f"{tmp_path}/"
+    assert text == found.get(place, f"{where}b/corpora")
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("$NONE/a", "runs='$NONE/a': the variable NONE is not set here, or empty; set it"),
+        ("a/${EMPTY}", "the variable EMPTY is not set here, or empty"),
+        (
+            "~nobody-of-this-name/a",
+            "runs='~nobody-of-this-name/a': ~nobody-of-this-name is nobody's home here",
+        ),
+        ("$MY_TOKEN/a", "MY_TOKEN looks like a secret"),
+    ],
+)
+def test_homes_and_variables_that_are_not_known(
+    place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("MY_TOKEN", "t")
+    monkeypatch.delenv("NONE", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        written(tmp_path, "", f"runs={place}")
+    assert says in str(refused.value)
+
+
+def test_homes_are_left_to_whoever_reads_them() -> None:
+    """A manifest for other machines has neither homes nor variables of this one."""
+    config = anchored(parse_config({"runs": "~/r", "data": {"directory": "$D/d"}}), Path("/base"))
+    assert (str(config.runs), str(config.data.directory)) == ("~/r", "$D/d")
 
 
 def test_layers_that_are_no_files() -> None:
@@ -121,7 +180,7 @@ def test_layers_by_name(tmp_path: Path) -> None:
             "model.rotary_scaling: unknown key 'facto'; did you mean 'factor'?",
         ),
         ({"rotary_scaling": {"factor": 0}}, "model.rotary_scaling: factor=0.0 must be greater than zero"),
-        ({"rotary_scaling": 8}, "model.rotary_scaling=8: it must hold keys and values, found 8"),
+        ({"rotary_scaling": 8}, "model.rotary_scaling=8: must hold keys and values, found 8"),
         ({"rotary_scaling": {}}, "model.rotary_scaling: it.factor is missing; give it a number"),
         ({"family": "gpt", "rotary_scaling": {"factor": 2}}, "does not go with model.family gpt"),
         ({"rotary_scaling": {"factor": 1, "factors": [1, 2], "original_sequence": 256}}, "has 2 entries"),
@@ -198,3 +257,51 @@ def test_secrets_have_no_value_in_a_configuration(tmp_path: Path, name: str, val
 def test_other_variables_have(name: str) -> None:
     config = parse_config({"cluster": {"env": {name: "http://proxy:3128"}}})
     assert config.cluster.env == {name: "http://proxy:3128"}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.learning_rate=1", "unknown key 'train.learning_rate'; did you mean 'train.lr'?"),
+        ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'train.lr'?"),
+        ("train.batch_size=4", "unknown key 'train.batch_size'; did you mean 'train.global_batch'?"),
+        ("parallel.fsdp=true", "unknown key 'parallel.fsdp'; did you mean 'parallel.zero=3'?"),
+        ("model.lr=1", "unknown key 'model.lr'; did you mean 'train.lr'?"),
+        ("training.lr=1", "unknown key 'training'; did you mean 'train'?"),
+        ("overlap.schedule=fsdp", "overlap.schedule='fsdp': is not known; here that is parallel.zero=3"),
+        ("overlap.schedule=dhelx", "overlap.schedule='dhelx': is not known; did you mean 'dhelix'?"),
+        ("train.dtype=fp16", "train.dtype='fp16': must be one of fp32, bf16, fp64; did you mean 'bf16'?"),
+        ("train.lr=true", "train.lr=true: must be a number > 0"),
+        ("train.steps=true", "train.steps=true: must be a whole number at least 1"),
+        ("train.betas=[true, 0.9]", "train.betas=[true, 0.9]: must be a list of 2 numbers at least 0, < 1"),
+        (
+            "train.betas=[1.5, 0.95]",
+            "train.betas[0]=1.5: train.betas must be a list of 2 numbers at least 0, < 1",
+        ),
+        ("train.betas=[0.9]", "train.betas=[0.9]: must be a list of 2 numbers at least 0, < 1"),
+        ("train.seed=-1", "train.seed=-1: must be a whole number at least 0, < 4294967296"),
+        ("telemetry.page=1", "telemetry.page=1: must be true or false"),
+        ("overlap.cuda_graphs=maybe", "overlap.cuda_graphs='maybe': must be true or false, or auto"),
+        ("cluster.env={A: 1}", 'cluster.env.A=1: must be text; write it in quotes: "1"'),
+        (
+            "failure.spike=0.5",
+            "failure: spike=0.5 would repeat every other step; set it above 1, as to 3, or to 0",
+        ),
+        (
+            "parallel.end_degrees=[0, 1]",
+            "parallel.end_degrees[0]=0: parallel.end_degrees must be a list of 2",
+        ),
+        ("train=5", "train=5: is a section of keys; write them as train: {steps: ...}"),
+    ],
+)
+def test_wrong_keys_and_values_are_one_line_with_the_remedy(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({}, [override])
+    assert str(refused.value).startswith(f"configuration: {says}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [{1: 2}, {"train": {1: 2}}])
+def test_keys_that_are_numbers(content: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^configuration: unknown key '(train\.)?1'; known here: \w+, \w+"):
+        parse_config(content)

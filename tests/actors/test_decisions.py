@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError
 from braid.actors.controller import decisions, planning
 from braid.actors.controller.combining import combine
 from braid.actors.controller.decisions import KEPT, find_or_decide, sources_digest
 from braid.actors.controller.planning import model_graphs
+from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.controller.profiling import _profile_path
 from braid.actors.stage.messages import RunPlan
+from braid.jobs.planning.known import known_schedule
 from braid.jobs.train import Chosen, plan_run
 from braid.scheduling.profile import Profile
+from braid.scheduling.schedule_text import write
 from tests.actors.test_profiling import VOCABULARY, config_of, samples_of
 
 pytestmark = pytest.mark.slow
@@ -140,3 +144,21 @@ def test_the_newest_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     forbid(monkeypatch)
     assert find_or_decide(config, shape, profile) == made
+
+
+def test_a_schedule_that_is_printed_is_the_one_that_a_run_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    shape, profile = config.check(VOCABULARY), profile_of(config)
+    with pytest.raises(ConfigError, match=r"schedule=braid is decided by measured costs, .* `braid profile`"):
+        known_schedule(config, shape)
+    kept = _profile_path(config, shape, ProcessLauncher(config))
+    kept.parent.mkdir(parents=True)
+    kept.write_text(profile.to_json(), encoding="utf-8")
+    taken = find_or_decide(config, shape, profile).schedule
+    forbid(monkeypatch)
+    assert write(known_schedule(config, shape)) == taken
+    kept.rename(tmp_path / "given.json")
+    overlap = config.overlap.model_copy(update={"profile": tmp_path / "given.json"})
+    assert write(known_schedule(config.model_copy(update={"overlap": overlap}), shape)) == taken

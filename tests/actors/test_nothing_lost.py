@@ -16,15 +16,7 @@ from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore
 from braid.actors.controller.mirror import Mirror, MirrorError
-from braid.actors.controller.records import (
-    Event,
-    Finished,
-    Incident,
-    Saved,
-    Started,
-    StepDone,
-    read_identity,
-)
+from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, read_identity
 from braid.actors.controller.resizing import Resizing
 from braid.actors.stage.messages import RunPlan
 from tests.actors.stand_ins import StandInLauncher, controller_of, losses, states, told

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller import profiling
-from braid.actors.controller.combining import combine
+from braid.actors.controller.combining import _imbalance, combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
@@ -357,3 +358,15 @@ def test_a_profile_of_other_hardware_is_refused() -> None:
         check_hardware(group, "measured: 2 x CPU made up", "p.json")
     check_hardware(group, "measured: 2 x GPU that is not there", "p.json")
     check_hardware(group, "modelled: a40", "p.json")
+
+
+def test_rows_of_each_group_count_for_the_imbalance_of_a_profile() -> None:
+    """Two groups of two ranks: one even; one with 150 beside 50 in one pass, 90 beside 110 in another."""
+    rows = [[100, 100], [100, 100], [150, 90], [50, 110]]
+    groups = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    samples: list[Any] = [
+        SimpleNamespace(expert_rows=own, experts_with=group) for own, group in zip(rows, groups, strict=True)
+    ]
+    assert _imbalance(samples) == pytest.approx((1 + 1 + 1.5 + 1.1) / 4)
+    nothing: Any = SimpleNamespace(expert_rows=[], experts_with=())
+    assert _imbalance([nothing]) == 0.0

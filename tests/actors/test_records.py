@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from braid.actors.config import ConfigError
 from braid.actors.controller import json_lines, records, steps, waiting_lines
 from braid.actors.controller.json_lines import last_line, read_lines
-from braid.actors.controller.records import RunDirectory, StepRecord, read_metrics
+from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.reporting import build_report
+from braid.actors.controller.step_record import StepRecord, read_metrics
 from braid.actors.controller.steps import StepClock
 from tests.end_to_end.runs import small_config
 
@@ -106,6 +107,20 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     assert list(map(asdict, kept)) == list(map(asdict, read_metrics(directory.metrics)))
     directory.note("finished", 6, 3, "complete")
     assert directory.unfinished() is None
+    directory.close()
+
+
+def test_records_of_older_runs_are_read(tmp_path: Path) -> None:
+    """Lines that were written before some fields were."""
+    config = small_config(tmp_path)
+    directory = RunDirectory(config, resume=False, overwrite=False)
+    directory.append(a_record(1), {"step": 1})
+    line = json.loads(directory.metrics.read_text())
+    for name in ("waiting_seconds", "exposed_by_axis", "validation_loss"):
+        line.pop(name, None)
+    directory.metrics.write_text(json.dumps(line) + "\n")
+    (found,) = directory.rewind(2)
+    assert (found.waiting_seconds, found.exposed_by_axis, found.validation_loss) == (0.0, {}, None)
     directory.close()
 
 

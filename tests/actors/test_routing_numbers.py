@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import RunDirectory, StepRecord, read_metrics
+from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.step_record import StepRecord, read_metrics
 from braid.actors.stage.messages import RoutingSums
 from braid.jobs.display import report_table
 from braid.scheduling.spec import ModelShape, ParallelLayout

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Transfer
-from braid.scheduling.operators import Stream
+from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.schedule import Pass, PassKind, Strand
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, communication
 from braid.scheduling.trace_arrays import IntArray
@@ -130,7 +130,7 @@ class _Members:
 
     def exchange(self, axis: str, own: IntArray) -> IntArray:
         rows = [
-            np.array([(rank, 0, 0), *one.collectives()[axis]], np.int64)
+            np.array([(rank, 0, 0, 0), *one.collectives()[axis]], np.int64)
             for rank, one in enumerate(self._recorders, start=5)
         ]
         assert any((own == row).all() for row in rows)
@@ -153,7 +153,7 @@ def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
         own, now = [], random.randrange(100)
         for label, sent in collectives:
             begin = now = now + random.randrange(60)
-            end = begin + random.randrange(80)
+            end = begin + 400 + random.randrange(80)  # behind all issues, as it has to be
             own.append((label, begin, end))
             recorder.transfer(label, None, Transfer(None, None, begin, end, sent=sent + len(seen)))
         message = both[0], now, now + random.randrange(50)
@@ -182,9 +182,44 @@ def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
         assert numbers.exposed_ns == len(moving - computing)
         assert numbers.waiting_ns == len(waiting - computing - moving)
         assert numbers.exposed_by_axis_ns["ep"] == len(along)
-        assert numbers.fullest_bytes == sum(sent + 2 for _, sent in collectives)
+        between = sum(sent + 2 for label, sent in collectives if label.stream is Stream.INTER)
+        assert numbers.fullest_bytes == between
         told = {who: sum(len(set(one) - computing - moving) for one in own) for who, own in waits.items()}
         for wait in numbers.peer_waits:
             assert told[wait.peer, wait.operator] == wait.ns > 0
         longest = sorted((ns for ns in told.values() if ns), reverse=True)[:3]
         assert [wait.ns for wait in numbers.peer_waits] == longest
+
+
+def test_clocks_that_contradict_each_other_are_set_right() -> None:
+    """Rank 1's clock is 5 ms ahead: by it alone, rank 0 would have waited 5 ms for each of its transfers."""
+    streams = HostStreams()
+    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
+    recorders = [StepRecorder(streams) for _ in range(2)]
+    label = Label(operator="gather", stream=Stream.INTER, axis="tp", kind=Kind.ALL_GATHER.value)
+    for ahead, recorder in zip((0, 5_000_000), recorders, strict=True):
+        recorder.clear()
+        for at in range(0, 100_000_000, 1_000_000):
+            recorder.transfer(label, None, Transfer(None, None, at + ahead, at + ahead + 200_000))
+    for rank, recorder in enumerate(recorders, start=5):
+        recorder.meet(rank, _Members(recorders).exchange)
+        numbers = recorder.numbers(recorder.records(0))
+        assert numbers.communication_ns == 100 * 200_000
+        assert numbers.waiting_ns == 0
+
+
+def test_a_shift_waits_for_neighbours_alone() -> None:
+    """Of four ranks in a ring, rank 2 issues late: ranks 1 and 3 wait for it, rank 0 does not."""
+    streams = HostStreams()
+    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
+    recorders = [StepRecorder(streams) for _ in range(4)]
+    label = Label(operator="ring", stream=Stream.INTER, axis="cp", kind=Kind.SEND_RECEIVE.value)
+    for place, recorder in enumerate(recorders):
+        recorder.clear()
+        begin = 70 if place == 2 else 10
+        recorder.transfer(label, None, Transfer(None, None, begin, 40 if place == 0 else 100))
+    for rank, recorder in enumerate(recorders, start=5):
+        recorder.meet(rank, _Members(recorders).exchange)
+    numbers = [recorder.numbers(recorder.records(0)) for recorder in recorders]
+    assert [one.waiting_ns for one in numbers] == [0, 60, 0, 60]
+    assert [[wait.peer for wait in one.peer_waits] for one in numbers] == [[], [7], [], [7]]

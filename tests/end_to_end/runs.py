@@ -27,7 +27,8 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Finished, StepDone, StepRecord
+from braid.actors.controller.records import Event, Finished, StepDone
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.data import read_index, sample_ids
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place

@@ -355,7 +355,8 @@ def test_from_the_command_line(exchange: Exchange, tmp_path: Path) -> None:
     """Sizes from the directory, a relative path, Ray's ranks; a resumed run does not begin anew."""
     write_corpus(tmp_path)
     random_model("llama", SEED).save_pretrained(tmp_path / "weights")
-    config = write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"tp": 2})
+    data = {"tokenizer": "bytes"}
+    config = write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"tp": 2}, data=data)
     content = yaml.safe_load(config.read_text()) | {"model": {"initial": "weights"}}
     config.write_text(yaml.safe_dump(content))
     first = braid(tmp_path, "train", "run.yaml", "--until", "2")

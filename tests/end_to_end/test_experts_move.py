@@ -16,7 +16,8 @@ from braid.actors.controller.group import NoRoomError, WorkerGroup
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Started, StepDone, StepRecord
+from braid.actors.controller.records import Event, Started, StepDone
+from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import RunPlan
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config

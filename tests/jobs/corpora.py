@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from braid.actors.config.paths import BYTES
 from braid.actors.stage.data import read_index
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.tokenizer import load_tokenizer
@@ -46,7 +47,7 @@ def stored_ids(folder: Path, split: str) -> np.ndarray:
 def stored(folder: Path, split: str) -> list[str]:
     """Documents of a split, from the tokens that are on the disk."""
     index = read_index(folder)
-    tokenizer = load_tokenizer(index.tokenizer)
+    tokenizer = load_tokenizer(index.tokenizer, None if index.tokenizer == BYTES else index.end_token)
     ids = stored_ids(folder, split)
     parts = np.split(ids, np.flatnonzero(ids == index.end_of_document) + 1)
     return [tokenizer.decode(part) for part in parts if len(part)]

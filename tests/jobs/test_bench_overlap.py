@@ -21,7 +21,7 @@ from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.overlap_case import OverlapCase
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import HostsError, check_hosts, two_hosts
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, environment, start
@@ -279,7 +279,7 @@ def test_a_link_that_slows_down_in_mid_run_changes_no_result(
     case = OverlapCase(layout=layout, hidden=64, layers=2, tokens=32, micro_batches=4)
     ranks = 4 if case.filled else 2
     config = case.config("wavelet")
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     data = str(prepare_text(tmp_path))
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
     losses = []

@@ -409,7 +409,7 @@ def test_an_existing_target_is_left_alone(run: Path, command: Command, tmp_path:
 
 def test_targets_and_options_that_will_not_do(run: Path, command: Command, tmp_path: Path) -> None:
     refused(command("export", run, tmp_path / "no" / "model"), "does not exist")
-    refused(command("export", run, tmp_path / "model", "--dtype", "fp8"), "--dtype fp8", "fp32", "bf16")
+    refused(command("export", run, tmp_path / "model", "--dtype", "fp8"), "--dtype", "fp8", "fp32", "bf16")
     refused(command("export", run, tmp_path / "model", "--max-file-gb", "0"), "--max-file-gb 0")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

@@ -99,6 +99,15 @@ def test_formats_mix_in_the_order_of_their_paths(tmp_path: Path) -> None:
     assert done.index.documents_empty == 1
 
 
+def test_a_text_whose_lines_end_in_carriage_returns(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\rtwo\r")
+    (tmp_path / "b.txt").write_bytes(b"one\r\ntwo\r")
+    done = prepare(
+        corpus_of(tmp_path / "*.txt", validation_fraction=0), output=tmp_path / "out", executor=map
+    )
+    assert stored(done.output, "train") == ["one\ntwo\n", "one\r\ntwo\r"]
+
+
 def test_exclude_goes_by_name_or_by_path(tmp_path: Path) -> None:
     for name in ("a/one.txt", "a/two.txt", "b/c/three.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +186,10 @@ FILES: dict[str, Any] = {
     "packed.tar.gz": "x",
     "packed.parquet.xz": "x",
     "broken.jsonl": '{"text": "a"}\n\n{"text": \n{"text": "b"}',
+    "array.json": '[{"text": "a"},\n {"text": "b"}]',
+    "one-line.jsonl": '[{"text": "a"}, {"text": "b"}]',
+    "an array.jsonl": '[\n {"text": "a"},\n {"text": "b"}\n]',
+    "returns.jsonl": '{"text": "a"}\r{"text": "b"}\r',
     "list.jsonl": '{"text": "a"}\n["b"]',
     "other.jsonl": '{"content": "a", "id": 1}',
     "fieldless.jsonl": "{}",
@@ -207,6 +220,19 @@ def refuse(pattern: str, *files: str, **options: Any) -> Any:
         refuse(r"data.files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
         refuse(r"data.files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
         refuse(r"data.files: .*deep.jsonl:1 is not JSON \(maximum recursion", "deep.jsonl"),
+        refuse(
+            r"data.files: '.*array.json' is one JSON array, not JSON lines; make lines of it: "
+            r"jq -c '\.\[\]' < \S+/array.json > \S+/array.json.jsonl$",
+            "array.json",
+        ),
+        refuse(r"data.files: '.*array.json' is one JSON array", "array.json", format="jsonl"),
+        refuse(r"data.files: '.*one-line.jsonl' is one JSON array", "one-line.jsonl"),
+        refuse(
+            r"data.files: '.*' is one JSON array.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", "an array.jsonl"
+        ),
+        refuse(
+            r"data.files: '.*' has lines that end in a carriage return.* tr '.r' '.n' < ", "returns.jsonl"
+        ),
         refuse(r"data.files: .*list.jsonl:2 holds a list, not an object; write", "list.jsonl"),
         refuse(
             r"data.text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set",

@@ -1,4 +1,4 @@
-"""What a person reads of a run."""
+"""What a person reads of a run: no line is cut or too wide, and it says how long the rest will take."""
 
 import io
 import math
@@ -10,7 +10,11 @@ from rich.console import Console
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.records import Finished, Started, StepDone
 from braid.actors.controller.reporting import build_report
-from braid.jobs.display import Display, curve, validation_line
+from braid.actors.controller.step_record import StepRecord
+from braid.jobs.display import Display, curve, duration, prediction_line, report_table, validation_line
+from braid.jobs.planning.presets_view import show_presets
+from braid.jobs.planning.searching import Searching
+from braid.scheduling.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
 
 
@@ -60,3 +64,98 @@ def test_a_run_with_a_skipped_step_ends_with_its_report() -> None:
     assert "nan -> 3.0000  x▁█" in said
     assert "1.5000 nats per token, 2.000 bits per byte" in said
     assert said.endswith("done\n")
+
+
+def record(step: int, **changed: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 10.12345,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "seconds": 12.345,
+        "tokens": 1_500_000,
+        "communication_seconds": 12.345,
+        "exposed_seconds": 0.0,
+        "hidden_fraction": 1.0,
+        "slowdown_seconds": None,
+        "launch_gap_seconds": 0.0,
+        "bubble_seconds": 0.0,
+        "waiting_seconds": 0.0,
+        "exposed_by_axis": {},
+        "peak_bytes": (100 << 30,),
+        "wall_seconds": 12.5,
+    }
+    return StepRecord(**{**values, **changed})
+
+
+def printed(*records: StepRecord, last: int) -> list[str]:
+    """The lines of steps where there is no terminal."""
+    file = io.StringIO()
+    display = Display(Console(file=file, width=80), live=True)
+    display.show(Started(first_step=1, last_step=last, ranks=1, layout="1 rank", run_directory="runs/first"))
+    for one in records:
+        display._last_line = float("-inf")
+        display.show(StepDone(record=one, ranks={}))
+    return [line for line in file.getvalue().splitlines() if line.startswith("step")]
+
+
+@pytest.mark.parametrize("loss", [None, 10.1234])
+def test_step_lines_fit_in_100_columns(loss: float | None) -> None:
+    bits = None if loss is None else 14.6051
+    (line,) = printed(record(100_000, validation_loss=loss, validation_bits_per_byte=bits), last=200_000)
+    assert len(line) <= 100
+    assert line.endswith("ETA 14 d")  # 100,000 steps of 12.5 s
+    told = "validation 10.1234 nats per token, 14.605 bits per byte"
+    assert (told in line) == (loss is not None)
+
+
+def test_what_is_left_takes_as_long_as_the_last_steps() -> None:
+    lines = printed(record(8, wall_seconds=1.0), record(9, wall_seconds=3.0), last=40)
+    assert lines[0].endswith("ETA 0:00:32")
+    assert lines[1].endswith("ETA 0:01:02")  # 31 steps of 2 s
+    assert (duration(3725), duration(100 * 3600 - 1)) == ("1:02:05", "99:59:59")
+
+
+def test_headers_of_the_live_table_are_whole_in_80_columns() -> None:
+    display = Display(Console(file=io.StringIO(), width=80, force_terminal=True), live=True)
+    display._last_step, display._losses = 200_000, [3.0, 2.0, 1.0] * 20
+    file = io.StringIO()
+    Console(file=file, width=80).print(display._numbers(record(100_000, validation_bits_per_byte=2.5)))
+    for name in ("step", "loss", "validation", "tokens/s", "step time", "communication", "hidden", "memory"):
+        assert name in file.getvalue()
+    assert "loss curve" in file.getvalue()
+    assert "100000/200000" in file.getvalue()
+    assert "…" not in file.getvalue()
+
+
+def test_presets_name_all_names_in_80_columns() -> None:
+    file = io.StringIO()
+    show_presets(Console(file=file, width=80))
+    words = set(file.getvalue().split())
+    assert words >= {*cluster_names(), *model_names()}
+    assert "…" not in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+
+
+def test_a_prediction_that_is_far_off_is_remarked_on() -> None:
+    steps = [record(step, seconds=seconds) for step, seconds in enumerate((9.0, 0.417, 0.417, 0.5), 1)]
+    for predicted, says in ((0.209, "2.0 x off"), (0.4, None)):
+        report = build_report(steps, parse_config({}), complete=True, predicted_seconds=predicted)
+        assert report["prediction"] == {"step_seconds": predicted, "measured_seconds": 0.417}
+        line = prediction_line(report["prediction"])
+        assert "417 ms measured" in line
+        assert ("braid profile --anew" in line) == (says is not None)
+        assert says is None or says in line
+        assert "prediction" in list(report_table(report, [1.0]).columns[0].cells)
+    assert "prediction" not in build_report(steps, parse_config({}), complete=True)
+
+
+def test_a_search_says_what_it_is_at_after_a_moment() -> None:
+    file, now = io.StringIO(), [0.0]
+    shown = Searching(Console(file=file, width=80), lambda: now[0])
+    for seconds, what in ((1.0, "first"), (2.0, "second"), (5.0, "third"), (13.0, "third"), (14.0, "fourth")):
+        now[0] = seconds
+        shown(what)
+        shown.look()
+    shown.stop()
+    assert file.getvalue() == "braid: searching for 2 s: second\nbraid: searching for 13 s: third\n"

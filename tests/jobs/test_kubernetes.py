@@ -146,7 +146,7 @@ def test_a_run_smaller_than_a_node(kubernetes: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--kind", "Deployment"), "--kind Deployment"),
+        (("--kind", "Deployment"), "'Deployment' must be one of"),
         (("--max-nodes", "3"), "--max-nodes 3 is too few: 32 ranks"),
         (("--min-nodes", "9", "--max-nodes", "8"), "--min-nodes 9"),
         (("--memory", "1e9"), "--memory 1e9"),

@@ -23,7 +23,7 @@ from braid.jobs.benchmarks.overlap_case import (
 )
 from braid.jobs.benchmarks.peer_kinds import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.cluster import Link
@@ -37,7 +37,7 @@ REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batch
 
 
 def shape_of(config: Config) -> ModelShape:
-    return config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    return config.check(tokenizer_of(config).vocabulary)
 
 
 def profile_at(mbit: float, config: Config) -> Profile:

@@ -269,7 +269,7 @@ def test_a_wrong_cluster_file_is_one_message(folder: Path, old: str, new: str, m
         ),
         (
             ["simulate", "small.yaml", "--schedule", "magic", "--set", "parallel=auto"],
-            "--schedule 'magic' is not known",
+            "--schedule 'magic' must be one of megatron",
         ),
         (
             ["plan", "llama-3.1-8b", "--cluster", "mine.yaml", "--set", "parallel={dp: 8}"],

@@ -11,6 +11,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.jobs.planning.work import Request, load_plan, make_plan, with_plan
 from braid.scheduling.planner.decide import replay
 from braid.scheduling.schedule_text import write
+from braid.scheduling.yaml_text import parse_yaml
 from tests.scheduling.plans import cluster
 
 VOCABULARY = 257
@@ -53,10 +54,53 @@ def test_the_run_executes_the_planned_schedule(plan: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": "auto"},
+        {"parallel": {"auto": True, "tp": 2}},
+        {"parallel": {"tp": 2}, "overlap": {"schedule": "braid"}},
+        {"train": {**CONTENT["train"], "recompute": "auto"}, "overlap": {"schedule": "auto"}},
+    ],
+    ids=str,
+)
+def test_a_plan_gives_what_the_configuration_leaves_open(plan: Path, sections: Mapping[str, Any]) -> None:
+    content = {"model": CONTENT["model"], "train": CONTENT["train"], **sections}
+    config = with_plan(parse_config(content), plan)
+    assert (config.layout().tp, config.layout().pp, config.layout().ranks) == (2, 2, 4)
+    assert config.overlap.schedule == "braid"
+    assert config.train.recompute == "none"
+    text = (plan.parent / "schedule.txt").read_text(encoding="utf-8")
+    assert write(build_schedule(config, config.check(VOCABULARY))) == text
+
+
+def test_a_configuration_that_was_written_down_leaves_as_much_open(plan: Path) -> None:
+    content = {"model": CONTENT["model"], "train": CONTENT["train"], "overlap": {"plan": str(plan)}}
+    config = parse_config(parse_yaml(parse_config(content).to_yaml(), "it"))
+    planned = with_plan(config, plan)
+    assert planned.layout().ranks == 4
+    again = parse_config(parse_yaml(planned.to_yaml(), "it"))
+    assert with_plan(again, plan).layout() == planned.layout() == again.layout()
+
+
+def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> None:
+    config, spec = config_of(train={"recompute": "full"}), cluster(gpus=4)
+    made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
+    file = tmp_path / "plan.yaml"
+    file.write_text(made.to_yaml(), encoding="utf-8")
+    given = with_plan(parse_config({"train": {"global_batch": 16}}), file)
+    assert (given.train.micro_batch, given.train.recompute) == (2, "full")
+
+
+@pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"parallel": {"tp": 1, "pp": 2}}, "parallel"),
-        ({"parallel": {"dp": 2, "tp": 2, "pp": 2}}, "parallel"),
+        (
+            {"parallel": {"tp": 1, "pp": 2}},
+            "has parallel.tp=2, the configuration says 1: leave parallel.tp out",
+        ),
+        ({"parallel": {"dp": 2, "tp": 2, "pp": 2}}, "has parallel.dp=1, the configuration says 2"),
+        ({"parallel": {"zero": 1, "dp": 2}}, "has parallel.dp=1"),
         ({"model": {"hidden": 128}}, "model"),
         ({"model": {"layers": 8}}, "model"),
         ({"train": {"micro_batch": 1}}, "train.micro_batch"),

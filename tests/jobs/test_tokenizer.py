@@ -1,43 +1,236 @@
 """Bytes and Hugging Face tokenizers."""
 
+import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from braid.actors.config import ConfigError, parse_config
+from braid.jobs.data.data_sets import corpus_of as corpus_of_config
 from braid.jobs.data.prepare import prepare
-from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer
+from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_of
+from braid.jobs.display import Display
+from tests.foreign_models import random_model
 from tests.jobs.corpora import DOCUMENTS, corpus_of, stored_ids, train_tokenizer, write_lines
 
 
 @given(st.text())
 def test_bytes_round_trip(text: str) -> None:
     tokenizer = BytesTokenizer()
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text).ids
     assert ids.tolist() == list(text.encode())
     assert tokenizer.decode(np.append(ids.astype(np.int64), 256)) == text
 
 
+TEXT = f"{DOCUMENTS[0] * 3} </s> <|endoftext|> <stop> end"
+
+
+def word_level(path: Path, vocabulary: dict[str, int], special: list[str], **model: Any) -> Path:
+    """Words between spaces, each a token."""
+    backend = Backend(models.WordLevel(vocabulary, **model))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(special)
+    backend.save(str(path))
+    return path
+
+
+def beside(path: Path, **files: Any) -> None:
+    """JSON files beside a tokenizer, by name without ending."""
+    for name, content in files.items():
+        path.with_name(f"{name}.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
-    ("special", "end"),
-    [(["</s>", "<|endoftext|>"], 1), (["<pad>", "<eos>"], 1), (["</s>"], 0), (["<pad>"], None)],
+    ("special", "files", "wanted", "end"),
+    [
+        (["<pad>", "<eos>"], {}, None, "<eos>"),
+        (["</s>"], {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}, None, "</s>"),
+        (["</s>", "<stop>"], {}, "<stop>", "<stop>"),
+        (["</s>", "<stop>"], {"tokenizer_config": {"eos_token": "<stop>"}}, None, "<stop>"),
+        (["</s>", "<stop>"], {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
+        (["</s>", "<stop>"], {"special_tokens_map": {"eos_token": "<stop>"}}, "</s>", "</s>"),
+        (["</s>", "<stop>"], {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
+        (["</s>", "<stop>"], {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
+        (
+            ["</s>", "<stop>"],
+            {"generation_config": {"eos_token_id": [0, 1]}, "config": {"eos_token_id": 1}},
+            None,
+            "<stop>",
+        ),
+    ],
 )
-def test_the_end_of_document_of_a_tokenizer(special: list[str], end: int | None, tmp_path: Path) -> None:
+def test_the_end_of_documents(
+    special: list[str], files: dict[str, Any], wanted: str | None, end: str, tmp_path: Path
+) -> None:
     path = train_tokenizer(tmp_path / "tokenizer.json", special)
-    tokenizer = HuggingFaceTokenizer(path)
-    size = Backend.from_file(str(path)).get_vocab_size()
-    assert tokenizer.end_of_document == (size if end is None else end)
-    assert tokenizer.vocabulary == size + (end is None)
+    beside(path, **files)
+    tokenizer = load_tokenizer(str(tmp_path), wanted)
+    backend = Backend.from_file(str(path))
+    assert (tokenizer.end_token, tokenizer.end_of_document) == (end, special.index(end))
+    assert tokenizer.vocabulary == backend.get_vocab_size()
     # neither truncated nor padded, and a name of a special token in the text is text
-    text = f"{DOCUMENTS[0] * 3} {special[0]} <|endoftext|> end"
-    ids = tokenizer.encode(text)
-    assert ids.max() < tokenizer.vocabulary
-    assert tokenizer.end_of_document not in ids.tolist()
-    assert tokenizer.decode(ids) == text
+    encoded = tokenizer.encode(TEXT)
+    assert not set(encoded.ids.tolist()) & set(range(len(special)))
+    assert tokenizer.decode(encoded.ids) == TEXT
+    assert (encoded.lost, encoded.unknown) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("special", "files", "wanted", "says"),
+    [
+        (
+            ["<stop>"],
+            {},
+            None,
+            r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'",
+        ),
+        ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
+        (["</s>", "<eos>"], {}, None, r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"),
+        (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
+        (
+            ["</s>"],
+            {"tokenizer_config": {"eos_token": "<end>"}},
+            None,
+            r"ends texts with '<end>', which is no",
+        ),
+        (
+            ["</s>"],
+            {"config": {"eos_token_id": 50_256}},
+            None,
+            r"config.json ends texts with 50256, which is no",
+        ),
+    ],
+)
+def test_an_end_that_is_not_known_is_refused(
+    special: list[str], files: dict[str, Any], wanted: str | None, says: str, tmp_path: Path
+) -> None:
+    path = train_tokenizer(tmp_path / "tokenizer.json", special)
+    beside(path, **files)
+    with pytest.raises(ValueError, match=says) as refused:
+        load_tokenizer(str(path), wanted)
+    assert "\n" not in str(refused.value)
+
+
+def test_bytes_have_an_end_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"data.end_token: '</s>' does not go with data.tokenizer=bytes"):
+        load_tokenizer("bytes", "</s>")
+
+
+def unmarked(folder: Path) -> Path:
+    """An end that was added as an ordinary token."""
+    backend = Backend.from_file(str(train_tokenizer(folder / "t.json", ["<pad>"])))
+    backend.add_tokens(["</s>"])
+    backend.save(str(folder / "t.json"))
+    return folder / "t.json"
+
+
+def words(folder: Path) -> Path:
+    """An end that is a word like others."""
+    vocabulary = dict.fromkeys(["</s>", "<pad>", "a", "</", "s>", "<p", "ad>", "[UNK]"])
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    return word_level(folder / "t.json", ids, ["<pad>"], unk_token="[UNK]")
+
+
+def pieces(folder: Path) -> Path:
+    """Special tokens that are the best pieces of their characters, as in models of SentencePiece."""
+    letters = [(letter, -5.0) for letter in "a <>/spd"]
+    backend = Backend(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("<pad>", 0.0), *letters], 0))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>", "<pad>"])
+    backend.save(str(folder / "t.json"))
+    return folder / "t.json"
+
+
+@pytest.mark.parametrize("make", [unmarked, words, pieces])
+def test_text_makes_no_special_token(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Whatever the vocabulary makes of such text elsewhere."""
+    path = make(tmp_path)
+    text = "a </s> a <pad> a </s> a"
+    tokenizer = HuggingFaceTokenizer(path, "</s>")
+    backend = Backend.from_file(str(path))
+    special = {backend.token_to_id("</s>"), backend.token_to_id("<pad>")}
+    assert special & set(backend.encode(text).ids), "elsewhere it does"
+    ids = tokenizer.encode(text).ids
+    assert not special & set(ids.tolist())
+    if make is not words:  # which has no spaces
+        assert tokenizer.decode(ids) == text
+    documents = write_lines(tmp_path / "a.jsonl", [text] * 5)
+    corpus = corpus_of(documents, tokenizer=str(path), end_token="</s>", validation_fraction=0)
+    done = prepare(corpus, output=tmp_path / "out")
+    ids = stored_ids(done.output, "train")
+    assert int((ids == done.index.end_of_document).sum()) == done.documents == 5
+
+
+def test_what_has_no_token_is_counted(tmp_path: Path) -> None:
+    """Characters that vanish, and the token for what is unknown."""
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate("abc")}, []))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "t.json"))
+    encoded = HuggingFaceTokenizer(tmp_path / "t.json").encode("abc xé ab\n語c")
+    assert (encoded.ids.tolist(), encoded.lost, encoded.unknown) == ([0, 1, 2, 0, 1, 2], 3, 0)
+    path = word_level(tmp_path / "w.json", {"a": 0, "[UNK]": 1}, ["</s>"], unk_token="[UNK]")
+    encoded = HuggingFaceTokenizer(path).encode("a b  [UNK] a")
+    assert (encoded.ids.tolist(), encoded.lost, encoded.unknown) == ([0, 1, 1, 0], 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("special", "text", "count"),
+    [([], "a" * 95 + "é" * 5, "characters_lost"), (["[UNK]"], "a " * 95, "tokens_unknown")],
+)
+def test_what_has_no_token_is_told_and_refused(
+    special: list[str], text: str, count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if special:
+        path = word_level(tmp_path / "t.json", {"a": 0, "[UNK]": 1}, ["</s>"], unk_token="[UNK]")
+        good, bad = text + "b " * 5, text + "b " * 20
+    else:
+        backend = Backend(models.BPE({"a": 0}, []))
+        backend.add_special_tokens(["</s>"])
+        backend.save(str(path := tmp_path / "t.json"))
+        good, bad = text, text + "é" * 10
+    done = prepare(
+        corpus_of(write_lines(tmp_path / "a.jsonl", [good]), tokenizer=str(path), validation_fraction=0),
+        output=tmp_path / "out",
+    )
+    assert (getattr(done.index, count), done.index.end_token) == (5, "</s>")
+    Display(Console(), live=False).show(done)
+    shown = capsys.readouterr().out
+    assert f"documents end with token {done.index.end_of_document}, '</s>'" in shown
+    assert "warning 5 characters (5.00%) have no token" in shown or "warning 5 tokens (4.95%)" in shown
+    corpus = corpus_of(write_lines(tmp_path / "b.jsonl", [bad]), tokenizer=str(path), validation_fraction=0)
+    with pytest.raises(
+        ValueError, match=r"data.tokenizer: '.*t.json' does not fit data.files: (15|20) of 1\d\d "
+    ):
+        prepare(corpus, output=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_the_tokenizer_of_imported_weights_is_the_default(tmp_path: Path) -> None:
+    random_model("llama", 0).save_pretrained(tmp_path)
+    given = {"model": {"initial": str(tmp_path)}}
+    with pytest.raises(
+        ConfigError, match=r"data.tokenizer: model.initial='.*' has no tokenizer.json.*set data.tok"
+    ):
+        tokenizer_of(parse_config(given))
+    train_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>", "<eos>"])
+    beside(tmp_path / "tokenizer.json", tokenizer_config={"eos_token": "<eos>"})
+    found = tokenizer_of(parse_config(given))
+    assert (found.name, found.end_token) == (str(tmp_path / "tokenizer.json"), "<eos>")
+    assert corpus_of_config(parse_config(given)).tokenizer == str(tmp_path)
+    assert tokenizer_of(parse_config({**given, "data": {"tokenizer": "bytes"}})).name == "bytes"
+    assert tokenizer_of(parse_config({})).name == "bytes"
+    missing = parse_config({"model": {"initial": str(tmp_path / "missing")}})
+    with pytest.raises(ConfigError, match=r"model.initial='.*missing' does not exist"):
+        tokenizer_of(missing)
 
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -60,17 +253,22 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(tmp_path: Path) -> None:
         table = np.array(tokenizer.token_bytes)
         assert len(table) == tokenizer.vocabulary
         assert table[tokenizer.end_of_document] == 0
-        assert table[tokenizer.encode(text)].sum() == len(text.encode())
+        assert table[tokenizer.encode(text).ids].sum() == len(text.encode())
     the = vocabulary["▁the"]
     assert by_pieces.token_bytes[the] == 4
-    assert the in by_pieces.encode(texts[by_pieces]).tolist()
+    assert the in by_pieces.encode(texts[by_pieces]).ids.tolist()
 
 
 def test_a_tokenizer_that_drops_text_has_no_bytes(tmp_path: Path) -> None:
-    """What is written is counted: of words that it does not know, and of spaces, it keeps nothing."""
+    """What is written is counted: of some words it keeps nothing."""
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
-    backend = Backend(models.WordLevel({"document": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    split = pre_tokenizers.Whitespace()
+    counts = Counter(word for text in DOCUMENTS for word, _ in split.pre_tokenize_str(text))
+    left_out = [word for word, count in counts.items() if count == 1][:30]
+    words = ["[UNK]", *sorted(counts.keys() - {*left_out})]
+    backend = Backend(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = split
+    backend.add_special_tokens(["</s>"])
     small = tmp_path / "w.json"
     backend.save(str(small))
     kept = train_tokenizer(tmp_path / "b.json", ["</s>"])
@@ -86,10 +284,17 @@ def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:
     vocabulary = {f"w{n}": n for n in range(70_000)} | {"[UNK]": 70_007}  # ids with a gap
     backend = Backend(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "t.json"))
-    path = write_lines(tmp_path / "a.jsonl", ["w1 w69999", "w65536 what"])
+    end = Backend.from_file(str(tmp_path / "t.json")).token_to_id("</s>")
+    words = " ".join(["w1"] * 12)
+    path = write_lines(tmp_path / "a.jsonl", [f"{words} w69999", "w65536 what"])
     done = prepare(
         corpus_of(path, tokenizer=str(tmp_path / "t.json"), validation_fraction=0), output=tmp_path / "out"
     )
-    assert (done.index.dtype, done.index.vocabulary, done.index.end_of_document) == ("uint32", 70_009, 70_008)
-    assert stored_ids(done.output, "train").tolist() == [1, 69_999, 70_008, 65_536, 70_007, 70_008]
+    assert (done.index.dtype, done.index.vocabulary, done.index.end_of_document) == (
+        "uint32",
+        max(end, 70_007) + 1,
+        end,
+    )
+    assert stored_ids(done.output, "train").tolist() == [1] * 12 + [69_999, end, 65_536, 70_007, end]

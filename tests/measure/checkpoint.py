@@ -32,7 +32,7 @@ from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.schedule_text import write
 
 ALONE, SYNCHRONOUS, ASYNCHRONOUS = "no save", "synchronous", "asynchronous"
@@ -182,7 +182,7 @@ class _Legs:
 @contextmanager
 def _ranks(config: Config) -> Iterator[_Legs]:
     data = prepare_text(config.runs)
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     schedule = write(build_schedule(config, shape))
     plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
     with ExitStack() as stack:

@@ -33,7 +33,7 @@ from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import RECORD
@@ -172,7 +172,7 @@ def _side(config: Config, runs: Path, steps: int) -> Config:
 
 
 def _plan(config: Config, data: Path) -> RunPlan:
-    shape = config.check(load_tokenizer(config.data.tokenizer).vocabulary)
+    shape = config.check(tokenizer_of(config).vocabulary)
     schedule = write(build_schedule(config, shape))
     return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 

@@ -39,8 +39,10 @@ def refused(name: str, stages: int, micro_batches: int, choices: Choices | None 
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         setting_for("gpipe", ParallelLayout(), 1)
-    known = ", ".join(SCHEDULES)
-    assert str(error.value) == f"schedule='gpipe' must be one of {known}"
+    assert str(error.value) == "schedule='gpipe' is not known; did you mean 'megatron'?"
+    with pytest.raises(ValueError) as error:
+        setting_for("tetris", ParallelLayout(), 1)
+    assert str(error.value) == f"schedule='tetris' must be one of {', '.join(SCHEDULES)}"
 
 
 def test_what_a_schedule_cannot_run_is_refused_with_key_value_and_remedy() -> None:

@@ -43,7 +43,7 @@ def test_a_plan_round_trips_and_replays(schedule: str) -> None:
     ("pattern", "text", "message"),
     [
         (r"braid_plan: 6", "braid_plan: 5", r"braid_plan=5 is not version 6; make the plan anew"),
-        (r"  schedule: braid", "  schedule: brad", r"schedule='brad' must be one of megatron"),
+        (r"  schedule: braid", "  schedule: brad", r"schedule='brad' is not known; did you mean 'braid'"),
         (r"    tp: 4", "    tp: 0", r"parallel.tp=0 must be at least 1"),
         (r"    tp: 4", "    tp: 3", r"not divisible by parallel.tp=3"),
         (r"    tp: 4", "    tp: four", r"plan.yaml.setting.layout.tp='four' must be a whole number"),
@@ -167,6 +167,11 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     for other in plan.runners_up:
         if not other.reason.startswith("needs"):
             assert other.step_seconds >= plan.score.step_seconds
+    for other in plan.usual:  # each simulated alone, with the same degrees
+        alone = evaluate(with_schedule(plan.setting, other.schedule), spec)
+        assert other.step_seconds == pytest.approx(alone.numbers.step_seconds, rel=0.01)
+    assert [one.step_seconds for one in plan.usual] == sorted(one.step_seconds for one in plan.usual)
+    assert "megatron" in {one.schedule for one in plan.usual}
     # Candidates that fit, simulated: the search looks at a part of them and must not miss by much.
     fitting = [c for c in candidates(search, spec) if c.bytes <= spec.usable_bytes]
     steps = []

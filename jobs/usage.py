@@ -1,0 +1,65 @@
+"""How commands are called: what all of them share, an example in every help, one line for a wrong call."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from braid.scheduling.suggestions import hint, must_be_one_of, nearest
+
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
+RunFolder = Annotated[Path, typer.Argument(help="A run's directory, such as runs/first.", metavar="RUN")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a key, as in --set train.lr=3e-4; may be repeated.", metavar="KEY=VALUE"
+    ),
+]
+Launcher = Annotated[
+    Literal["ray", "processes"] | None,
+    typer.Option(help="Short for --set cluster.launcher=...: Ray actors, or plain processes."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def example(command: str) -> str:
+    """The end of a command's help."""
+    return f"Example: braid {command}"
+
+
+class Commands(TyperGroup):
+    """A group that says of an unknown command which one was meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As of typer, whose own suggestions know no other systems' words."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            known = self.list_commands(ctx)
+            near = nearest(name, known)
+            remedy = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+            ctx.fail(f"there is no command {f'{ctx.command_path} {name}'!r}; {remedy}")
+        return super().resolve_command(ctx, args)
+
+
+def told(error: Any) -> str:
+    """One line on a call that typer refuses: what is wrong, and the remedy."""
+    context: Any = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "braid"
+    kind = type(error).__name__
+    text = (
+        str(error.format_message()).rstrip(".").replace("Value error, ", "").replace("Input should", "must")
+    )
+    if kind == "NoSuchOption" and context is not None:
+        options = [name for one in context.command.params for name in one.opts if name.startswith("--")]
+        meant = hint(error.option_name, options)
+        return f"{path} has no option {error.option_name}; {meant or f'see {path} --help'}"
+    if kind == "MissingParameter":
+        parameter = error.param
+        name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+        return f"{path} needs {name}: {(parameter.help or '').rstrip('.')}; see {path} --help"
+    if wrong := re.search(r"'([^']*)' is not one of (.*)", text):
+        choices = [one.strip(" '") for one in wrong[2].split(",")]
+        return f"{text[: wrong.start()]}{wrong[1]!r} {must_be_one_of(wrong[1], choices)}"
+    return text if ";" in text else f"{text}; see {path} --help"

@@ -1,0 +1,100 @@
+"""Help of every command: an example that can be typed, and nothing heavy loaded; wrong calls are one line."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HELP = """
+import contextlib, io, json, sys
+import typer
+from braid.jobs.cli import app, main
+
+def commands(group, path):
+    for name, one in group.commands.items():
+        below = getattr(one, "commands", None)
+        options = [text for parameter in one.params for text in parameter.opts]
+        yield [*path, name], None if below else options, one.epilog or ""
+        if below:
+            yield from commands(one, [*path, name])
+
+found = []
+for path, options, epilog in commands(typer.main.get_command(app), []):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*path, "--help"])
+    found.append([path, options, epilog, printed.getvalue()])
+print(json.dumps([found, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> Any:
+    result = subprocess.run(
+        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout)
+
+
+def test_help_loads_nothing_heavy(helps: Any) -> None:
+    commands, loaded = helps
+    assert len(commands) > 25
+    assert not set(loaded) & {"numpy", "torch", "ray", "pyarrow", "tokenizers", "fsspec", "scipy", "aiohttp"}
+
+
+def test_every_command_has_an_example_of_itself(helps: Any) -> None:
+    for path, options, epilog, printed in helps[0]:
+        if options is None:  # a group, with an example of one of its commands
+            assert epilog.startswith(f"Example: braid {' '.join(path)} "), path
+            continue
+        words = shlex.split(epilog.removeprefix("Example: "))
+        assert words[: len(path) + 1] == ["braid", *path], path
+        assert {word for word in words if word.startswith("--")} <= set(options), path
+        assert "Example: braid" in printed
+
+
+def test_one_name_for_one_thing(helps: Any) -> None:
+    usages = {
+        tuple(path): " ".join(text.split()) for path, options, _, text in helps[0] if options is not None
+    }
+    for path in (["trace"], ["report"], ["logs"], ["dashboard"], ["checkpoint", "list"]):
+        assert re.search(r"\[OPTIONS\] \{?RUN\}? ", usages[tuple(path)]), path
+    for name in ("train", "prepare", "schedule", "profile", "drill", "submit", "kubernetes"):
+        assert re.search(r"\[OPTIONS\] \{?CONFIG\}? ", usages[(name,)]), name
+    assert "<ray|processes>" in usages[("train",)]
+    assert "<fp32|bf16>" in usages[("checkpoint", "export")]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("trian first.yaml", "there is no command 'braid trian'; did you mean 'train'?"),
+        ("run first.yaml", "there is no command 'braid run'; did you mean 'train'?"),
+        ("checkpoint ls", "there is no command 'braid checkpoint ls'; did you mean 'list'?"),
+        ("train", "braid train needs CONFIG: The run's YAML file; see braid train --help"),
+        ("train a.yaml --lanuncher ray", "braid train has no option --lanuncher; did you mean '--launcher'?"),
+        (
+            "train a.yaml --launcher proc",
+            "Invalid value for '--launcher': 'proc' must be one of ray, processes; did you mean 'processes'?",
+        ),
+        ("kubernetes a.yaml", "braid kubernetes needs --image: Container image with Ray and Braid; see"),
+        ("train a.yaml --until x", "Invalid value for '--until': must be a valid integer"),
+    ],
+)
+def test_wrong_calls(call: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from braid.jobs.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(call.split())
+    output, errors = capsys.readouterr()
+    assert ended.value.code == 2
+    assert errors.startswith(f"braid: {says}")
+    assert errors.count("\n") == 1
+    assert output == ""
