@@ -1,7 +1,11 @@
 """Pictures of a simulated step: the pipeline over time, and a paired block's strands on three streams."""
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+
+import numpy as np
 
 from braid.scheduling.code import Compute, Node, Start, name_of
 from braid.scheduling.operators import Stream
@@ -9,6 +13,7 @@ from braid.scheduling.pattern import is_layer
 from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.simulator.engine import BlockRun, Executed
+from braid.scheduling.trace_arrays import FloatArray, IntArray, intervals, union, without
 
 COLOURS = {
     "F": "#4c8bf5",
@@ -67,11 +72,11 @@ def paired_run(simulation: Simulation) -> BlockRun | None:
     return None
 
 
-def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
-    """What a paired block executes from the begin of one pair of layers to the next; rows are streams.
+def pair_bars(simulation: Simulation, run: BlockRun) -> tuple[list[Bar], float]:
+    """What a paired block executes from the begin of one pair of layers to the next, and nanoseconds between.
 
-    It is the first pair that takes up what the one before has left, else the second where there is one.
-    Layers of a unit count as one.
+    Rows are streams. It is the first pair that takes up what the one before has left, else the second where
+    there is one. Layers of a unit count as one.
     """
     passes = run.stretch.passes
     nodes = [
@@ -91,7 +96,7 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
             if not forward:
                 rounds[place] = n
 
-    def bars(chosen: int) -> list[Bar]:
+    def bars(chosen: int) -> tuple[list[Bar], float]:
         begin = starts[chosen]
         end = starts.get(chosen + 1, max(e.end for e, _, _ in tasks))
 
@@ -101,14 +106,15 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> list[Bar]:
             left = e.start >= begin and rounds.get(node.place, chosen) < chosen
             return "L" if one.kind is PassKind.END or left else "B"
 
-        return [
+        found = [
             _pair_bar(e, node, kind(e, node, one), begin, end)
             for e, node, one in tasks
             if e.start < end and e.end > begin
         ]
+        return found, end - begin
 
     pairs = [bars(n) for n in range(1, len(starts))] or [bars(0)]
-    return next((found for found in pairs if any(bar.kind == "L" for bar in found)), pairs[0])
+    return next((found for found in pairs if any(bar.kind == "L" for bar in found[0])), pairs[0])
 
 
 def _pair_bar(executed: Executed, node: Node, kind: str, begin: float, end: float) -> Bar:
@@ -125,8 +131,11 @@ def _pair_bar(executed: Executed, node: Node, kind: str, begin: float, end: floa
 def pair_text(
     simulation: Simulation, run: BlockRun, width: int = 100
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank)."""
-    bars = pair_bars(simulation, run)
+    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank).
+
+    Every piece begins with the letter of its kind, so that it can be told without colours.
+    """
+    bars, _ = pair_bars(simulation, run)
     rows = []
     for number, stream in enumerate(Stream):
         pieces: list[tuple[str, str]] = []
@@ -137,59 +146,136 @@ def pair_text(
                 continue
             pieces.append((" " * (first - column), ""))
             room = last - max(first, column)
-            pieces.append(
-                (bar.label[: max(0, room - 1)].ljust(room - 1, " ") + "▏" if room > 1 else "▏", bar.kind)
-            )
+            label = bar.label if bar.kind == "L" else f"{bar.kind}:{bar.label}"
+            pieces.append((label[: room - 1].ljust(room - 1) + "▏" if room > 1 else bar.kind, bar.kind))
             column = last
         rows.append((stream.value, pieces))
     return rows
 
 
-_ROW, _LEFT = 34, 90
+_ROW, _LEFT, _TOP, _WIDTH = 34, 90, 32, 1400
+_STRIP = 10
+COLUMNS = 645
+MOVES, EXPOSED = "#8a94a0", "#c2003b"
+"""Of the strip below a stage: some transfer is under way; and nothing is computed meanwhile."""
 
 
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
     """The paired block as SVG: blue is the forward strand, green the backward one, pale what it left."""
-    bars = pair_bars(simulation, run)
+    bars, ns = pair_bars(simulation, run)
     note = "blue: forward strand, green: backward strand"
     if any(bar.kind == "L" for bar in bars):
         note += ", pale with L: what the layer or the block before has left"
-    return _svg(bars, [stream.value for stream in Stream], title, note)
+    return _svg(bars, [stream.value for stream in Stream], title, note, ns)
 
 
 def pipeline_svg(simulation: Simulation, title: str) -> str:
     """The pipeline as SVG: stages downwards, time to the right; numbers are micro-batches."""
     rows = [f"stage {rank.number}" for rank in simulation.ranks]
-    note = "blue: forward, green: backward (light: weight gradients), halves: paired blocks; simulated"
-    return _svg(pipeline_bars(simulation), rows, title, note)
+    note = (
+        "blue: forward, green: backward (light: weight gradients), halves: paired blocks; below them, "
+        "grey: communication, red: exposed, as high as it fills the time; simulated"
+    )
+    return _svg(pipeline_bars(simulation), rows, title, note, simulation.step_ns, link_shares(simulation))
 
 
-def _svg(bars: list[Bar], rows: list[str], title: str, note: str, width: int = 1400) -> str:
-    span = width - _LEFT - 20
-    height = 70 + _ROW * len(rows)
+@dataclass(frozen=True)
+class Links:
+    """How full a stage's links are, by column of the picture: shares (`COLUMNS`,) of a column's time."""
+
+    moves: FloatArray
+    """With some transfer under way."""
+    exposed: FloatArray
+    """Of these, with nothing computed."""
+
+
+def link_shares(simulation: Simulation) -> list[Links]:
+    """Of every stage that is drawn, in order."""
+    edges = np.linspace(0.0, simulation.step_ns, COLUMNS + 1)
+    times: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+    for span in simulation.spans():
+        times.setdefault((span.rank, span.stream is Stream.COMPUTE), []).append((span.start_ns, span.end_ns))
+    found = []
+    for rank in sorted({rank for rank, _ in times}):
+        moving = union(intervals(times.get((rank, False), [])))
+        exposed = without(moving, intervals(times.get((rank, True), [])))
+        found.append(Links(_shares(moving, edges), _shares(exposed, edges)))
+    return found
+
+
+def _shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
+    """How much of each column disjoint intervals (n, 2) fill."""
+    if not len(disjoint):
+        return np.zeros(len(edges) - 1)
+    lengths = disjoint[:, 1] - disjoint[:, 0]
+    reached = np.cumsum(lengths)
+    covered = np.interp(edges, disjoint.ravel(), np.stack([reached - lengths, reached], axis=1).ravel())
+    shares: FloatArray = np.diff(covered) / np.diff(edges)
+    return shares
+
+
+def _strip(shares: FloatArray, bottom: float, span: int, colour: str) -> str:
+    """An area under steps, as high as the columns are full."""
+    wide, now = span / len(shares), 0.0
+    path = f"M{_LEFT} {bottom:g}"
+    for column, share in enumerate(shares):
+        if (height := round(float(share) * _STRIP, 1)) != now:
+            path += f"H{_LEFT + column * wide:.1f}V{bottom - height:g}"
+            now = height
+    return f'<path d="{path}H{_LEFT + span}V{bottom:g}Z" fill="{colour}"/>'
+
+
+def _svg(
+    bars: list[Bar], rows: list[str], title: str, note: str, ns: float, links: Sequence[Links] = ()
+) -> str:
+    """Bars in rows, with strips below them by choice, over an axis of ``ns`` nanoseconds."""
+    span, pitch = _WIDTH - _LEFT - 20, _ROW + (_STRIP + 2 if links else 0)
+    foot = _TOP + pitch * len(rows)
+    height = foot + 48
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{_LEFT}" y="20" font-size="15" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="{height - 12}" fill="#666">{escape(note)}</text>',
+        f'<text x="{_LEFT}" y="{height - 10}" fill="#666">{escape(note)}</text>',
     ]
     for number, name in enumerate(rows):
-        y = 32 + number * _ROW
+        y = _TOP + number * pitch
         lines.append(f'<text x="8" y="{y + 19}" fill="#333">{escape(name)}</text>')
         lines.append(
             f'<rect x="{_LEFT}" y="{y}" width="{span}" height="{_ROW - 6}" fill="{COLOURS["idle"]}"/>'
         )
     for bar in bars:
-        lines.append(_rect(bar, span))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        lines.append(_rect(bar, span, pitch))
+    for number, link in enumerate(links):
+        bottom = _TOP + number * pitch + _ROW - 4 + _STRIP
+        lines += [
+            _strip(link.moves, bottom, span, MOVES),
+            _strip(link.exposed, bottom, span, EXPOSED),
+        ]
+    return "\n".join([*lines, *_axis(ns, span, foot), "</svg>"]) + "\n"
 
 
-def _rect(bar: Bar, span: int) -> str:
+def _axis(ns: float, span: int, y: int) -> Iterator[str]:
+    """Marks at round times, some ten of them."""
+    size, unit = next((size, unit) for size, unit in _UNITS if ns >= 2 * size or size == 1)
+    power = 10.0 ** math.floor(math.log10(ns / size / 10))
+    step = next(n * power for n in (1, 2, 5, 10) if ns / size <= 10 * n * power * 1.0001)
+    for number in range(int(ns / size / step) + 1):
+        x = _LEFT + number * step * size / ns * span
+        yield f'<path d="M{x:.1f} {_TOP}V{y + 3}" stroke="#000" stroke-opacity="0.15"/>'
+        label = f"{number * step:.10g}" + (f" {unit}" if number == 0 else "")
+        yield f'<text x="{x:.1f}" y="{y + 15}" fill="#333" text-anchor="middle">{label}</text>'
+
+
+_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns"))
+
+
+def _rect(bar: Bar, span: int, pitch: int) -> str:
     x, wide = _LEFT + bar.begin * span, max(0.4, (bar.end - bar.begin) * span)
     half = bar.kind[1:]
     high = (_ROW - 6) / (2 if half else 1)
-    y = 32 + bar.row * _ROW + (high if half == "_" else 0)
+    y = _TOP + bar.row * pitch + (high if half == "_" else 0)
     fill, dark = COLOURS[bar.kind[0]], _DARK.get(bar.kind[0])
     text = ""
     room = int(wide / 6.2)

@@ -239,7 +239,7 @@ export function drawHeader(run) {
 function alerts(run) {
   const found = [...(run.state?.trouble ?? [])];
   const slow = run.ranks?.stragglers ?? [];
-  if (slow.length) found.push(`⚠ ${slow.length > 1 ? "Slow ranks" : "Slow rank"}: ${slow.slice(0, 6).map((one) => `${one.rank} (${one.times.toFixed(2)} × its stage's median compute time)`).join(", ")}${slow.length > 6 ? ` and ${slow.length - 6} more` : ""}. All others wait for the slowest.`);
+  if (slow.length) found.push(`⚠ ${slow.length > 1 ? "Slow ranks" : "Slow rank"}: ${slow.slice(0, 6).map((one) => `${one.rank} (${one.times.toFixed(2)} × the compute time of the others of its stage)`).join(", ")}${slow.length > 6 ? ` and ${slow.length - 6} more` : ""}. All others wait for the slowest.`);
   const line = run.ranks?.line;
   const dropped = (line?.dropped_spans ?? []).reduce((sum, one) => sum + one, 0);
   if (dropped) found.push(`${dropped} spans were dropped by ranks that could not keep up; the timeline has gaps.`);

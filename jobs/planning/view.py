@@ -242,8 +242,8 @@ def _show_pipeline(console: Console, outcome: Outcome, stages: int = 16) -> None
     window = min(simulation.step_ns, longest * width / 8)
     scale = width / window
     console.print(
-        f"the first {window / 1e9:.3f} s of {simulation.step_ns / 1e9:.3f} s: forward blue, backward green, "
-        f"paired yellow"
+        f"the first {window / 1e9:.3f} s of {simulation.step_ns / 1e9:.3f} s: F forward (blue), B backward "
+        f"(green), F and B paired (yellow; * where there is no room), with the numbers of micro-batches"
     )
     for rank in simulation.ranks[:stages]:
         line = Text(f"stage {rank.number:<2} ")
@@ -267,10 +267,14 @@ def _show_pipeline(console: Console, outcome: Outcome, stages: int = 16) -> None
 def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
     """Text and style of a block that takes ``room`` columns, the last one a gap."""
     passes = moving(run)
-    label = "".join(f"{one.kind.value}{one.micro_batch}" for one in passes)
-    style = "black on gold3" if len(passes) > 1 else _STYLES.get(passes[0].kind.value, _STYLES["B"])
-    shown = label if len(label) < room else ""
-    return shown.center(room - 1) + "▏" if room > 1 else "▏", style
+    letters = "".join(one.kind.value for one in passes)
+    style = "black on gold3" if len(passes) > 1 else _STYLES.get(letters, _STYLES["B"])
+    mark = letters if len(passes) == 1 else "*"
+    if room == 1:
+        return mark, style
+    texts = "".join(f"{one.kind.value}{one.micro_batch}" for one in passes), letters, mark
+    shown = next(text for text in texts if len(text) < room)
+    return shown.center(room - 1) + "▏", style
 
 
 def _show_pair(console: Console, outcome: Outcome) -> None:
@@ -279,9 +283,9 @@ def _show_pair(console: Console, outcome: Outcome) -> None:
         return
     width = max(40, min(console.width, 160) - 10)
     rows = pair_text(outcome.simulation, run, width)
-    legend = "a paired block: forward strand blue, backward strand green"
+    legend = "a paired block: F forward strand (blue), B backward strand (green)"
     if any(kind == "L" for _, pieces in rows for _, kind in pieces):
-        legend += ", pale with L: what the layer or the block before has left"
+        legend += ", L (pale): what the layer or the block before has left"
     console.print(legend)
     for name, pieces in rows:
         line = Text(f"{name:<8} ")

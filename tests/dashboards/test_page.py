@@ -260,6 +260,26 @@ def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) -> Non
     look(run.path, ask)
 
 
+def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 4)
+    path = run.path / "metrics.jsonl"
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    for row in rows[1:3]:
+        row |= dict.fromkeys(("loss", "grad_norm", "slowdown_seconds", "exposed_by_axis"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def ask(tab: Tab) -> None:
+        await tab.until(DRAWN.format(step=4))
+        assert await tab.evaluate("braid.run.columns.loss") == [rows[0]["loss"], None, None, rows[3]["loss"]]
+        texts = await tab.evaluate(
+            "[...document.querySelectorAll('#charts output')].map((o) => o.textContent)"
+        )
+        assert f"{rows[3]['loss']:.3f}" in texts
+        assert not [text for text in texts if "NaN" in text or "undefined" in text]
+
+    look(run.path, ask)
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
     run = made_up(tmp_path / "run", 2, 3)

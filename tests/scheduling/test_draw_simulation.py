@@ -1,17 +1,23 @@
 """Pictures of a paired block: what a layer has left is marked where the next one takes it up."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from braid.scheduling.draw_simulation import (
     COLOURS,
+    EXPOSED,
+    MOVES,
+    link_shares,
     moving,
     pair_bars,
     pair_svg,
     pair_text,
     paired_run,
     pipeline_bars,
+    pipeline_svg,
 )
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import evaluate
@@ -41,7 +47,7 @@ def test_what_was_left_is_marked(unit_layers: int) -> None:
     run = paired_run(found)
     assert names
     assert run is not None
-    bars = pair_bars(found, run)
+    bars, _ = pair_bars(found, run)
     marked = sorted(bar.label for bar in bars if bar.kind == "L")
     assert marked == sorted(f"L:{name}" for name in names)
     assert all(not bar.label.startswith("L:") for bar in bars if bar.kind != "L")
@@ -62,9 +68,9 @@ def pair_picture(schedule: str) -> str:
     return pair_svg(found, run, "a pair")
 
 
-def simulated(schedule: str) -> Simulation:
-    own = setting(schedule, tp=2, micro_batches=6, model=WIDE)
-    return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
+def simulated(schedule: str, tp: int = 2) -> Simulation:
+    own = setting(schedule, tp=tp, micro_batches=6, model=WIDE)
+    return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
 
 
 @pytest.mark.parametrize("schedule", ["megatron", "braid_w", "braid_twins"])
@@ -83,6 +89,51 @@ def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
         assert all(half == halves[bar.kind[1:]] for _, half in beside)
     twins = [bar.label for bar in sorted(bars, key=lambda bar: (bar.begin, bar.kind)) if bar.kind == "F^"][:1]
     assert (twins == ["0"]) is (schedule == "braid_twins")
+
+
+def test_pieces_are_told_without_colours() -> None:
+    found = simulated("braid_w")
+    run = paired_run(found)
+    assert run is not None
+    for width in (30, 120):
+        pieces = [piece for _, row in pair_text(found, run, width) for piece in row if piece[1]]
+        assert {kind for _, kind in pieces} == {"F", "B", "L"}
+        assert all(text[0] == kind for text, kind in pieces if len(text) != 1 or text != "▏")
+
+
+def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:
+    """Marks lie where their times do; strips are as full as links are."""
+    found = simulated("megatron")
+    picture = pipeline_svg(found, "a pipeline")
+    marks = re.findall(r'<text x="([\d.]+)" [^>]*text-anchor="middle">([\d.]+)( ms)?</text>', picture)
+    assert [unit for *_, unit in marks] == [" ms"] + [""] * (len(marks) - 1)
+    assert 4 < len(marks) < 13
+    for place, value, _ in marks:
+        assert (float(place) - 90) / 1290 == pytest.approx(float(value) * 1e6 / found.step_ns, abs=1e-4)
+    numbers = found.numbers(1)
+    links = link_shares(found)
+    assert len(links) == len(found.ranks)
+    for shares, wanted in (
+        ([link.moves.mean() for link in links], numbers.communication_seconds),
+        ([link.exposed.mean() for link in links], numbers.exposed_seconds),
+    ):
+        assert sum(shares) / len(links) * found.step_ns / 1e9 == pytest.approx(wanted, rel=1e-3)
+    for colour in (MOVES, EXPOSED):
+        assert picture.count(f'fill="{colour}"') == len(links)
+
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "paired-block.svg"
+
+
+def test_the_picture_of_the_readme_is_what_is_drawn_today(update_golden: bool) -> None:
+    """As `braid simulate ... --svg` draws it; to renew it: pytest THIS_FILE --update-golden."""
+    found = simulated("braid_w", tp=4)
+    run = paired_run(found)
+    assert run is not None
+    drawn = pair_svg(found, run, "braid_w: a paired block of two Llama layers on four A40s (simulated)")
+    if update_golden:
+        PICTURE.write_text(drawn, encoding="utf-8")
+    assert PICTURE.read_text(encoding="utf-8") == drawn
 
 
 def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
