@@ -74,7 +74,9 @@ class StepRecorder(Recorder):
             return
         self._fullest_bytes = self.messages_bytes()
         for axis, rows in sorted(self.collectives().items()):
+            self._asking = axis
             told = exchange(axis, np.array([(rank, 0, 0, 0), *rows], np.int64))
+            self._asking = ""
             ranks, members = told[:, 0, 0], _on_one_clock(told[:, 1:])
             own = int(np.flatnonzero(ranks == rank)[0])
             all_of = _met(ranks, members)

@@ -34,6 +34,8 @@ class Recorder:
         """On that clock, the fixed point that the step's marks count from."""
         self._progress = 0
         """When `pulse` was called last."""
+        self._asking = ""
+        """The axis along which other ranks are asked what they have seen of the step (`StepRecorder`)."""
         self.recording = recording
         """Whether spans are kept; may change between steps."""
 
@@ -91,6 +93,8 @@ class Recorder:
 
     def _under_way(self) -> str:
         """The oldest transfer that has not ended; empty if all have, or spans are not kept."""
+        if axis := self._asking:
+            return f"peers {axis}"
         for label, block, transfer in list(self._transfers):
             if not self._streams.complete(transfer):
                 return label.operator if block is None else f"{label.operator} of {block}"
@@ -104,7 +108,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget the step's spans and marks; another one begins."""
-        self._epoch_ns = self._streams.epoch_ns() - self._ahead_ns
+        self._epoch_ns, self._asking = self._streams.epoch_ns() - self._ahead_ns, ""
         spans = (mark for rows in (self._compute, self._blocks) for row in rows for mark in row[3:])
         transfers = (mark for _, _, one in self._transfers for mark in (one.begin, one.end))
         self._streams.forget(chain(spans, transfers))
