@@ -178,7 +178,7 @@ def test_wrong_faults(tmp_path: Path) -> None:
     outcome = braid(tmp_path, "drill", "run.yaml", "--faults", "kill-forwards")
     assert outcome.code == 2
     assert "'kill-forwards' is not known" in outcome.errors
-    assert "kill-forward," in outcome.errors
+    assert "did you mean 'kill-forward'?" in outcome.errors
     for kind, remedy in (("cut-gather", "--set parallel.zero=1"), ("cut-reduce", "--set parallel.dp=2")):
         options = ("--launcher", "processes", "--set", "parallel.tp=2")
         outcome = braid(tmp_path, "drill", "run.yaml", "--faults", kind, *options)

@@ -38,6 +38,7 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
         "slowdown_seconds",
         "launch_gap_seconds",
         "bubble_seconds",
+        "waiting_seconds",
         "alpha",
         "limit_speedup",
         "recovered",
@@ -48,7 +49,13 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     assert 0 <= overlap["hidden_fraction"] <= 1
     assert overlap["slowdown_seconds"] is not None
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    for key in ("hidden_fraction", "slowdown_seconds", "launch_gap_seconds", "bubble_seconds"):
+    for key in (
+        "hidden_fraction",
+        "slowdown_seconds",
+        "launch_gap_seconds",
+        "bubble_seconds",
+        "waiting_seconds",
+    ):
         assert key in line
     assert json.loads((run / "profile.json").read_text())["source"].startswith("measured: 2 x")
     traces = [str(run / "trace" / name) for name in ("predicted.json", "measured.json")]
