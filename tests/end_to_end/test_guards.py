@@ -106,7 +106,7 @@ def test_a_run_whose_losses_are_no_numbers_ends_with_its_report(tmp_path: Path) 
     write_config(
         tmp_path,
         model={"initial": str(tmp_path / "weights"), "hidden": 64, "sequence": SEQUENCE},
-        data={"files": ["corpus.jsonl"]},
+        data={"files": ["corpus.jsonl"], "tokenizer": "bytes"},
         train={"steps": 8, "global_batch": 4, "micro_batch": 4},
         failure={"on_nan": "skip"},
     )
