@@ -212,7 +212,7 @@ class Worker(Logged, Rank):
             self.keep_copy(step + 1)
         first = not any(self._mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
-        records = self._recorder.records(step)
+        records = self._recorder.records()
         if self._stream is not None and self._recorder.recording:
             self._stream.put(self._recorder.labels, records, step)
         return StepResult(
