@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.grouped_linear import GroupedLinear
 from braid.kernels.operators.permute import Regroup
 from braid.kernels.operators.router import Router
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
@@ -40,9 +41,9 @@ class Layer:
         self.capacity = capacity
         self.router = Router(hidden=D, experts=E, top_k=k, dtype=dtype, **routing)
         self.permute, self.unpermute = kinds.permute(E, capacity), kinds.unpermute(E, capacity)
-        self.expert_in = kinds.grouped_linear(experts=E, inputs=D, outputs=2 * WIDTH, dtype=dtype)
+        self.expert_in = GroupedLinear(experts=E, inputs=D, outputs=2 * WIDTH, dtype=dtype)
         self.activation = kinds.swiglu()
-        self.expert_out = kinds.grouped_linear(experts=E, inputs=WIDTH, outputs=D, dtype=dtype)
+        self.expert_out = GroupedLinear(experts=E, inputs=WIDTH, outputs=D, dtype=dtype)
         self.before = [
             prepare(operator, torch.promote_types(dtype, torch.float32))["weight"]
             for operator in (self.router, self.expert_in, self.expert_out)

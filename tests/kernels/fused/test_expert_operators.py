@@ -1,6 +1,6 @@
 """Operators of a mixture of experts by Triton against PyTorch's, on the same inputs.
 
-Legend: t tokens, k choices of a token, n rows, D hidden, I input and O output features, E experts.
+Legend: t tokens, k choices of a token, n rows, D hidden, E experts.
 """
 
 import pytest
@@ -78,48 +78,9 @@ def test_what_lies_in_no_visit_is_not_read():
     assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]
 
 
-@given(
-    seed=seeds,
-    sizes=st.lists(st.sampled_from([0, 0, 1, 3, 40]), min_size=1, max_size=5),
-    features=st.sampled_from([(1, 1), (24, 33), (17, 8)]),
-    form=st.sampled_from([list, tuple, torch.tensor]),
-    dtype=dtypes,
-)
-@fresh
-@torch.no_grad()
-def test_grouped_linear(seed, sizes, features, form, dtype):
-    """Output, input gradient and twice accumulated weight gradient; also after other sizes."""
-    torch.manual_seed(seed)
-    I, O = features  # noqa: E741
-    settings = {"experts": len(sizes), "inputs": I, "outputs": O, "device": DEVICE, "dtype": dtype}
-    ours, theirs = (family.grouped_linear(**settings) for family in (TRITON, TORCH))
-    theirs.weight.copy_(normal(len(sizes), O, I, dtype=dtype))
-    ours.weight.copy_(theirs.weight)
-    before = normal(len(sizes), O, I)
-    ours.gradients["weight"], theirs.gradients["weight"] = before.clone(), before.clone()
-    for mine in (sizes, sizes, sizes[::-1]):
-        told, n = form(mine), sum(mine)
-        x_nI, dy_nO = normal(n, I, dtype=dtype), normal(n, O, dtype=dtype)
-        alike(ours(x_nI, told), theirs(x_nI, told))
-        alike(ours.input_gradient(dy_nO, told), theirs.input_gradient(dy_nO, told))
-        ours.weight_gradient(dy_nO, x_nI, told)
-        theirs.weight_gradient(dy_nO, x_nI, told)
-    totals = [operator.gradients["weight"].double() for operator in (ours, theirs)]
-    assert_near(*totals, dtype)  # on the CPU PyTorch rounds products before it adds them
-    for expert, (first, last) in enumerate(zip(sizes, sizes[::-1], strict=True)):
-        if not first + last:
-            assert torch.equal(ours.gradients["weight"][expert], before[expert])
-
-
 @torch.no_grad()
 def test_what_is_wrong_is_refused_as_by_pytorch():
-    operator = TRITON.grouped_linear(experts=2, inputs=3, outputs=3, device=DEVICE)
     x, no_rows = torch.zeros(5, 3, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
-    for call in (operator.forward, operator.input_gradient, lambda x, n: operator.weight_gradient(x, x, n)):
-        with pytest.raises(ValueError, match=r"sizes=\[2, 2\] add up to 4 rows, not 5"):
-            call(x, (2, 2))
-        with pytest.raises(ValueError, match=r"sizes=\[6, -1\] must be at least 0, for each of experts=2"):
-            call(x, torch.tensor([6, -1]))
     for kind in (TRITON.permute, TRITON.unpermute):
         with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
             kind(4, 0)

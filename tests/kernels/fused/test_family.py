@@ -129,7 +129,7 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
 
     def choose():
         asked.append(True)
-        return {"swiglu": "triton", "attention": "torch+flash", "linear": "torch"}
+        return {"swiglu": "triton", "attention": "torch+flash", "rms_norm": "torch"}
 
     cuda = torch.device("cuda")
     assert operator_family("auto", CPU, torch.float32, choose) == TORCH
@@ -139,7 +139,7 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
     assert operator_family("auto", cuda, torch.bfloat16) == TORCH, "nobody was there to choose"
     assert not asked
     chosen = operator_family("auto", cuda, torch.bfloat16, choose)
-    assert (chosen.swiglu, chosen.linear, chosen.gelu) == (TRITON.swiglu, TORCH.linear, TORCH.gelu)
+    assert (chosen.swiglu, chosen.rms_norm, chosen.gelu) == (TRITON.swiglu, TORCH.rms_norm, TORCH.gelu)
     attention = chosen.attention(heads=2, kv_heads=1, head_dim=4, sequence=3, rotary_base=None)
     assert type(attention) is TORCH.attention
     assert attention.backend == BACKENDS["flash"]
