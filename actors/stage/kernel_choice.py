@@ -9,7 +9,7 @@ import torch
 
 from braid.actors.stage.log import HEADER
 from braid.actors.stage.mesh import Mesh
-from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_file, choose
+from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_folder, choose
 from braid.kernels.clock import DeviceClock
 from braid.kernels.family import OperatorFamily, candidates, operator_family
 from braid.kernels.trials import Laboratory, Measured, Use
@@ -20,7 +20,7 @@ class KernelChoice:
     """A rank's, over all generations: what was chosen once stays."""
 
     def __init__(self) -> None:
-        self._kept = KeptChoices(choices_file(os.environ))
+        self._kept = KeptChoices(choices_folder(os.environ))
         self.told = ""
         """What was chosen, for people; empty where nothing was to choose."""
 

@@ -145,7 +145,7 @@ def mesh(groups: Alone) -> Mesh:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where choices are kept."""
     monkeypatch.setenv("BRAID_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kernels.json"
+    return tmp_path / "cache" / "kernels"
 
 
 SIZES = part_sizes(replace(LLAMA, layers=2), ParallelLayout(), 1)
@@ -211,14 +211,15 @@ def test_a_gpu_measures_once_and_says_what_it_took(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{HEADER} rms_norm: torch 0.001 ms, triton 0.001 ms"
     assert lines[-1] == f"{HEADER} {told}"
-    (entry,) = json.loads(cache.read_text())["choices"]
+    (file,) = cache.iterdir()
+    entry = json.loads(file.read_text())
     assert (entry["kernels"], entry["for"]["cards"], entry["for"]["dtype"]) == (
         CHOSEN,
         ["a card"],
         "torch.bfloat16",
     )
 
-    cache.unlink()
+    file.unlink()
     assert family(choice).swiglu == first.swiglu, "a later generation of the same process"
     assert choice.told == told
     assert family(KernelChoice()).swiglu == first.swiglu, "another process"

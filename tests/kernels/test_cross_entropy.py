@@ -94,16 +94,6 @@ def test_chunks_change_nothing(monkeypatch, chunk_bytes, dtype):
 
 
 @torch.no_grad()
-def test_gathered_statistics_may_be_flat_or_by_group():
-    torch.manual_seed(0)
-    statistics_GT3 = torch.rand(2, 5, 3, dtype=torch.float64) + 0.5
-    by_group = CrossEntropyLoss(groups=2)(statistics_GT3)
-    flat = CrossEntropyLoss(groups=2)(statistics_GT3.view(10, 3))
-    assert all(torch.equal(a, b) for a, b in zip(by_group, flat, strict=True))
-    assert by_group[1].shape == (5,)
-
-
-@torch.no_grad()
 def test_targets_that_are_no_tokens_are_refused():
     logits_TV = torch.zeros(2, 3)
     for operator in (
@@ -114,12 +104,3 @@ def test_targets_that_are_no_tokens_are_refused():
             operator(logits_TV, torch.tensor([0, -100]))
     with pytest.raises(ValueError, match="vocabulary of 6"):
         CrossEntropyStatistics(rows=3, first_row=0, vocabulary=6)(logits_TV, torch.tensor([0, 6]))
-
-
-@torch.no_grad()
-def test_vocabulary_size_is_optional():
-    torch.manual_seed(0)
-    logits_TV, targets_T = torch.randn(4, 3), torch.tensor([0, 5, 2, 4])
-    known = CrossEntropyStatistics(rows=3, first_row=2, vocabulary=6)(logits_TV, targets_T)
-    unknown = CrossEntropyStatistics(rows=3, first_row=2)(logits_TV, targets_T)
-    assert torch.equal(known[0], unknown[0])

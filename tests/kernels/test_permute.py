@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from braid.kernels.family import TORCH
 from braid.kernels.operators.permute import Permute, Regroup, Unpermute, dropped
 from tests.kernels.cases import assert_close, normal, wide_leaf
-from tests.kernels.routing import UNEVEN, draw_choice, rows_of_visits
+from tests.kernels.routing import UNEVEN, check_holes, draw_choice, rows_of_visits
 
 FP64 = torch.float64
 seeds = st.integers(0, 2**32 - 1)
@@ -102,38 +103,8 @@ def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity):
     assert_close(d_gates_tk, (x_tD.double() * dy_tD.double()).sum(-1, keepdim=True) * found_tk, 1e-5)
 
 
-@torch.no_grad()
 def test_what_lies_in_no_visit_is_not_read():
-    """Rows that no visit fills, and the first row and token, where visits without a place could look."""
-    choice_tk = torch.tensor([[0, 1], [0, 2], [0, 1]])
-    permute, unpermute = Permute(4, 2), Unpermute(4, 2)
-    x_tD = torch.tensor([[torch.inf], [1.0], [2.0]])
-    (rows_nD,) = permute(x_tD, choice_tk)
-    assert rows_nD.flatten().tolist() == [torch.inf, 1, torch.inf, 2, 1, 0, 0, 0]
-    rows_nD[5:] = torch.nan
-    (y_tD,) = unpermute(rows_nD, torch.ones(3, 2), choice_tk)
-    assert y_tD.flatten().tolist() == [torch.inf, 2, 2]
-    rows_nD[0] = torch.nan
-    dy_tD = torch.tensor([[torch.nan], [3.0], [5.0]])
-    d_rows_nD, d_gates_tk = unpermute.input_gradient(dy_tD, rows_nD, torch.ones(3, 2), choice_tk)
-    assert d_rows_nD.flatten().tolist()[1:2] + d_rows_nD.flatten().tolist()[3:] == [3, 5, 3, 0, 0, 0]
-    assert d_gates_tk[1:].tolist() == [[3, 3], [0, 10]]
-    d_rows_nD[5:] = torch.nan
-    assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]
-
-
-@pytest.mark.parametrize("capacity", [None, 20])
-@torch.no_grad()
-def test_every_run_gives_the_same_bits(capacity):
-    torch.manual_seed(0)
-    choice_tk, gates_tk, rows_nD = draw_choice("zipf", 300, 16, 4), torch.rand(300, 4), torch.randn(1200, 8)
-    rows_nD = rows_nD[: 16 * 20] if capacity else rows_nD
-    permute, unpermute = Permute(16, capacity), Unpermute(16, capacity)
-    runs = [
-        (*unpermute(rows_nD, gates_tk, choice_tk), *permute.input_gradient(rows_nD, choice_tk))
-        for _ in range(3)
-    ]
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    check_holes(TORCH, torch.device("cpu"))
 
 
 @given(seed=seeds, S=st.integers(1, 5), E=st.integers(1, 5), largest=st.integers(0, 4), back=st.booleans())

@@ -3,7 +3,6 @@
 Legend: t tokens, k choices of a token, n rows, D hidden, E experts.
 """
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from braid.kernels.family import TORCH, operator_family
 from tests.kernels.fused.cases import DEVICE, assert_near, fresh, normal, seeds
-from tests.kernels.routing import UNEVEN, draw_choice
+from tests.kernels.routing import UNEVEN, check_holes, draw_choice
 
 TRITON = operator_family("triton", DEVICE, torch.float32)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
@@ -58,39 +57,5 @@ def test_rows_there_and_back(seed, tokens, sizes, capacity, kind, D, dtype):
     assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
 
 
-@torch.no_grad()
 def test_what_lies_in_no_visit_is_not_read():
-    """Rows that no visit fills, and the first row and token, where visits without a place could look."""
-    choice_tk = torch.tensor([[0, 1], [0, 2], [0, 1]], device=DEVICE)
-    permute, unpermute = TRITON.permute(4, 2), TRITON.unpermute(4, 2)
-    x_tD, ones_tk = torch.tensor([[torch.inf], [1.0], [2.0]], device=DEVICE), torch.ones(3, 2, device=DEVICE)
-    (rows_nD,) = permute(x_tD, choice_tk)
-    assert rows_nD.flatten().tolist() == [torch.inf, 1, torch.inf, 2, 1, 0, 0, 0]
-    rows_nD[5:] = torch.nan
-    (y_tD,) = unpermute(rows_nD, ones_tk, choice_tk)
-    assert y_tD.flatten().tolist() == [torch.inf, 2, 2]
-    rows_nD[0] = torch.nan
-    dy_tD = torch.tensor([[torch.nan], [3.0], [5.0]], device=DEVICE)
-    d_rows_nD, d_gates_tk = unpermute.input_gradient(dy_tD, rows_nD, ones_tk, choice_tk)
-    assert d_rows_nD.flatten().tolist()[1:2] + d_rows_nD.flatten().tolist()[3:] == [3, 5, 3, 0, 0, 0]
-    assert d_gates_tk[1:].tolist() == [[3, 3], [0, 10]]
-    d_rows_nD[5:] = torch.nan
-    assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]
-
-
-@torch.no_grad()
-def test_what_is_wrong_is_refused_as_by_pytorch():
-    x, no_rows = torch.zeros(5, 3, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
-    for kind in (TRITON.permute, TRITON.unpermute):
-        with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
-            kind(4, 0)
-    choice_tk = torch.tensor([[0, 4]], device=DEVICE)
-    with pytest.raises(ValueError, match="3 rows, not the 2 that were sent out"):
-        TRITON.unpermute(5, None)(x[:3], no_rows, choice_tk)
-    with pytest.raises(ValueError, match="3 rows, not the 2 that were sent out"):
-        TRITON.unpermute(5, None).input_gradient(x[:1], x[:3], no_rows, choice_tk)
-    with pytest.raises(ValueError, match="9 rows, not the 10"):
-        TRITON.permute(5, 2).input_gradient(torch.zeros(9, 2, device=DEVICE), choice_tk)
-    if DEVICE.type == "cpu":
-        with pytest.raises(ValueError, match=r"choices lie in \[0, 4\], not in \[0, 4\)"):
-            TRITON.permute(4, None)(x[:1], choice_tk)
+    check_holes(TRITON, DEVICE)
