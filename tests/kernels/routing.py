@@ -6,8 +6,6 @@ Legend: t tokens, k choices of each, E experts.
 import torch
 from torch import Tensor
 
-from braid.kernels.family import OperatorFamily
-
 UNEVEN = ("even", "hot", "unvisited", "zipf")
 """How experts are liked: alike; one by all tokens; half of them, if that is enough, by none; by Zipf."""
 
@@ -41,24 +39,3 @@ def rows_of_visits(choice_tk: Tensor, experts: int, capacity: int | None) -> dic
         first = len(rows) if capacity is None else expert * capacity
         rows |= {visit: first + place for place, visit in enumerate(mine[:capacity])}
     return rows
-
-
-@torch.no_grad()
-def check_holes(kinds: OperatorFamily, device: torch.device) -> None:
-    """Rows that no visit fills, and the first row and token, where visits without a place could look, are
-    not read."""
-    choice_tk = torch.tensor([[0, 1], [0, 2], [0, 1]], device=device)
-    permute, unpermute = kinds.permute(4, 2), kinds.unpermute(4, 2)
-    x_tD, ones_tk = torch.tensor([[torch.inf], [1.0], [2.0]], device=device), torch.ones(3, 2, device=device)
-    (rows_nD,) = permute(x_tD, choice_tk)
-    assert rows_nD.flatten().tolist() == [torch.inf, 1, torch.inf, 2, 1, 0, 0, 0]
-    rows_nD[5:] = torch.nan
-    (y_tD,) = unpermute(rows_nD, ones_tk, choice_tk)
-    assert y_tD.flatten().tolist() == [torch.inf, 2, 2]
-    rows_nD[0] = torch.nan
-    dy_tD = torch.tensor([[torch.nan], [3.0], [5.0]], device=device)
-    d_rows_nD, d_gates_tk = unpermute.input_gradient(dy_tD, rows_nD, ones_tk, choice_tk)
-    assert d_rows_nD.flatten().tolist()[1:2] + d_rows_nD.flatten().tolist()[3:] == [3, 5, 3, 0, 0, 0]
-    assert d_gates_tk[1:].tolist() == [[3, 3], [0, 10]]
-    d_rows_nD[5:] = torch.nan
-    assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]

@@ -41,15 +41,12 @@ def check(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype, form:
     assert torch.equal(dy_nO, kept[1])
 
 
-forms = st.sampled_from([list, tuple, torch.Tensor])
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     inputs=st.integers(1, 9),
     outputs=st.integers(1, 9),
-    form=forms,
+    form=st.sampled_from([list, tuple, torch.Tensor]),
 )
 @settings(max_examples=100, deadline=None)
 def test_equals_autograd(seed, sizes, inputs, outputs, form):

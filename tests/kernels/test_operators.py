@@ -88,16 +88,3 @@ def test_tokens_outside_the_vocabulary_are_refused(token, rows):
     embedding = VocabularyEmbedding(rows=rows, hidden=2, first_row=0, vocabulary=5)
     with pytest.raises(ValueError, match="vocabulary of 5"):
         embedding(torch.tensor([0, token]))
-
-
-@torch.no_grad()
-def test_embedding_gradient_is_deterministic():
-    torch.manual_seed(0)
-    tokens_T, d_TD = torch.randint(3, (400,)), torch.randn(400, 16)
-    embedding = VocabularyEmbedding(rows=2, hidden=16, first_row=1, vocabulary=3)
-    results = []
-    for _ in range(3):
-        embedding.gradients["weight"] = torch.zeros(2, 16)
-        embedding.weight_gradient(d_TD, tokens_T)
-        results.append(embedding.gradients["weight"])
-    assert all(torch.equal(result, results[0]) for result in results)

@@ -183,22 +183,6 @@ def test_of_equal_experts_the_first_is_chosen(softmax, biased):
 
 
 @pytest.mark.parametrize("softmax", ["before", "after"])
-@torch.no_grad()
-def test_the_only_choice_counts_whole_and_has_no_gradient(softmax):
-    torch.manual_seed(0)
-    dtype = torch.float32
-    router = made(7, 1, softmax=softmax, normalised=True, dtype=dtype)
-    before = prepare(router, dtype)
-    x_tD = normal(9, 6, dtype=dtype)
-    gates_tk, choice_tk, _, scores_tE = router(x_tD)
-    reads = (normal(9, 1, dtype=dtype), scores_tE, choice_tk, None, None)
-    router.weight_gradient(*reads[:3], x_tD, *reads[3:])
-    assert torch.equal(gates_tk, torch.ones(9, 1, dtype=dtype))
-    assert not router.input_gradient(*reads)[0].any()
-    assert torch.equal(router.gradients["weight"], before["weight"])
-
-
-@pytest.mark.parametrize("softmax", ["before", "after"])
 @pytest.mark.parametrize("normalised", [False, True])
 @torch.no_grad()
 def test_gates_of_zero_give_numbers(softmax, normalised):

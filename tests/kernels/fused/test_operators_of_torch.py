@@ -99,16 +99,13 @@ def test_wrong_tensors_are_refused_by_name(operator: Any) -> None:
 
 
 REFUSED = [
-    (norm.norm, {"weight": f(6)}, "weight", "not 5"),
     (norm.norm, {"weight": f(5).to("meta")}, "weight", "is on meta"),
     (norm.norm, {"x": f(5, 3).t()}, "x", "last dim must be contiguous"),
     (norm.norm, {"x": f(3, 40000)}, "x", "40000 columns"),
-    (norm.norm, {"x": f(3, 5).double()}, "x", "float64"),
     (activation.swiglu, {"gu": f(3, 9)}, "gu", "9 columns"),
     (rotary.rotary, {"q": f(2, 3, 4, 5), "k": f(2, 3, 2, 5), "v": f(2, 3, 2, 5)}, "q", "odd"),
     (rotary.rotary, {"cos": f(4, 3)}, "cos", "3 x 3"),
     (cross_entropy.cross_entropy_statistics, {"vocabulary": 4}, "targets", r"outside \[0, 4\)"),
-    (cross_entropy.cross_entropy_statistics, {"targets": -TARGETS}, "targets", "outside"),
     (permute.gather_rows, {"sources": i(0, 6)}, "sources", r"outside \[-1, 6\)"),
     (permute.combine_rows, {"slots": SLOTS + 1}, "slots", r"outside \[-1, 5\)"),
 ]
@@ -120,7 +117,7 @@ REFUSED = [
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_values_are_refused(operator: Any, changes: dict[str, Any], argument: str, says: str) -> None:
-    if argument in ("targets", "sources", "slots") and "outside" in says and DEVICE.type != "cpu":
+    if "outside" in says and DEVICE.type != "cpu":
         pytest.skip("elsewhere a check of values would stall the device")
     values = {**dict(arguments(operator)), **changes}
     with pytest.raises(ValueError, match=f"^{name_of(operator)}: {argument} .*{says}"):
