@@ -30,16 +30,16 @@ class Probed(Worker):
 
     def digest(self) -> str:
         """Of master weights and moments, and of the parameters that follow from them, whole and in shares."""
-        state = take(self._optimizer, 0).flat
-        parts = [state, *(p.tensor.detach() for p in self._model.parameters)]
-        parts += [share.tensor.detach() for share in self._optimizer.shares]
+        state = take(self._parts.optimizer, 0).flat
+        parts = [state, *(p.tensor.detach() for p in self._parts.model.parameters)]
+        parts += [share.tensor.detach() for share in self._parts.optimizer.shares]
         return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 
     def spoil(self) -> None:
         """Change the state, so that only a restored one is right."""
-        for master in self._optimizer.masters:
+        for master in self._parts.optimizer.masters:
             master.data.add_(1.0)
-        self._optimizer.restored(0)
+        self._parts.optimizer.restored(0)
 
 
 def probed(rank: int, address: str) -> Probed:
