@@ -295,7 +295,7 @@ def _on_ray(
         config = _laid_out(config, launcher, prepared, show)
         made = plan(config, prepared, launcher)
         controllers = Controllers(made, options, partial(replan, made))
-        budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
+        budget = RestartBudget(config.failure.max_restarts)
         with ray_metrics(config, ray.util.metrics) as tell:
             while True:
                 controllers.start()

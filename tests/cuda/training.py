@@ -5,7 +5,6 @@ issued is checked for races. Losses and parameters are those of a run with as ma
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
