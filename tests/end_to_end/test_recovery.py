@@ -84,7 +84,6 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
         "model": EXPERTS if "ep" in parallel else {},
         "train": {"steps": STEPS, "dtype": "fp64"},
         "checkpoint": {"every": 4, "asynchronous": False},
-        "failure": {"backoff_s": 0.1},
     }
     # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
     sink = PrometheusSink()
@@ -125,7 +124,7 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
 @pytest.mark.slow
 def test_there_is_a_budget(tmp_path: Path, data: Path) -> None:
     with pytest.raises(WorkerError, match="its process"):
-        killed(tmp_path, data, [1, 2], failure={"max_restarts": 1, "backoff_s": 0.1}, parallel={"tp": 2})
+        killed(tmp_path, data, [1, 2], failure={"max_restarts": 1}, parallel={"tp": 2})
     (events,) = tmp_path.glob("*/events.jsonl")
     kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
     assert kinds == ["started", "restarted", "started", "failed"]
@@ -177,7 +176,6 @@ def test_actors_that_are_killed(tmp_path: Path) -> None:
         parallel={"tp": 2},
         train={"steps": 400},
         checkpoint={"every": 10},
-        failure={"backoff_s": 0.1},
         telemetry={"page": False},
     )
     process = start(tmp_path, "train", "run.yaml", "--until", "150", "--launcher", "ray")
