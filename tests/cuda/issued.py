@@ -52,7 +52,7 @@ class Groups:
 
     def shared(self, axis: str) -> Group:
         """The ranks that share parameters along an axis."""
-        if axis not in ("ends", "copies"):
+        if axis != "ends":
             return self.line(axis)
         return Group("ends", tuple(sorted((self.rank, self.peer(self._other_end)))))
 
@@ -68,7 +68,7 @@ class Groups:
 
     def stream(self, axis: str) -> Stream:
         """Where what a group along an axis exchanges is queued."""
-        if axis in ("ends", "copies"):
+        if axis == "ends":
             return self.stream_to(self._other_end)
         return self._topology.between(self._members[axis])
 
@@ -223,12 +223,12 @@ class Issuer:
         return [share_elements(count, ways) for count, ways in cut if ways > 1]
 
     def _place(self, what: Reduce | Gather) -> str:
-        """What is summed, as all members name it: a chunk of the model, in each of its copies; the table."""
+        """What is summed, as all members name it: a chunk; the table."""
         if what.chunk is None:
             return "norm"
         if what.axis == "ends":
             return "table"
-        return f"chunk {what.chunk % self._code.layout.chunks_per_copy}{_bucket(what)}"
+        return f"chunk {what.chunk}{_bucket(what)}"
 
     def _summed(self, reduce: Reduce) -> list[int]:
         """Elements of what is summed (`GradientBuckets._summed`); of the norm, a number for each parameter of
@@ -254,7 +254,7 @@ class Issuer:
                 of_axes[axes].append(count)
         found = []
         for axes in sorted(of_axes, key=lambda axes: (len(axes), axes)):
-            if what.axis in (*axes, "copies", "replica"):  # over which all is summed
+            if what.axis in (*axes, "replica"):  # over which all is summed
                 counts = of_axes[axes] if layout.zero else [sum(of_axes[axes])]
                 summed = {name for axis in axes for name in layout.mesh.factors_of(axis)}
                 ways = layout.mesh.size([name for name in layout.mesh.sharded if name in summed])

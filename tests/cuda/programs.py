@@ -7,35 +7,34 @@ import pytest
 
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.lowering.named import PIPELINES, SCHEDULES
 from braid.scheduling.spec import ModelShape
 from tests.cuda.actions import FirstUse, Programs
 from tests.cuda.issued import issued
 from tests.cuda.kernels_in_flight import Machine
-from tests.scheduling.cases import LLAMA, choices_for, exists, layout_for, parts_for, setting_for
+from tests.scheduling.cases import (
+    LLAMA,
+    LOWERED,
+    choices_for,
+    exists,
+    layout_for,
+    parts_for,
+    pipeline_of,
+    setting_for,
+)
 
 SMALL = replace(LLAMA, layers=1)
 """A layer for every chunk."""
 EXPERTS = replace(SMALL, family="moe", experts=8, top_k=2, balance_loss=0.1)
 """The host has to know how many rows go where, before it can go on."""
-CASES = tuple(
-    (name, hop)
-    for name in SCHEDULES
-    for hop in (PIPELINES["eager_w"].hops if name == "braid_eager" else (0,))
-)
-"""Schedules, and slots that a message may take; the pipelines that ``braid`` searches are its points."""
-EVERY_CASE = pytest.mark.parametrize(("name", "hop"), CASES)
+CASES = tuple(f"{name}/{hop}" if hop else name for name in LOWERED for hop in pipeline_of(name).hops)
+"""Schedules with their pipelines, and slots that a message may take."""
+EVERY_CASE = pytest.mark.parametrize("name", CASES)
 EAGER, WARM, LAZY = Machine(first=FirstUse.EAGER), Machine(), Machine(first=FirstUse.LAZY)
-
-
-def runs(name: str, stages: int, micro_batches: int) -> bool:
-    """Whether a schedule runs on so many stages (`check_runnable`: copies want an even number)."""
-    return exists(name, stages, micro_batches) and (name != "bidirectional" or stages % 2 == 0)
 
 
 def sizes(name: str, stages: Iterable[int]) -> list[tuple[int, int]]:
     """Stages with few, some and many micro-batches."""
-    return [(p, m) for p in stages for m in sorted({1, min(p, 3), p, 2 * p + 2}) if runs(name, p, m)]
+    return [(p, m) for p in stages for m in sorted({1, min(p, 3), p, 2 * p + 2}) if exists(name, p, m)]
 
 
 def programs(
@@ -64,7 +63,7 @@ def programs(
     return issued(code, setting.model, places, barriers=barriers)
 
 
-FORWARD = ("megatron", "interleaved", "folded", "bidirectional")
+FORWARD = ("megatron", "interleaved", "megatron:folded")
 """A schedule for each placement: forward passes alone follow from that."""
 
 

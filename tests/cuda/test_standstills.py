@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from braid.scheduling.lowering.named import ScheduleName
 from tests.cuda.actions import FirstUse, Synchronise, most_streams, unequal
 from tests.cuda.kernels_in_flight import Machine, deadlock
 from tests.cuda.orders import orders
@@ -17,9 +18,8 @@ from tests.cuda.programs import (
     WARM,
     forward_passes,
     programs,
-    runs,
 )
-from tests.scheduling.cases import SUB_BATCHES
+from tests.scheduling.cases import SUB_BATCHES, exists
 
 pytestmark = pytest.mark.alone
 
@@ -46,21 +46,21 @@ def test_profiling_with_communicators_made_on_first_use() -> None:
 
 
 @EVERY_CASE
-def test_few_micro_batches_with_communicators_made_on_first_use(name: str, hop: int) -> None:
+def test_few_micro_batches_with_communicators_made_on_first_use(name: str) -> None:
     """A host that starts a receive early is blocked before it computes what the other one waits for."""
-    ahead = max(1, hop - 1)  # blocks that a receive is started early
+    ahead = max(1, ScheduleName.parse(name).hop - 1)  # blocks that a receive is started early
     if name in SUB_BATCHES:
         ahead *= 2  # micro-batches of these
     for p in (1, 2, 3, 8):
-        for m in (m for m in {1, 2, 3, 4, 2 * p} if runs(name, p, m)):
-            stands = deadlock(programs(name, p, m, hop=hop), LAZY)
+        for m in (m for m in {1, 2, 3, 4, 2 * p} if exists(name, p, m)):
+            stands = deadlock(programs(name, p, m), LAZY)
             assert (stands is not None) == (p > 1 and m <= ahead), (p, m, stands)
             assert stands is None or stands.count("blocked by the first use of") == stands.count("\n")
 
 
 def test_communicators_whose_making_waits_for_the_device() -> None:
     """Finding A7: receives that were started early run while communicators are made."""
-    for name in ("megatron", "braid_w", "zbv"):
+    for name in ("megatron", "braid:w", "zbv"):
         for p in (2, 3, 4):
             stands = deadlock(programs(name, p, 2 * p), Machine(first=FirstUse.LAZY_IDLE))
             assert stands is not None
@@ -69,13 +69,13 @@ def test_communicators_whose_making_waits_for_the_device() -> None:
 
 
 @EVERY_CASE
-def test_barriers_that_synchronise_the_device(name: str, hop: int) -> None:
+def test_barriers_that_synchronise_the_device(name: str) -> None:
     """Two neighbours wait in barriers for receives that they started early, and send what the other one waits
     for only behind the barrier; so they do once both have a block of two passes."""
-    first = {"dhelix": lambda p: p + 2, "bidirectional": lambda p: 2 * p + 1}.get(name)
+    first = {"dhelix": lambda p: p + 2}.get(name)
     for p in (1, 2, 4):
-        for m in (m for m in (1, p, p + 1, p + 2, 2 * p, 2 * p + 1) if runs(name, p, m)):
-            stands = deadlock(programs(name, p, m, hop=hop, barriers=True), WARM)
+        for m in (m for m in (1, p, p + 1, p + 2, 2 * p, 2 * p + 1) if exists(name, p, m)):
+            stands = deadlock(programs(name, p, m, barriers=True), WARM)
             assert (stands is not None) == (first is not None and p > 1 and m >= first(p)), (p, m, stands)
             assert stands is None or stands.count("its host waits for a barrier") == 2
 
@@ -109,30 +109,27 @@ def test_forward_passes_of_interleaved_stages_on_communicators_of_groups() -> No
 
 SLOTS = {
     "megatron": 2,
-    "eager": 2,
-    "folded": 4,
+    "megatron:eager_1f1b": 2,
+    "megatron:folded": 4,
     "interleaved": 3,
     "intra_batch": 2,
     "ddp": 2,
-    "ooo_backprop": 2,
-    "braid_together_2": 2,
-    "braid_together_4": 2,
-    "braid_together_8": 2,
+    "braid:together_4": 2,
     "merak": 2,
     "oases": 2,
-    "braid_sub_batches": 2,
-    "oases_folded": 3,
-    "braid_sub_batches_folded": 3,
+    "braid:sub_batches": 2,
+    "oases:folded_sub_batches": 3,
+    "braid:folded_sub_batches": 3,
     "zbv": 3,
 }
 """Kernels of communicators that have to find room on a device at a time; for all others 4."""
 
 
 @EVERY_CASE
-def test_slots(name: str, hop: int) -> None:
+def test_slots(name: str) -> None:
     """With one slot less an order stands still; with as many, none of those that are tried does."""
     need = SLOTS.get(name, 4)
-    cases = [programs(name, p, m, hop=hop) for p in (2, 3) for m in (p, 2 * p, 2 * p + 1) if runs(name, p, m)]
+    cases = [programs(name, p, m) for p in (2, 3) for m in (p, 2 * p, 2 * p + 1) if exists(name, p, m)]
 
     def stands(slots: int) -> bool:
         return any(
@@ -147,36 +144,35 @@ def test_slots(name: str, hop: int) -> None:
 
 def test_sums_of_replicas_beside_collectives_of_layers_want_two_slots() -> None:
     """Of the stage's later chunk, beside the backward pass of its earlier one."""
-    ranks = programs("braid_w", 1, 4, tp=2, dp=2)
+    ranks = programs("braid:w", 1, 4, tp=2, dp=2)
     found = [deadlock(ranks, Machine(slots=1, order=order)) for order in orders(len(ranks), 3)]
     assert any(found)
     assert not any(deadlock(ranks, Machine(slots=2, order=order)) for order in orders(len(ranks), 3))
 
 
 @EVERY_CASE
-def test_hardware_queues(name: str, hop: int) -> None:
+def test_hardware_queues(name: str) -> None:
     """Every stream finds one of its own among 32. In a single one (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the
     wait for a receive that is started early holds up what is to be computed meanwhile."""
     p = 4
-    ranks = programs(name, p, 2 * p, tp=2, hop=hop)
+    ranks = programs(name, p, 2 * p, tp=2)
     for first in (FirstUse.EAGER, FirstUse.WARM):
         assert most_streams(ranks, first) <= 32
-    stands = deadlock(programs(name, p, 1 if runs(name, p, 1) else 2 * p, hop=hop), Machine(queues=1))
+    stands = deadlock(programs(name, p, 1 if exists(name, p, 1) else 2 * p), Machine(queues=1))
     assert stands is not None
     assert "in one hardware queue" in stands
 
 
-@pytest.mark.parametrize("name", ["braid_w", "bidirectional"])
-def test_hardware_queues_with_every_axis(name: str) -> None:
+def test_hardware_queues_with_every_axis() -> None:
     """Communicators of tp, cp, ep, the ranks that share experts, and all replicas."""
-    ranks = programs(name, 4, 8, tp=2, cp=2, dp=4, ep=4, model=EXPERTS, hosts=8)
+    ranks = programs("braid:w", 4, 8, tp=2, cp=2, dp=4, ep=4, model=EXPERTS, hosts=8)
     for first in (FirstUse.EAGER, FirstUse.WARM):
         assert most_streams(ranks, first) <= 32
 
 
 def test_eight_hardware_queues() -> None:
     """As many as there are where nothing is said: too few for the streams of passes side by side."""
-    ranks = programs("braid_w", 4, 8, tp=2)
+    ranks = programs("braid:w", 4, 8, tp=2)
     for first in (FirstUse.EAGER, FirstUse.WARM):
         stands = deadlock(ranks, Machine(first=first, queues=8))
         assert stands is not None

@@ -19,11 +19,10 @@ from tests.end_to_end.command import (
 LAYOUTS = {
     "one rank": (),
     "tp 2": ("parallel.tp=2",),
-    "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
+    "pp 2 folded": ("parallel.pp=2", "overlap.pipeline=folded"),
     "dp 2": ("parallel.dp=2",),
     "shares": ("parallel.dp=2", "parallel.zero=3"),
     "degrees": ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
-    "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 
 FORMATS = {"fp64": ("train.dtype=fp64",), "bf16": ("train.dtype=bf16",)}
@@ -58,8 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("one rank", "tp 2"),
         ("tp 2", "pp 2 folded"),
         ("pp 2 folded", "dp 2"),
-        ("dp 2", "two copies"),
-        ("two copies", "shares"),
+        ("dp 2", "shares"),
         ("shares", "degrees"),
         ("degrees", "one rank"),
     ],

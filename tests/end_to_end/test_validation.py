@@ -35,7 +35,7 @@ LAYOUTS: list[tuple[Sections, int]] = [
     ({"parallel": degrees}, each) for degrees in DEGREES for each in (1, 2, 4)
 ]
 LAYOUTS += [
-    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "folded"}}, 2),
+    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "megatron", "pipeline": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
 ]
 MASKED: list[tuple[Sections, int]] = [
