@@ -150,7 +150,7 @@ class Worker(Logged, Rank):
             self.keep_copy(step + 1)
         first = not any(self._parts.mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
-        records = self._parts.recorder.records(step)
+        records = self._parts.recorder.records()
         if self._stream is not None and self._parts.recorder.recording:
             self._stream.put(self._parts.recorder.labels, records, step)
         return StepResult(

@@ -267,9 +267,9 @@ def known_schedule(name: str) -> str:
     return name
 
 
-def write_text(path: Path, text: str, option: str) -> None:
+def write_file(path: Path, content: str | bytes, option: str) -> None:
     """Write a file that the user asked for."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from None

@@ -15,7 +15,8 @@ from braid.actors.config import Config
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.memory_meter import MemoryMeter
 from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.samples import ReplicaSamples
+from braid.actors.stage.parameters import Place
+from braid.actors.stage.samples import Batches, ReplicaSamples
 from braid.actors.stage.sharing import passing
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.code import Compute, Operation, Start, name_of
@@ -71,6 +72,7 @@ def train(config: Config, shape: ModelShape, schedule: Schedule, data: Path, *, 
     """Train ``steps`` steps; the last one is watched, operation by operation."""
     plan = RunPlan(config=config, shape=shape, schedule=write(schedule), data=str(data))
     layout, batch = config.layout(), config.train.global_batch
+    batches = [_batches(config, shape, data, rank, steps) for rank in range(layout.ranks)]
     machine = Machine(layout.ranks)
     parts: dict[int, Assembly] = {}
     watches: dict[int, Watch] = {}
@@ -79,10 +81,7 @@ def train(config: Config, shape: ModelShape, schedule: Schedule, data: Path, *, 
     def run(log: RankLog) -> None:
         mesh = join(plan, log.rank, [], ModelGroups(machine, log))
         rank = parts[log.rank] = assemble(plan, mesh, CPU, log)
-        chunks = layout.chunks_of(mesh.position["pp"])
-        samples = ReplicaSamples(data, config, shape.sequence, layout, mesh.place, chunks, CPU)
-        given = [samples.of_step(step) for step in range(steps)]
-        samples.close()
+        given = batches[log.rank]
         watch = watches[log.rank] = Watch(MemoryMeter(lambda: passing(rank.weights, rank.gradients)))
         watched = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
         watch.meter.executor = watched
@@ -105,3 +104,14 @@ def train(config: Config, shape: ModelShape, schedule: Schedule, data: Path, *, 
         watches=[watches[rank] for rank in ranks],
         faults=faults + faults_of_communicators(machine),
     )
+
+
+def _batches(config: Config, shape: ModelShape, data: Path, rank: int, steps: int) -> list[Batches]:
+    """A rank's micro-batches by step, as its worker would read them."""
+    layout = config.layout()
+    place = Place.of(layout.mesh, rank)
+    chunks = layout.chunks_of(place.position["pp"])
+    samples = ReplicaSamples(data, config, shape.sequence, layout, place, chunks, CPU)
+    read = [samples.of_step(step) for step in range(steps)]
+    samples.close()
+    return read
