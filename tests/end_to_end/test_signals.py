@@ -85,7 +85,7 @@ def test_a_second_signal_ends_a_run_at_once_and_says_what_is_left(folder: Path) 
     assert not left_running(command.pid)
 
 
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str) -> None:
     """`| head -3`."""
     shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 --launcher {launcher} | head -2"
@@ -107,6 +107,7 @@ def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str)
     assert checkpoints(folder) == ["step-6"]
 
 
+@pytest.mark.thorough
 def test_a_signal_before_the_first_step_leaves_nothing(folder: Path) -> None:
     """On Ray, while its cluster starts."""
     command = start(folder, "train", "run.yaml", "--launcher", "ray")
