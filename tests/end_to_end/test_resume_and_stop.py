@@ -82,20 +82,16 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_saves_and_leaves_nothing_running(folder: Path, number: signal.Signals) -> None:
-    """SIGINT goes to the whole session, as a terminal's Ctrl-C does; SIGTERM to the command alone.
-
-    On Ray: `test_recovery` and `test_nodes`.
-    """
-    name = number.name
+def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
+    """It goes to the whole session. Other signals: `test_signals`; on Ray: `test_recovery`."""
+    name = "stopped-by-hand"
     common = ("train", "run.yaml", "--set", f"name={name}", "--set", "parallel.dp=2")
     process = start(folder, *common, "--set", "train.steps=100000", "--set", "checkpoint.every=0")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
             break
-    (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "stopped early; go on with --resume" in output
