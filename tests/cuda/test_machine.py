@@ -59,8 +59,6 @@ EXCHANGED: list[Case] = [
 """Over cp and ep: around a ring, to experts and back."""
 OF_LAYERS: list[Case] = [
     Case(schedule="megatron", tp=2, degrees=(2, 1)),
-    Case(schedule="wavelet", tp=2, end_degrees=(1, 1), micro_batches=2),
-    Case(schedule="ddp", tp=2, dp=2, zero=3, degrees=(2, 1), end_degrees=(2, 1), steps=2),
     Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full"),
     Case(schedule="merak", tp=2, layers=2, recompute="full none"),
     Case(schedule="wavelet", tp=4, degrees=(4, 2, 2, 4), micro_batches=2),

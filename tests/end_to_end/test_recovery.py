@@ -20,11 +20,11 @@ from braid.actors.controller.records import Event, Incident, Saved, StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed
-from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.schedule_text import write
-from braid.scheduling.span_batches import KINDS
+from braid.scheduling.trace import KINDS
 from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
+from tests.spans import read_folder
 
 STEPS = 12
 LAYOUTS = (
@@ -79,7 +79,6 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
         "model": EXPERTS if "ep" in parallel else {},
         "train": {"steps": STEPS, "dtype": "fp64"},
         "checkpoint": {"every": 4, "asynchronous": False},
-        "failure": {"backoff_s": 0.1},
     }
     # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
     sink = PrometheusSink()
@@ -130,7 +129,6 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
         train={"steps": 100_000},
         checkpoint={"every": 10},
         cluster={"cpus_per_rank": 1},
-        failure={"backoff_s": 0.1},
         telemetry={"page": False},
     )
     process = start(tmp_path, "train", "run.yaml", "--launcher", "ray")
@@ -167,14 +165,14 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     assert [line["kind"] for line in incidents] == ["rank failed", "controller died"]
     assert incidents[0]["rank"] == 1
     assert all(0 <= line["steps_lost"] <= 20 for line in incidents)
-    traces = TraceFolder(run / "trace")  # streamed to an actor, by three generations
-    traces.refresh()
+    traces = read_folder(run)  # streamed to an actor, by three generations
     assert sorted(traces.ranks) == [0, 1]
     assert traces.steps[-1] == len(lines) - 1
-    assert {trace.generation for trace in traces.ranks.values()} == {3}
+    newest = traces.step(traces.steps[-1])
+    assert {batch.generation for batch in newest} == {3}
     # How often a rank waits for the other one differs; what they run does not.
-    ran = [trace.records(traces.steps[-1])["kind"] for trace in traces.ranks.values()]
-    assert len({int((kinds != KINDS.index("waiting")).sum()) for kinds in ran}) == 1
+    ran = [batch.records["kind"] != KINDS.index("waiting") for batch in newest]
+    assert len({int(kinds.sum()) for kinds in ran}) == 1
     log = (run / "logs" / "rank-0.log").read_text()  # of two processes, the second one with a new controller
     assert [log.count(f"generation {number}, rank 0") for number in (1, 2, 3)] == [1, 1, 1]
     assert "Traceback" in log, "what the death of rank 1 was to it"

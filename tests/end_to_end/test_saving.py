@@ -1,7 +1,6 @@
 """A checkpoint that is written slowly, and badly at first, while training goes on. Refusals: `test_saver`."""
 
 import errno
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.messages import RunPlan, Written
 from braid.actors.stage.worker import Worker
-from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
@@ -77,21 +75,18 @@ def tensors(events: list[Event]) -> dict[int, dict[str, torch.Tensor]]:
 def test_what_is_saved_is_the_state_of_its_step_however_late_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the second try, too: as in a run that waits for its saves. The last step's trace comes after it."""
+    """At the second try, too: as in a run that waits for its saves."""
     data = prepare_text(tmp_path, 13, files=3)
     gate = tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
     events: list[Event] = []
     for event in events_of(tmp_path / "late", data, lambda config: ProcessLauncher(config, serve=troubled)):
         events.append(event)
-        trace = next((tmp_path / "late").glob("*/trace"))
         if isinstance(event, StepDone) and event.record.step == 6:
             assert not [one for one in events if isinstance(one, Saved)]
             gate.touch()
         if isinstance(event, Saved):
             assert 0 < event.stalled_seconds < event.seconds
-            assert not (trace / "measured.json").exists(), "whatever becomes of it, the state is safe"
-            assert list(trace.glob("*.spans"))
     (told,) = [event.text for event in events if isinstance(event, Incident)]
     assert told.startswith("the checkpoint of step 4 failed")
     assert os.strerror(errno.EIO) in told
@@ -108,11 +103,3 @@ def test_what_is_saved_is_the_state_of_its_step_however_late_it_is_written(
         assert not [name for name in ours if not torch.equal(ours[name], exact[step][name])]
     weight = next(name for name in late[4] if name.startswith("parameter."))
     assert not torch.equal(late[4][weight], late[8][weight])
-
-    spans = json.loads((trace / "measured.json").read_text())["traceEvents"]
-    spans = [span for span in spans if span["ph"] == "X"]
-    assert {span["pid"] for span in spans} == {0, 1}
-    folder = TraceFolder(trace)
-    folder.refresh()
-    assert folder.steps[-1] == 7
-    assert len(spans) == len(folder.spans(7))
