@@ -2,7 +2,7 @@
 
 {"mutants", "caught", "orders", "schedules", "clean"}
 
-``--mutants 10`` draws as many of the faults that it must find, by a seed that it prints.
+``--draw 10`` takes as many schedules, and of the faults that it must find, by a seed that it prints.
 """
 
 import argparse
@@ -23,15 +23,18 @@ def main() -> int:
     """Exit code 1 if a fault was missed, or something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--orders", type=int, default=300, help="of each recorded step")
-    parser.add_argument("--mutants", type=int, help="how many, drawn; without it all")
+    parser.add_argument("--draw", type=int, help="schedules and faults: so many, drawn; without it all")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     options = parser.parse_args()
-    orders, mutants = options.orders, MUTANTS
-    if options.mutants is not None:
-        _tell(f"{options.mutants} of {len(MUTANTS)} faults: --seed {options.seed}")
-        mutants = random.Random(options.seed).sample(MUTANTS, options.mutants)
+    orders, schedules, mutants = options.orders, cases(), MUTANTS
+    if options.draw is not None:
+        draw = random.Random(options.seed)
+        _tell(
+            f"{options.draw} of {len(schedules)} schedules and {len(mutants)} faults: --seed {options.seed}"
+        )
+        schedules, mutants = draw.sample(schedules, options.draw), draw.sample(mutants, options.draw)
     begin = time.perf_counter()
-    schedules, wrong = cases(), []
+    wrong = []
     for case in schedules:
         found = faults(case)
         wrong += [f"{case.name}: {fault}" for fault in found]

@@ -1,21 +1,22 @@
 """A Ray cluster that a command starts for itself: whom it serves, what runs there, what its agent tells."""
 
+import json
 import os
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from braid.actors.config import parse_config
-from braid.dashboards.metric_table import METRICS, Kind, Source
-from braid.dashboards.metrics import Exporter, RaySink
+from braid.dashboards.metrics import METRICS
+from braid.dashboards.metrics_feed import told_to_ray
 from braid.jobs import doors
 from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.prepare import prepare
-from braid.scheduling.spec import ParallelLayout
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
 from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
@@ -109,35 +110,39 @@ def page() -> str:
 
 
 @pytest.mark.usefixtures("token")
-def test_ray_tells_names_labels_and_values_as_the_dashboards_expect_them() -> None:
+def test_ray_tells_names_labels_and_values_as_the_dashboards_expect_them(tmp_path: Path) -> None:
     import ray.util.metrics
 
-    sink = RaySink(ray.util.metrics, refresh_seconds=0.3)
-    exporter = Exporter(sink, "demo", ParallelLayout(pp=2, tp=2))
-    exporter.predicted(PREDICTED)
-    for step in (1, 2):
-        exporter.metrics(metrics_line(step, ranks=4))
-        exporter.ranks(ranks_line(step, ranks=4))
-    exporter.ranks(ranks_line(3, ranks=3))
-    for event in EVENTS:
-        exporter.event(event)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def write(name: str, line: dict[str, Any]) -> None:
+        with (tmp_path / name).open("a") as file:
+            file.write(json.dumps({**line, "time": time.time()}) + "\n")
+
+    def settled() -> bool:
         lines = page().splitlines()
         old = any('rank="3"' in line for line in lines if line.startswith("ray_braid_step_compute"))
-        if any("ray_braid_running" in line for line in lines) and not old:
-            break
-        time.sleep(0.5)
-    time.sleep(5)  # more than two report intervals: what nobody repeats is gone
-    families = list(text_string_to_metric_families(page()))
-    sink.close()
+        return any("ray_braid_running" in line for line in lines) and not old
+
+    (tmp_path / "config.yaml").write_text("name: demo\nparallel: {pp: 2, tp: 2}\n")
+    (tmp_path / "predicted.json").write_text(json.dumps(PREDICTED))
+    with told_to_ray(tmp_path, ray.util.metrics, every_s=0.3):
+        for step in (1, 2):
+            write("metrics.jsonl", metrics_line(step, ranks=4))
+            write("ranks.jsonl", ranks_line(step, ranks=4))
+        write("ranks.jsonl", ranks_line(3, ranks=3))
+        for event in EVENTS:
+            write("events.jsonl", event)
+        deadline = time.monotonic() + 60
+        while not settled() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(5)  # more than two report intervals: what nobody repeats is gone
+        families = list(text_string_to_metric_families(page()))
     samples = [sample for family in families for sample in family.samples]
     kinds = {family.name: family.type for family in families}
-    for metric in METRICS:
+    for metric in METRICS.values():
         name = f"ray_{metric.name}"
-        found = [s for s in samples if s.name == (f"{name}_sum" if metric.kind is Kind.HISTOGRAM else name)]
-        assert kinds[name.removesuffix("_total") if metric.kind is Kind.COUNTER else name] == metric.kind
-        left = metric.kind is Kind.GAUGE and metric.source is Source.RANKS
+        found = [s for s in samples if s.name == (f"{name}_sum" if metric.kind == "histogram" else name)]
+        assert kinds[name.removesuffix("_total") if metric.kind == "counter" else name] == metric.kind
+        left = metric.kind == "gauge" and metric.source == "ranks.jsonl"
         assert len(found) == ((3 if left else 4) if metric.per_rank else 1), metric
         assert all({"run"} <= set(metric.labels) <= s.labels.keys() for s in found)
         assert {s.labels["run"] for s in found} == {"demo"}
