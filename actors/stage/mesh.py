@@ -16,7 +16,7 @@ from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
 from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
-from braid.scheduling.mesh import MeshShape, Position, is_tensor
+from braid.scheduling.mesh import Position, is_tensor
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import factor_of, whole_axis
 from braid.scheduling.schedule import Direction
@@ -141,16 +141,14 @@ def build_mesh(
     *,
     tied_ends: bool = False,
     timeout: timedelta,
-    shape: MeshShape | None = None,
     hosts: Sequence[str] = (),
     groups: Groups | None = None,
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``shape``: factors other than those of the layout. ``hosts``: of all ranks; by default they share one.
-    ``groups``: by default torch's process groups.
+    ``hosts``: of all ranks; by default they share one. ``groups``: by default torch's process groups.
     """
-    place = Place.of(shape or layout.mesh, rank)
+    place = Place.of(layout.mesh, rank)
     groups = groups or TorchGroups(rank, timeout)
 
     lines: dict[str, Line] = {}
