@@ -32,7 +32,7 @@ WIDE = replace(
 
 @pytest.mark.parametrize("unit_layers", [0, 2])
 def test_what_was_left_is_marked(unit_layers: int) -> None:
-    own = setting("braid_w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
+    own = setting("braid:w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
     found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
     programs = found.code.schedule.programs
     late = [
@@ -55,7 +55,7 @@ def test_what_was_left_is_marked(unit_layers: int) -> None:
 
 
 def test_a_picture_without_ends_does_not_speak_of_them() -> None:
-    with_ends, without = (pair_picture(name) for name in ("braid_w", "wavelet"))
+    with_ends, without = (pair_picture(name) for name in ("braid:w", "wavelet"))
     assert "pale with L: what the layer or the block before has left" in with_ends
     assert "pale" not in without
 
@@ -72,7 +72,7 @@ def simulated(schedule: str, tp: int = 2) -> Simulation:
     return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
 
 
-@pytest.mark.parametrize("schedule", ["megatron", "braid_w", "braid_twins"])
+@pytest.mark.parametrize("schedule", ["megatron", "braid:w", "braid:twins"])
 def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
     """Passes that run at the same time share the height; ends are part of the block that takes them up."""
     ((*bars,),) = (row.bars for row in pipeline_rows(simulated(schedule)))
@@ -81,11 +81,11 @@ def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
         beside = [other.half for other in bars if other.begin == bar.begin and other is not bar]
         assert beside == {"": [], "^": ["_"], "_": ["^"]}[bar.half]
     first = min(bars, key=lambda bar: (bar.begin, bar.half == "_"))
-    assert (first.half == "^") is (schedule == "braid_twins")
+    assert (first.half == "^") is (schedule == "braid:twins")
 
 
 def test_pieces_are_told_without_colours() -> None:
-    found = simulated("braid_w")
+    found = simulated("braid:w")
     run = paired_run(found)
     assert run is not None
     for width in (30, 120):
@@ -123,17 +123,17 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "paired-block.svg"
 
 def test_the_picture_of_the_readme_is_what_is_drawn_today(update_golden: bool) -> None:
     """As `braid simulate ... --svg` draws it; to renew it: pytest THIS_FILE --update-golden."""
-    found = simulated("braid_w", tp=4)
+    found = simulated("braid:w", tp=4)
     run = paired_run(found)
     assert run is not None
-    drawn = pair_svg(found, run, "braid_w: a paired block of two Llama layers on four A40s (simulated)")
+    drawn = pair_svg(found, run, "braid:w: a paired block of two Llama layers on four A40s (simulated)")
     if update_golden:
         PICTURE.write_text(drawn, encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == drawn
 
 
 def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
-    found = simulated("braid_w")
+    found = simulated("braid:w")
     run = paired_run(found)
     assert run is not None
     assert run in paired_runs(found)[0]
