@@ -87,17 +87,6 @@ class Situation:
 
 
 ALL: Final = (("none", 0), ("full", 0), ("none", 1))
-FOLDED: Final = (
-    "folded",
-    "wavelet",
-    "dhelix",
-    "braid",
-    "braid_eager",
-    "braid_twins",
-    "braid_v",
-    "dualpipev",
-    "zbv",
-)
 
 SITUATIONS: Final = (
     # dense models, tensor parallelism over a node, pipelines over nodes
