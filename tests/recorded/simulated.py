@@ -87,17 +87,6 @@ class Situation:
 
 
 ALL: Final = (("none", 0), ("full", 0), ("none", 1))
-FOLDED: Final = (
-    "megatron:folded",
-    "wavelet",
-    "dhelix",
-    "braid",
-    "braid:eager_w",
-    "braid:twins",
-    "braid:v",
-    "dualpipev",
-    "zbv",
-)
 
 SITUATIONS: Final = (
     # dense models, tensor parallelism over a node, pipelines over nodes
