@@ -67,8 +67,10 @@ def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
     shown = [
         braid("plan", "small.yaml", *common, "--output", "plan.yaml", cwd=folder, columns=80),
         braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder, columns=80),
-        braid("simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", cwd=folder, columns=80),
-        braid("compare", "t.json", "t.json", cwd=folder, columns=80),
+        braid(
+            "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.arrows", cwd=folder, columns=80
+        ),
+        braid("compare", "t.arrows", "t.arrows", cwd=folder, columns=80),
     ]
     rows = 0
     for command in shown:
