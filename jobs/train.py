@@ -299,7 +299,7 @@ def _on_ray(
         config = _laid_out(config, launcher, prepared, show)
         made = plan(config, prepared, launcher)
         controllers = Controllers(made, options, partial(replan, made))
-        budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
+        budget = RestartBudget(config.failure.max_restarts)
         with told_to_ray(config.run_directory, ray.util.metrics):
             while True:
                 controllers.start()

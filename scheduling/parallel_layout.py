@@ -11,7 +11,7 @@ from typing import Final
 
 from braid.scheduling.layer_counts import layer_counts
 from braid.scheduling.mesh import MeshShape, Position, training_mesh
-from braid.scheduling.pattern import ENDS, counted, variant
+from braid.scheduling.pattern import counted, variant
 
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -35,8 +35,6 @@ class Placement(StrEnum):
     """Stage i holds the chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
     INTERLEAVED = "interleaved"
     """Stage i holds the chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
-    BIDIRECTIONAL = "bidirectional"
-    """Two copies of the model, chunks 0 to p-1 down the stages, p to 2p-1 up (DHelix figure 6b)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +63,6 @@ class ParallelLayout:
     """Of every layer, its own tensor-parallel degree, which divides ``tp``: a layer of degree t is cut over t
     neighbouring ranks, and as many such groups as there are have some samples of a micro-batch each. Empty:
     all have ``tp``."""
-    end_degrees: tuple[int, ...] = ()
-    """The same of embedding and head, whose groups have some tokens of a micro-batch each. Empty: ``tp``."""
-    late_layers: int = 0
-    """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
-
-    Activations of the first chunk wait longest for their gradients, those of the last not at all: less memory
-    on the stage that also holds both vocabulary tables, but chunks of different sizes pair worse.
-    """
 
     def __post_init__(self) -> None:
         require_at_least_one("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -84,49 +74,21 @@ class ParallelLayout:
                 f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
                 f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
             )
-        if self.dp * self.cp * (2 if self.placement is Placement.BIDIRECTIONAL else 1) == 1:
+        if self.dp * self.cp == 1:
             object.__setattr__(self, "zero", 0)
-        self._check_degrees()
-        if self.late_layers < 0:
-            raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
-        if self.late_layers and not self.folded:
-            raise ValueError(
-                f"parallel.late_layers={self.late_layers} needs the first and the last chunk on one stage, "
-                f"as schedules over the folded model have them (such as braid); set it to 0 for "
-                f"a {self.placement} pipeline"
-            )
-
-    def _check_degrees(self) -> None:
-        if len(self.end_degrees) not in (0, 2):
-            raise ValueError(
-                f"parallel.end_degrees has {len(self.end_degrees)} degrees; give two, of embedding and head"
-            )
-        for name in ("tensor_degrees", "end_degrees"):
-            if {*getattr(self, name)} == {self.tp}:
-                object.__setattr__(self, name, ())
+        if {*self.tensor_degrees} == {self.tp}:
+            object.__setattr__(self, "tensor_degrees", ())
         for degree, more in pairwise((*self.own_degrees, self.tp)):
             if degree < 1 or more % degree:
-                key = "tensor_degrees" if degree in self.tensor_degrees else "end_degrees"
                 raise ValueError(
-                    f"parallel.{key}: {degree} does not divide {more} (parallel.tp={self.tp}); use "
+                    f"parallel.tensor_degrees: {degree} does not divide {more} (parallel.tp={self.tp}); use "
                     f"degrees each of which divides the next larger one, and parallel.tp"
                 )
 
     @property
     def own_degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees below ``tp`` that some layers or ends of the model have, ascending."""
-        return tuple(sorted({*self.tensor_degrees, *self.end_degrees} - {self.tp}))
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """The parts before and behind the layers: variants where they have degrees of their own."""
-        if not self.end_degrees:
-            return ENDS
-        first, last = (
-            name if degree == self.tp else variant(name, degree)
-            for name, degree in zip(ENDS, self.end_degrees, strict=True)
-        )
-        return first, last
+        """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
+        return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
     @cached_property
     def _kinds(self) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -170,23 +132,13 @@ class ParallelLayout:
 
     @cached_property
     def chunks(self) -> int:
-        """Number of chunks on all stages together; of a bidirectional pipeline, those of both copies."""
+        """Number of chunks the layers are cut into, on all stages together."""
         return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
-
-    @cached_property
-    def copies(self) -> int:
-        """Copies of the model in one pipeline."""
-        return 2 if self.placement is Placement.BIDIRECTIONAL else 1
-
-    @cached_property
-    def chunks_per_copy(self) -> int:
-        """Number of chunks the layers are cut into."""
-        return self.chunks // self.copies
 
     @property
     def ends_apart(self) -> bool:
         """Whether the first and the last chunk of the model are on different stages."""
-        return self.stage_of(0) != self.stage_of(self.chunks_per_copy - 1)
+        return self.stage_of(0) != self.stage_of(self.chunks - 1)
 
     def degree(self, axis: str) -> int:
         """Number of ranks along a mesh axis."""
@@ -204,26 +156,26 @@ class ParallelLayout:
 
     @cached_property
     def _chunks_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        chunks = sorted(range(self.chunks), key=lambda chunk: chunk % self.chunks_per_copy)
-        return tuple(tuple(c for c in chunks if self.stage_of(c) == stage) for stage in range(self.pp))
+        return tuple(
+            tuple(chunk for chunk in range(self.chunks) if self.stage_of(chunk) == stage)
+            for stage in range(self.pp)
+        )
 
     def neighbour(self, chunk: int, distance: int) -> int | None:
-        """The chunk that far along the model, of the same copy; None beyond its ends."""
+        """The chunk that far along the model; None beyond its ends."""
         other = chunk + distance
-        size = self.chunks_per_copy
-        return other if 0 <= other < self.chunks and other // size == chunk // size else None
+        return other if 0 <= other < self.chunks else None
 
     def layers_of(self, chunk: int, layers: int) -> range:
         """The layers of a model of ``layers`` layers that a chunk holds.
 
         The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
         chunks in the middle hold one more: the ends of the model hold the embedding and the head. Of the two
-        chunks of a stage of the folded model it is the later one, whose activations wait less. The last chunk
-        takes ``late_layers`` of the first one's. `ValueError` where one of the two keeps no layer.
+        chunks of a stage of the folded model it is the later one, whose activations wait less. `ValueError`
+        where the last chunk keeps no layer.
         """
         counts = layer_counts(self, layers)
-        place = chunk % self.chunks_per_copy
-        return range(sum(counts[:place]), sum(counts[: place + 1]))
+        return range(sum(counts[:chunk]), sum(counts[: chunk + 1]))
 
     def is_first(self, chunk: int) -> bool:
         """Whether a chunk begins the model (and holds the embedding)."""
@@ -269,10 +221,7 @@ class ParallelLayout:
             if f.name in ("dp", "tp", "pp", "cp", "ep")
         ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
-        late = f", {self.late_layers} late" if self.late_layers else ""
-        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement}{late})"
+        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
         own = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""
-        if self.end_degrees:
-            own += f" (ends {' '.join(map(str, self.end_degrees))})"
         return " x ".join(busy) + own + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")

@@ -21,7 +21,7 @@ from braid.actors.config.survival import CheckpointConfig, ElasticConfig, Failur
 from braid.actors.config.train import TrainConfig
 from braid.actors.config.wording import problems_in, section_of
 from braid.scheduling.fit import check_fit, check_runnable
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.sizes import PartSizes, part_sizes
@@ -40,7 +40,7 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _OF_PLANS: Mapping[str, Iterable[str]] = {
     "parallel": ParallelConfig.model_fields,
     "train": ("micro_batch", "recompute"),
-    "overlap": ("schedule",),
+    "overlap": ("schedule", "pipeline"),
 }
 """What ``overlap.plan`` gives where the configuration does not."""
 
@@ -147,8 +147,10 @@ class Config(Section):
         return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
-        """The same with another schedule."""
-        return self.model_copy(update={"overlap": self.overlap.model_copy(update={"schedule": name})})
+        """The same with another schedule, by its text (`ScheduleName`)."""
+        schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
+        named = {"schedule": schedule, "pipeline": pipeline or None}
+        return self.model_copy(update={"overlap": self.overlap.model_copy(update=named)})
 
     def layout(self) -> ParallelLayout:
         """The mesh, with the model's chunks where the schedule wants them."""
@@ -160,11 +162,9 @@ class Config(Section):
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
         own = self.parallel.tensor_degrees
         degrees["tensor_degrees"] = () if own is None or own == AUTO else own
-        degrees["end_degrees"] = self.parallel.end_degrees or ()
-        schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
-        placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
+        placement = self.overlap.name.placement_on(self.parallel.pp)
         try:
-            return ParallelLayout(**degrees, placement=placement, late_layers=self.parallel.late_layers)
+            return ParallelLayout(**degrees, placement=placement)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -204,7 +204,6 @@ class Config(Section):
             check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
-            self.overlap.check_imbalance(self.layout().ep)
             if self.overlap.cuda_graphs is True and shape.documents:
                 raise ConfigError(
                     "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "

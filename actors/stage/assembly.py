@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -31,6 +31,8 @@ from braid.scheduling.schedule_text import parse
 from braid.scheduling.sizes import PartSizes
 from braid.scheduling.validate import linked
 
+BUCKET_BYTES: Final = 25 << 20
+"""Of a gradient bucket."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -119,7 +121,7 @@ def assemble(
         mesh,
         streams,
         recorder,
-        train.bucket_mb << 20,
+        BUCKET_BYTES,
         deterministic=train.deterministic_reduction,
         reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
     )

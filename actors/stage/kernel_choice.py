@@ -115,9 +115,8 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
         "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
     }
     yield Use(operator="attention", tokens=sizes.tokens, times=layers, settings=settings)
-    head = sizes.of_kind(sizes.ends[1])
-    settings = {"rows": head.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
-    yield Use(operator="cross_entropy_statistics", tokens=head.tokens, times=1, settings=settings)
+    settings = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
 
 
 def _experts(sizes: PartSizes) -> Iterator[Use]:

@@ -32,12 +32,12 @@ from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.peers import Peers
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
+from braid.actors.stage.repeated_routing import ChoicesMade
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.telemetry import Recorder
-from braid.actors.stage.uneven_routing import ChoicesMade
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.validate import linked
 
@@ -150,7 +150,7 @@ class Worker(Logged, Rank):
             self.keep_copy(step + 1)
         first = not any(self._parts.mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
-        records = self._parts.recorder.records(step)
+        records = self._parts.recorder.records()
         if self._stream is not None and self._parts.recorder.recording:
             self._stream.put(self._parts.recorder.labels, records, step)
         return StepResult(
@@ -185,9 +185,8 @@ class Worker(Logged, Rank):
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
         documents = documents_to_measure(self._samples, self._config, self._parts.model.context)
-        uneven = self._config.overlap.expert_imbalance
         made = ChoicesMade(self._parts.model)
-        if made.wanted and uneven is None and self._samples is not None:
+        if made.wanted and self._samples is not None:
             self._run_again(0, routing=made)
         profiler = Profiler(
             self._parts.parts,
@@ -196,7 +195,6 @@ class Worker(Logged, Rank):
             self._parts.streams,
             seed,
             documents,
-            uneven,
             made.choices,
         )
         samples = profiler.run(rounds, self._parts.gradients.square, lambda: self._parts.optimizer.step(0))
@@ -239,7 +237,7 @@ class Worker(Logged, Rank):
 
     def keep_copy(self, step: int) -> None:
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
-        self._copies.keep(self._parts.optimizer, step, wait=self._config.checkpoint.copies_wait)
+        self._copies.keep(self._parts.optimizer, step)
 
     def pair_copies(self, shift: int) -> None:
         """Send further copies of this rank's state to the rank ``shift`` further on; all ranks call this."""

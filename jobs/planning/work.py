@@ -8,7 +8,7 @@ from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import expanded
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
@@ -18,7 +18,7 @@ from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import AXES, ModelShape, Workload
-from braid.scheduling.suggestions import must_be_one_of, nearest
+from braid.scheduling.suggestions import nearest
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -94,8 +94,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
             raise ConfigError(
                 f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
                 f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
-                f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
-                f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
+                f"parallel.tp or parallel.pp, raise parallel.zero, or set train.recompute to fine or full"
             )
         tell("what the usual schedules would take")
         bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
@@ -113,16 +112,15 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
         schedule=_searched_schedule(config),
         fixed=config.parallel.fixed,
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
-        late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
     return plan_layout(search, job.cluster, tell=tell)
 
 
-def _searched_schedule(config: Config) -> str | None:
+def _searched_schedule(config: Config) -> ScheduleName | None:
     """The schedule that a search over layouts keeps to; None: the best of them."""
-    given = config.overlap.schedule
-    return given if "schedule" in config.overlap.model_fields_set and given != AUTO else None
+    overlap = config.overlap
+    return overlap.name if "schedule" in overlap.model_fields_set and overlap.schedule != AUTO else None
 
 
 def _decided(job: Request, setting: Setting) -> Outcome:
@@ -145,10 +143,9 @@ def _layers_chosen(job: Request, setting: Setting) -> tuple[Outcome, tuple[Runne
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
     search = layer_search(job.config, usable)
     found = choose_layers(setting, search, bench_of, within(usable), schedules_of(job.config))
-    best = found[0]
-    taken = decide(
-        [with_schedule(best.setting, best.setting.schedule)], bench_of, within(usable), PART_BY_PART
-    )
+    best, auto = found[0], job.config.overlap.schedule == AUTO
+    opened = with_schedule(best.setting, best.setting.name if auto else job.config.overlap.name)
+    taken = decide([opened], bench_of, within(usable), PART_BY_PART)
     return taken[0], tuple(runner_up(one, best) for one in found[1:6])
 
 
@@ -163,7 +160,9 @@ def fixed_setting(job: Request) -> Setting:
             model=job.model,
             layout=layout,
             workload=workload,
-            schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
+            schedule=config.overlap.name.schedule,
+            pipeline=config.overlap.name.pipeline,
+            hop=config.overlap.name.hop,
             dtype=job.dtype,
             reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
@@ -173,7 +172,7 @@ def fixed_setting(job: Request) -> Setting:
         raise ConfigError(str(error)) from None
 
 
-_LISTS = ("tensor_degrees", "end_degrees", "recompute")
+_LISTS = ("tensor_degrees", "recompute")
 """Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
 
 
@@ -187,12 +186,17 @@ def with_plan(config: Config, file: Path) -> Config:
     setting = read_plan(file).setting
     layout, changed = setting.layout, dict[str, Any]()
     degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
-    cut = {key: getattr(layout, key) for key in ("zero", "shards", "late_layers")}
-    lists = {key: getattr(layout, key) or None for key in ("tensor_degrees", "end_degrees")}
+    cut = {key: getattr(layout, key) for key in ("zero", "shards")}
+    pipeline = config.overlap.pipeline or setting.name.pipeline or None
+    if pipeline not in (None, setting.pipeline, f"{setting.pipeline}/{setting.hop}"):
+        pipeline = setting.pipeline
     for name, decided in (
-        ("parallel", {**degrees, **cut, **lists, "context": setting.context}),
+        (
+            "parallel",
+            {**degrees, **cut, "tensor_degrees": layout.tensor_degrees or None, "context": setting.context},
+        ),
         ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
-        ("overlap", {"schedule": setting.schedule}),
+        ("overlap", {"schedule": setting.schedule, "pipeline": pipeline}),
     ):
         section = getattr(config, name)
         said = {key: value for key in decided if (value := getattr(section, key)) != AUTO}
@@ -245,7 +249,7 @@ def simulate_plan(
     plan: Plan, cluster: ClusterSpec, schedule: str | None, profile: Profile | None = None
 ) -> Outcome:
     """The plan's own decisions, or another schedule on its layout."""
-    if schedule is None or schedule == plan.setting.schedule:
+    if schedule is None or known_schedule(schedule) == plan.setting.name:
         return replay(plan.setting, plan.choices, cluster, profile)
     return evaluate(with_schedule(plan.setting, known_schedule(schedule)), cluster, profile)
 
@@ -260,16 +264,17 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
     return _decided(job, setting)
 
 
-def known_schedule(name: str) -> str:
-    """The name of a schedule; `ConfigError` lists them otherwise."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"--schedule {name!r} {must_be_one_of(name, SCHEDULES)}")
-    return name
+def known_schedule(text: str) -> ScheduleName:
+    """A schedule, perhaps with a pipeline; `ConfigError` lists them otherwise."""
+    try:
+        return ScheduleName.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--schedule {text}: {error}") from None
 
 
-def write_text(path: Path, text: str, option: str) -> None:
+def write_file(path: Path, content: str | bytes, option: str) -> None:
     """Write a file that the user asked for."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from None

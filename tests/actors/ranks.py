@@ -28,6 +28,15 @@ _R = TypeVar("_R")
 class Probed(Worker):
     """A rank that tells what state it is in."""
 
+    waits = False
+    """Whether a step ends when its copy has arrived, not during the next one."""
+
+    def keep_copy(self, step: int) -> None:
+        """As a rank's; perhaps waits until it has arrived."""
+        super().keep_copy(step)
+        if self.waits:
+            self._copies.settle()
+
     def digest(self) -> str:
         """Of master weights and moments, and of the parameters that follow from them, whole and in shares."""
         state = take(self._parts.optimizer, 0).flat
@@ -42,9 +51,20 @@ class Probed(Worker):
         self._parts.optimizer.restored(0)
 
 
+class Waiting(Probed):
+    """Its copies have arrived when a step ends."""
+
+    waits = True
+
+
 def probed(rank: int, address: str) -> Probed:
     """What the ranks' processes serve."""
     return Probed(rank, address)
+
+
+def waiting(rank: int, address: str) -> Probed:
+    """What the ranks' processes serve whose copies are waited for."""
+    return Waiting(rank, address)
 
 
 class Ranks:
@@ -100,10 +120,10 @@ class Ranks:
 
 
 @contextmanager
-def started(path: Path, data: Path, **sections: Any) -> Iterator[Ranks]:
-    """As many ranks as the layout has."""
+def started(path: Path, data: Path, *, wait: bool = False, **sections: Any) -> Iterator[Ranks]:
+    """As many ranks as the layout has. ``wait``: for copies of a step, before it ends."""
     config = small_config(path, **sections)
-    group = ProcessLauncher(config, serve=probed).start(config.layout().ranks)
+    group = ProcessLauncher(config, serve=waiting if wait else probed).start(config.layout().ranks)
     try:
         yield Ranks(config, data, group)
     finally:

@@ -16,8 +16,6 @@ from braid.actors.stage.executor import MicroBatch
 from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.membership import Membership
 from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.samples import seen_by
 from braid.scheduling import buckets
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
@@ -74,8 +72,6 @@ class Case:
     """As text; with some, ranks are on hosts of two."""
     degrees: tuple[int, ...] = ()
     """Tensor-parallel, of every layer; by default of all."""
-    end_degrees: tuple[int, ...] = ()
-    """The same of embedding and head."""
     recompute: str = "none"
     """Of all layers, or of each."""
     rounded: bool = False
@@ -87,7 +83,6 @@ class Case:
         degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
         axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
         axes += f" degrees {' '.join(map(str, self.degrees))}" if self.degrees else ""
-        axes += f" ends {' '.join(map(str, self.end_degrees))}" if self.end_degrees else ""
         axes += f" recompute {self.recompute}" if self.recompute != "none" else ""
         axes += " ring" if self.ring else ""
         axes += f" zero{self.zero}" if self.zero else ""
@@ -141,10 +136,10 @@ class Case:
         }
         parallel |= {"shards": self.shards, "context": self.context}
         parallel |= {"tensor_degrees": list(self.degrees)} if self.degrees else {}
-        parallel |= {"end_degrees": list(self.end_degrees)} if self.end_degrees else {}
         train = {"micro_batch": MICRO_BATCH, "global_batch": self.micro_batches * MICRO_BATCH * self.dp}
         train |= {"recompute": self.recompute, "reduce_dtype": "bf16" if self.rounded else None, **OPTIMIZER}
-        overlap = {"schedule": self.schedule, "cuda_graphs": self.graph}
+        schedule, _, pipeline = self.schedule.partition(":")
+        overlap = {"schedule": schedule, "pipeline": pipeline or None, "cuda_graphs": self.graph}
         sections = {"parallel": parallel, "train": train, "overlap": overlap, "telemetry": {"spans": False}}
         return parse_config(sections)
 
@@ -213,13 +208,10 @@ class Ranked:
         generator = torch.Generator().manual_seed(1000 * step + place)
         vocabulary, count = self.case.shape.vocabulary, self.case.sizes.tokens
 
-        layout, own = self.case.layout, Place.of(mesh, self.log.rank)
+        def tokens() -> Tensor:
+            return torch.randint(vocabulary, (count,), generator=generator).to(self.device)
 
-        def tokens(end: str) -> Tensor:
-            drawn = torch.randint(vocabulary, (count,), generator=generator)
-            return seen_by(end, drawn, layout, own).to(self.device)
-
-        return [MicroBatch(*map(tokens, layout.ends)) for _ in range(self.case.micro_batches)]
+        return [MicroBatch(tokens(), tokens()) for _ in range(self.case.micro_batches)]
 
     def step(self, step: int) -> None:
         """One optimizer step."""

@@ -126,6 +126,7 @@ MISTAKES = [
     ),
     wrong("train.kernels=triton train.dtype=fp64", "train.kernels='triton'", "train.dtype='fp64'", "torch"),
     wrong("checkpoint.mirror=sftpp://host/run", "checkpoint.mirror", "'sftpp'", "did you mean 'sftp'?"),
+    wrong("parallel.late_layers=1", "parallel.late_layers=1: this key is gone", "raise parallel.zero"),
     wrong("data.restart_positions=true", "data.restart_positions=true", "data.document_mask to true"),
     # files that a configuration names
     wrong("data.files=[absent.txt]", "data.files", "absent.txt", "correct the path"),
@@ -170,6 +171,12 @@ MISTAKES = [
         "384",
     ),
     wrong("parallel.pp=9", "model.layers=4", "parallel.pp=9"),
+    wrong(
+        "parallel.pp=2 model.layers=3 overlap.schedule=megatron overlap.pipeline=folded",
+        "model.layers=3",
+        "4 chunks of parallel.pp=2",
+        "at least 4 layers",
+    ),
     wrong("parallel.cp=7", "model.sequence=", "2 x parallel.cp=7", "of 14"),
     wrong("parallel.dp=2 train.global_batch=9", "train.global_batch=9", "train.micro_batch=2", "8 or 12"),
     wrong("parallel.dp=512 train.global_batch=2048", "512 ranks", "CPUs", "lower", "parallel.dp"),

@@ -126,7 +126,7 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
 
 
 def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
-    published = {"megatron": 40.0, "dhelix": 39.0, "bidirectional": 32.0}
+    published = {"megatron": 40.0, "dhelix": 39.0}
     most = {schedule: _most_layers(cluster, schedule) for schedule in published}
     billions = {s: _layers_of_25b(layers).parameters() / 1e9 for s, layers in most.items()}
     for schedule, size in published.items():
@@ -137,8 +137,7 @@ def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
             what=f"largest model that fits, {schedule} of a single strand's",
             published=100 * size / published["megatron"],
             simulated=[100 * billions[schedule] / billions["megatron"]],
-            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2"
-            f"{_TWICE if schedule == 'bidirectional' else ''}",
+            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2",
         )
     for schedule, size in published.items():
         yield number(
@@ -150,12 +149,6 @@ def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
             tolerance=RATE_TOLERANCE,
             note=f"{most[schedule]} layers; {cluster.usable_bytes / 2**30:.1f} GiB of a GPU are usable",
         )
-
-
-_TWICE: Final = (
-    "; that 40B and, with model states twice, 32B fill one memory means activations three times as large as "
-    "model states, where with ZeRO 1 and 32-bit gradients both take about the same"
-)
 
 
 def _layers_of_25b(layers: int) -> ModelShape:

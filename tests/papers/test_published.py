@@ -141,7 +141,7 @@ def test_ours_are_beside_dhelix_and_not_slower() -> None:
     model, cluster = model_preset("llama-25b"), cluster_preset("a40")
     setting = chosen_setting([model], cluster, global_batch=128)
     run = steps("llama-25b", setting, cluster)
-    assert set(run.outcomes) == {"megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_v"}
+    assert set(run.outcomes) == {"megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:v"}
     assert run.gain("dhelix") > run.gain("wavelet") > 0
     assert run.gain("megatron") == pytest.approx(0)
     rows = list(our_rows("figure 11", "Llama", [run]))
