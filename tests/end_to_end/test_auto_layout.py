@@ -34,7 +34,7 @@ def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
     assert layouts(config_of(), 2) == {"dp 2", "tp 2", "pp 2"}
     assert layouts(config_of(), 1) == {"1 rank"}
     assert layouts(config_of(parallel={"auto": True, "tp": 2}), 4) == {"dp 2 x tp 2", "tp 2 x pp 2"}
-    assert layouts(config_of(overlap={"schedule": "braid_v"}), 2) == {
+    assert layouts(config_of(overlap={"schedule": "braid", "pipeline": "v"}), 2) == {
         "dp 2 (folded)",
         "tp 2 (folded)",
         "pp 2 (folded)",

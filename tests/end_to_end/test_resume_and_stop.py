@@ -19,7 +19,7 @@ from tests.end_to_end.command import (
 LAYOUTS = (
     (),
     ("parallel.tp=2",),
-    ("parallel.pp=2", "overlap.schedule=folded"),
+    ("parallel.pp=2", "overlap.pipeline=folded"),
     ("parallel.dp=2", "parallel.zero=3"),
     ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
     ("parallel.dp=2",),

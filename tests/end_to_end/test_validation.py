@@ -30,7 +30,7 @@ LAYOUTS: list[tuple[Sections, int]] = [
     ({"parallel": {"dp": 3}}, 4),
     ({"parallel": {"pp": 2, "dp": 2}}, 2),
     ({"parallel": {"tp": 2, "dp": 2}}, 1),
-    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "folded"}}, 2),
+    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "megatron", "pipeline": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
 ]
 MASKED: list[tuple[Sections, int]] = [
@@ -103,7 +103,7 @@ def test_every_layout_finds_the_loss_that_transformers_finds(
 
 
 def test_documents_change_nothing_of_that(tmp_path: Path, data: Path) -> None:
-    """Which loss is right with them: `tests.end_to_end.test_documents`."""
+    """Which loss is right with them: `tests.cuda.test_combinations`."""
     by_transformers(tmp_path, data, "llama")
     found = in_layouts(tmp_path, data, MASKED, {"data": {"document_mask": True}})
     assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)
