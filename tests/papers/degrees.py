@@ -19,20 +19,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from braid.scheduling.block_profile import BlockProfile, read_block_profile
 from braid.scheduling.planner.degree_problem import (
     DegreeCosts,
     DegreeProblem,
     PassCosts,
-    problem_from_profile,
 )
 from braid.scheduling.planner.tensor_degrees import (
-    brute_force,
     describe_degrees,
     plan_degrees,
     strategy_memory_bytes,
 )
+from tests.papers.block_profile import BlockProfile, problem_from_profile, read_block_profile
 from tests.papers.oases import DEVICES, Comparison, compare
+from tests.scheduling.test_tensor_degrees import brute_force
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
-from braid.scheduling.planner.degree_problem import DegreeProblem, fully_recomputed, problem_from_profile
+from braid.scheduling.planner.degree_problem import DegreeProblem
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
+from tests.papers.block_profile import (
+    BlockCosts,
+    BlockProfile,
+    BlockSize,
+    problem_from_profile,
+)
 from tests.papers.sub_batch import (
     SubBatching,
     layer_times,
     simulate_step,
     sub_batch_schedule,
 )
+from tests.scheduling.test_tensor_degrees import fully_recomputed
 
 DEVICES: Final = 32
 """8 nodes of 4 GPUs (section VI-A); `DeviceCount` shows that no smaller number can be meant."""
