@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from rich.text import Text
 
-from braid.dashboards.timeline_picture import awaited
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.trace_arrays import FloatArray, IntArray, without
+from braid.scheduling.record_numbers import phases
+from braid.scheduling.trace_arrays import FloatArray, shares
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _ROWS = (
@@ -26,10 +26,9 @@ def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0
     """
     shown = []
     for name, (traces, step) in steps.items():
-        trace = traces.ranks[rank]
-        records = trace.records(step)
-        found = awaited(trace, records)
-        rows = (found.busy, without(found.moving, found.exposed), found.exposed, found.peers)
+        batch = traces.ranks[rank].steps[step]
+        records, found = batch.records, phases(batch.records, batch.labels)
+        rows = found.computing, found.hidden, found.exposed, found.waiting
         shown.append((name, int(records["start_ns"].min()), int(records["end_ns"].max()), rows))
     column = max(end - begin for _, begin, end, _ in shown) / width
     waits = any(len(rows[-1]) for *_, rows in shown)
@@ -39,19 +38,11 @@ def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0
         text.append(f"{name}: {(end - begin) / 1e6:.0f} ms\n", style="bold")
         for (title, style), spans in zip(_ROWS if waits else _ROWS[:-1], rows, strict=False):
             text.append(f"  {title:<8}")
-            text.append("".join(map(_level, _shares(spans, edges))), style=style)
+            text.append("".join(map(_level, shares(spans, edges))), style=style)
             text.append("\n")
     said = "transfers are hidden behind compute or exposed: compute waits for them"
     text.append(f"  {said}; peers: waits for other ranks" if waits else f"  {said}")
     return text
-
-
-def _shares(spans: IntArray, edges: FloatArray) -> FloatArray:
-    """How much of each column disjoint spans fill."""
-    covered = np.zeros(len(edges) - 1)
-    for begin, end in spans:
-        covered += np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin), 0, None)
-    return covered / (edges[1] - edges[0])
 
 
 def _level(share: float) -> str:

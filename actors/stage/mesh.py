@@ -16,7 +16,7 @@ from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
 from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
-from braid.scheduling.mesh import MeshShape, Position, is_tensor
+from braid.scheduling.mesh import Position, is_tensor
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import factor_of, whole_axis
 from braid.scheduling.schedule import Direction
@@ -141,16 +141,14 @@ def build_mesh(
     *,
     tied_ends: bool = False,
     timeout: timedelta,
-    shape: MeshShape | None = None,
     hosts: Sequence[str] = (),
     groups: Groups | None = None,
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``shape``: factors other than those of the layout. ``hosts``: of all ranks; by default they share one.
-    ``groups``: by default torch's process groups.
+    ``hosts``: of all ranks; by default they share one. ``groups``: by default torch's process groups.
     """
-    place = Place.of(shape or layout.mesh, rank)
+    place = Place.of(layout.mesh, rank)
     groups = groups or TorchGroups(rank, timeout)
 
     lines: dict[str, Line] = {}
@@ -232,9 +230,8 @@ def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
     """What torch makes a communicator with: limits, and a stream whose kernels go first."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    for key in ("min_ctas", "max_ctas"):
-        if (count := getattr(limits, key, None)) is not None:
-            setattr(options.config, key, count)
+    if limits is not None and limits.max_ctas is not None:
+        options.config.max_ctas = limits.max_ctas
     return options
 
 

@@ -113,7 +113,7 @@ class RunPlan:
     """The source of the profile that decisions were made with: hardware that ranks are checked against."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Where that profile says that the mesh's axes lie."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Further files for the run directory: what decisions were made with (``profile.json``, ...)."""
     serial: SerialStep | None = None
     """What the step would take without any overlap, as the profile says; None without one."""

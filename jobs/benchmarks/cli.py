@@ -118,7 +118,10 @@ def bench_overlap(
         typer.Option(help="Comma-separated, as megatron,braid:eager_w (default: all of that layout's)."),
     ] = None,
     route_evenly: Annotated[
-        bool, typer.Option("--route-evenly", help="model.route_evenly, for the peers too: a balanced load.")
+        bool,
+        typer.Option(
+            "--route-evenly", help="Tokens visit experts in turn: a balanced load, for the peers too."
+        ),
     ] = False,
     memory_slack: Annotated[
         float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)

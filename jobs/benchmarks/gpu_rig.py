@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from braid.actors.stage.accelerator import CudaAccelerator, Event
+from braid.actors.stage.accelerator import CudaAccelerator, Event, accelerator_of
 from braid.actors.stage.bindings import Bound, Registers
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
@@ -23,7 +23,7 @@ from braid.actors.stage.host_link import RANKS, HostLink
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.parameters import INITIAL_DEVIATION, Place
-from braid.actors.stage.streams import Streams, device_streams
+from braid.actors.stage.streams import Streams, streams_on
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Line
 from braid.scheduling.layers import built_in_parts
@@ -191,7 +191,7 @@ class Rig:
     @cached_property
     def streams(self) -> Streams:
         """Streams of programs that run at once; made while `running`."""
-        return device_streams(self.device)
+        return streams_on(accelerator_of(self.device))
 
     @cached_property
     def captured(self) -> CapturedStreams:

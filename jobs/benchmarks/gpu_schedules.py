@@ -19,17 +19,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams
-from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.gpu_operators import OperatorTable
 from braid.jobs.benchmarks.gpu_rig import CapturedStreams, Rig, first_line
 from braid.scheduling.lowering.fixed_orders import fixed_order
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import Order
-from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Block
 from braid.scheduling.schedule_text import parse_sides, write_sides
-from braid.scheduling.trace import Span, length_ns, merge, overlap_ns
+from braid.scheduling.trace import OverlapNumbers
 
 SERIAL: Final = "serial"
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
@@ -160,14 +159,14 @@ class Chain:
     def __init__(self, rig: Rig, decision: Decision, pairs: int, streams: Streams) -> None:
         schedule = rig.chain(pairs, decision.orders)
         self._timed = not isinstance(streams, CapturedStreams)  # events of a graph have no times
-        self._pairs, self._recorder = pairs, Recorder(streams)
+        self._pairs, self._recorder = pairs, StepRecorder(streams)
         self._stage = rig.stage(schedule, streams, self._recorder)
         instructions = schedule.stages[rig.place]
         _, *self._later = (n for n, one in enumerate(instructions) if isinstance(one, Block))
         self.results: list[Tensor] = []
         """Outputs and input gradients of the paired blocks."""
-        self.spans: list[Span] = []
-        """What the paired blocks ran; of chains that run at once."""
+        self.numbers: OverlapNumbers | None = None
+        """Of the paired blocks of a chain that runs at once."""
 
     def run(self, between: Callable[[], None] = _nothing) -> None:
         """Run all blocks; ``between`` is called between two phases (of a chain without pairs: once)."""
@@ -178,7 +177,8 @@ class Chain:
             between()
             if self._pairs and position == self._later[-1]:
                 self.results = [*self._stage.sent]
-                self.spans = self._recorder.spans(0, 0) if self._timed else []
+                if self._timed:
+                    self.numbers = self._recorder.numbers(self._recorder.records())
             self._stage.sent.clear()
             self._recorder.clear()
 
@@ -272,13 +272,9 @@ class _Run:
 
     def _overlap(self) -> tuple[int, int]:
         """Nanoseconds of communication in a paired block of the last chain run at once, all and hidden."""
-        spans = self._eager.spans
-        by_kind = [
-            merge((s.start_ns, s.end_ns) for s in spans if (s.stream is Stream.COMPUTE) == compute)
-            for compute in (True, False)
-        ]
-        total, hidden = length_ns(by_kind[1]), overlap_ns(*by_kind)
-        return total // self._pairs, hidden // self._pairs
+        numbers = self._eager.numbers
+        assert numbers is not None
+        return numbers.communication_ns // self._pairs, numbers.hidden_ns // self._pairs
 
     def result(self, check: Check) -> ScheduleTime:
         total = round(median(total for total, _ in self._communication))

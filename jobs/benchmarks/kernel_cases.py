@@ -8,35 +8,16 @@ Bytes and FLOPs are the least that the operator needs: every operand read once, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from braid.kernels.fused import (
-    activation,
-    cross_entropy,
-    gemm,
-    grouped_gemm,
-    linear_cross_entropy,
-    norm,
-    norm_gradient,
-    permute,
-    rotary,
-    router,
-)
-from braid.kernels.fused.dropout import dropout_key
-from braid.kernels.fused.launch import multiprocessors
-from braid.kernels.fused.tiles import Tiles, tune
-from braid.kernels.operators import accumulation
+from braid.kernels.fused import activation, cross_entropy, norm, rotary
 
 OURS: Final = "triton"
 _EPS: Final = 1e-5
-_DROPOUT: Final = 0.1
-_CHUNK: Final = 1024
 
 Way = Callable[[], object]
 Time = Callable[[Way], int]
@@ -64,7 +45,7 @@ class Case:
     bytes: int
     flops: int = 0
     notes: dict[str, str] = field(default_factory=dict)
-    tune: Callable[[Time], Tiles] | None = None
+    tune: Callable[[Time], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +98,6 @@ def cases(shapes: Shapes, device: torch.device) -> Iterator[Case]:
     yield from _activations(make, shapes)
     yield from _rotary(make, shapes)
     yield from _cross_entropy(make, shapes)
-    yield from _linear_cross_entropy(make, shapes)
-    yield from _products(make, shapes)
-    yield from _experts(make, shapes)
 
 
 def _gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> Way:
@@ -134,10 +112,7 @@ def _gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> 
 
 def _norms(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     T, D = shapes.tokens, shapes.hidden
-    x, branch, dy = (make.random(T, D) for _ in range(3))
-    weight, shift, bias = (make.random(D) for _ in range(3))
-    totals = [torch.zeros(D, device=make.device) for _ in range(3)]
-    key = dropout_key(seed=0, step=0, site=0, first_token=0, device=make.device)
+    x, weight = make.random(T, D), make.random(D)
     yield make.case(
         "rms_norm",
         lambda: norm.norm(x, weight, None, _EPS),
@@ -147,46 +122,15 @@ def _norms(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         liger=("liger_rms_norm", lambda function: lambda: function(x, weight, _EPS)),
     )
 
-    def both() -> tuple[Tensor, Tensor]:  # the sum goes on to the next layer
-        z = x + branch
-        return z, F.rms_norm(z, (D,), weight, _EPS)
-
-    yield make.case(
-        "add, rms_norm",
-        lambda: norm.add_norm(x, branch, None, weight, None, None, _EPS, 0.0),
-        both,
-        *(x,) * 4,
-    )
-
-    def whole(x: Tensor, branch: Tensor, bias: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
-        return F.layer_norm(x + F.dropout(branch + bias, _DROPOUT), (D,), weight, shift, _EPS)
-
-    forward = partial(norm.add_norm, x, branch, bias, weight, shift, key, _EPS, _DROPOUT)
-    yield make.case(
-        "bias, dropout, add, layer_norm", forward, lambda: whole(x, branch, bias, weight, shift), *(x,) * 4
-    )
-
-    def ours() -> None:
-        _, z, statistics = forward()
-        norm_gradient.add_norm_gradient(dy, z, statistics, weight, None, key, _DROPOUT, *totals)
-
-    yield make.case(
-        "the same and its gradients",
-        ours,
-        _gradients(whole, dy, x, branch, bias, weight, shift),
-        *(x,) * 8,
-    )
-
 
 def _activations(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     T, width = shapes.tokens, shapes.ffn
-    gu, da, bias = make.random(T, 2 * width), make.random(T, width), make.random(width)
-    total = torch.zeros(width, device=make.device)
+    gu, da = make.random(T, 2 * width), make.random(T, width)
     gate, up = gu.chunk(2, dim=-1)
     yield make.case(
         "swiglu",
         lambda: activation.swiglu(gu),
-        lambda: activation.reference_swiglu(gu),
+        lambda: _swiglu(gu),
         gu,
         da,
         liger=("liger_swiglu", lambda function: lambda: function(gate, up)),
@@ -196,15 +140,8 @@ def _activations(make: _Maker, shapes: Shapes) -> Iterator[Case]:
         activation.swiglu(gu)
         activation.swiglu_gradient(da, gu)
 
-    eager = _gradients(activation.reference_swiglu, da, gu)
+    eager = _gradients(_swiglu, da, gu)
     yield make.case("swiglu and its gradient", ours_gated, eager, gu, da, gu, da, gu)
-
-    def ours() -> None:
-        activation.bias_gelu(da, bias)
-        activation.bias_gelu_gradient(da, da, bias, total)
-
-    eager = _gradients(activation.reference_bias_gelu, da, da, bias)
-    yield make.case("bias_gelu and its gradients", ours, eager, *(da,) * 5)
 
 
 def _rotary(make: _Maker, shapes: Shapes) -> Iterator[Case]:
@@ -215,7 +152,7 @@ def _rotary(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     yield make.case(
         "rotary",
         lambda: rotary.rotary(q, k, v, cos, sin, False),
-        lambda: rotary.reference_rotary(q, k, v, cos.to(q.dtype), sin.to(q.dtype), False),
+        lambda: _turned(q, k, v, cos.to(q.dtype), sin.to(q.dtype)),
         qkv,
         qkv,
     )
@@ -237,152 +174,15 @@ def _cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
     yield make.case("cross_entropy and its gradient", ours, eager, *(own,) * 3)
 
 
-def _linear_cross_entropy(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, V = shapes.tokens, shapes.hidden, shapes.vocabulary
-    targets = torch.randint(V, (T,), device=make.device)
-    x, weight = make.random(T, D), make.random(V, D) * 0.02
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    total = torch.zeros(V, D, device=make.device)
-
-    def eager() -> object:
-        loss = linear_cross_entropy.reference_linear_cross_entropy(*leaves, targets)
-        return torch.autograd.grad(loss, leaves)
-
-    yield make.case(
-        "linear_cross_entropy, all gradients",
-        lambda: linear_cross_entropy.linear_cross_entropy(x, weight, targets, total, 1.0, _CHUNK),
-        eager,
-        x,
-        weight,
-        total,
-        flops=6 * T * D * V,
-        liger=(
-            "liger_fused_linear_cross_entropy",
-            lambda function: lambda: torch.autograd.grad(function(*leaves, targets, reduction="sum"), leaves),
-        ),
-    )
+def _swiglu(gu: Tensor) -> Tensor:
+    gate, up = gu.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
-def _products(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, width = shapes.tokens, shapes.hidden, shapes.ffn
-    x, weight, dy = make.random(T, D), make.random(width, D), make.random(T, width)
-    total, y, dx = torch.zeros(width, D, device=make.device), torch.empty_like(dy), torch.empty_like(x)
-    part = max(1, multiprocessors(make.device) * 3 // 4)
-    flops = 2 * T * D * width
-
-    def case(
-        name: str,
-        run: Callable[[int], object],
-        rival: Way,
-        operands: tuple[Tensor, ...],
-        tune: Any,
-        cublas: Way | None = None,
-    ) -> Case:
-        ways = {f"{OURS} 3/4": partial(run, part), "cublas": cublas or rival}
-        return make.case(name, partial(run, 0), rival, *operands, flops=flops, ways=ways, tune=tune)
-
-    def tuned(name: str, a: Tensor, b: Tensor, c: Tensor, accumulates: bool) -> Callable[[Time], Tiles]:
-        sizes = (a.shape[0], b.shape[1], a.shape[1])
-
-        def find(time: Time) -> Tiles:
-            run = partial(gemm.launch, name, a, b, c, accumulate=accumulates)
-            return tune(
-                name,
-                sizes,
-                a.dtype,
-                a.device,
-                lambda tiles: time(partial(run, tiles=tiles)),
-                accumulates=accumulates,
-            )
-
-        return find
-
-    yield case(
-        "linear",
-        lambda num_sms: gemm.linear(x, weight, None, num_sms, 1, None),
-        lambda: torch.mm(x, weight.t()),
-        (x, weight, dy),
-        tuned("linear", x, weight.t(), y, False),
-    )
-    yield case(
-        "linear_input_gradient",
-        lambda num_sms: gemm.linear_input_gradient(dy, weight, num_sms, 1, None),
-        lambda: torch.mm(dy, weight),
-        (x, weight, dy),
-        tuned("linear_input_gradient", dy, weight, dx, False),
-    )
-    yield case(
-        "accumulate_product",
-        lambda num_sms: gemm.accumulate_product(total, dy, x, num_sms),
-        lambda: total.add_(torch.mm(dy.t(), x)),
-        (x, dy, total, total),
-        tuned("accumulate_product", dy.t(), x, total, True),
-        cublas=partial(accumulation.accumulate_product, total, dy, x),
-    )
-
-
-def _experts(make: _Maker, shapes: Shapes) -> Iterator[Case]:
-    T, D, width, E = shapes.tokens, shapes.hidden, shapes.ffn // 2, shapes.experts
-    k = min(2, E)
-    logits, x = make.random(T, E).float(), make.random(T, D)
-    weights, _, slots, sources, offsets, *_ = router.route(logits, k, T, True)
-    S, part = T * k, max(1, multiprocessors(make.device) * 3 // 4)
-
-    def choose() -> object:
-        probability = logits.softmax(-1)
-        best, chosen = probability.topk(k, dim=-1)
-        order = chosen.flatten().argsort(stable=True)
-        counts = F.one_hot(chosen, E).sum((0, 1))
-        return (
-            best / best.sum(-1, keepdim=True),
-            order,
-            counts.cumsum(0),
-            (counts * probability.mean(0)).sum(),
-        )
-
-    yield make.case(
-        "route", lambda: router.route(logits, k, T, True), choose, logits, weights, slots, sources
-    )
-    sorted_x = permute.gather_rows(x, sources, k, None)
-    token = sources.long() // k
-    yield make.case(
-        "gather_rows", lambda: permute.gather_rows(x, sources, k, None), lambda: x[token], sorted_x, sorted_x
-    )
-    place, dtype = slots.long(), x.dtype
-    yield make.case(
-        "combine_rows",
-        lambda: permute.combine_rows(sorted_x, slots, weights),
-        lambda: (sorted_x[place] * weights.to(dtype).unsqueeze(-1)).sum(1),
-        sorted_x,
-        x,
-    )
-    weight, dy = make.random(E, width, D), make.random(S, width)
-    total = torch.zeros(E, width, D, device=make.device)
-    parts = [slice(first, end) for first, end in pairwise(offsets.tolist())]
-
-    def backward_weight() -> None:
-        for e, rows in enumerate(parts):
-            total[e].add_(dy[rows].t() @ sorted_x[rows])
-
-    for name, run, eager, operands in (
-        (
-            "grouped_linear",
-            lambda num_sms: grouped_gemm.grouped_linear(sorted_x, weight, offsets, num_sms),
-            lambda: [sorted_x[rows] @ weight[e].t() for e, rows in enumerate(parts)],
-            (sorted_x, weight, dy),
-        ),
-        (
-            "grouped_input_gradient",
-            lambda num_sms: grouped_gemm.grouped_input_gradient(dy, weight, offsets, num_sms),
-            lambda: [dy[rows] @ weight[e] for e, rows in enumerate(parts)],
-            (sorted_x, weight, dy),
-        ),
-        (
-            "grouped_weight_gradient",
-            lambda num_sms: grouped_gemm.grouped_weight_gradient(total, dy, sorted_x, offsets, num_sms),
-            backward_weight,
-            (sorted_x, dy, total, total),
-        ),
-    ):
-        ways = {f"{OURS} 3/4": partial(run, part)}
-        yield make.case(name, partial(run, 0), eager, *operands, flops=2 * S * D * width, ways=ways)
+def _turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = []
+    for x in (q, k):
+        first, second = x.chunk(2, dim=-1)
+        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    return torch.cat((*turned, v), dim=2).flatten(2).flatten(0, 1)

@@ -19,7 +19,7 @@ import triton
 from braid.jobs.benchmarks.gpu import table
 from braid.jobs.benchmarks.kernel_cases import OURS, Case, Shapes, cases
 from braid.kernels.clock import Clock, DeviceClock
-from braid.kernels.fused.launch import INTERPRETING, multiprocessors
+from braid.kernels.fused.launch import INTERPRETING
 
 _COPY_BYTES: Final = 1 << 30
 _PRODUCT: Final = 8192
@@ -111,7 +111,9 @@ def run_kernels(
         machine={
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _NO_MEASUREMENT,
-            "multiprocessors": multiprocessors(device),
+            "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1,
             "torch": torch.__version__,
             "triton": triton.__version__,
             "cuda": torch.version.cuda,

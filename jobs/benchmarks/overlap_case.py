@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config, parse_config
+from braid.actors.config.model import ModelConfig
 from braid.scheduling.lowering.named import ScheduleKind
 from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.setting import Setting
+from braid.scheduling.spec import ModelShape
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "tp2": {"tp": 2},
@@ -115,6 +117,14 @@ class WithoutTier(Setting):
         return replace(super().kind, **off)
 
 
+class _EvenModel(ModelConfig):
+    """A model whose tokens visit experts in turn, whatever their scores."""
+
+    def shape(self, vocabulary: int) -> ModelShape:
+        """The sizes, routed evenly; `ValueError` for a model without experts."""
+        return replace(super().shape(vocabulary), route_evenly=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
     """What is trained, and over which link."""
@@ -140,7 +150,7 @@ class OverlapCase:
     recompute: str = "none"
     """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
     route_evenly: bool = False
-    """``model.route_evenly``, of layouts with experts."""
+    """Whether tokens visit experts in turn, in layouts with experts."""
     memory_slack: float | None = None
     """``overlap.memory_slack`` of the schedules."""
     memory_gb: float | None = None
@@ -158,7 +168,7 @@ class OverlapCase:
         zero = ZERO.get(schedule, self.zero)
         schedule, _, pipeline = ("ddp" if schedule in ZERO else schedule).partition(":")
         fine = self.recompute == "full" and schedule in NO_COLLECTIVE_AGAIN
-        return parse_config(
+        config = parse_config(
             {
                 "model": {
                     "hidden": self.hidden,
@@ -167,7 +177,6 @@ class OverlapCase:
                     "sequence": self.tokens // self.samples,
                     **({"ffn": self.ffn} if self.ffn else {}),
                     **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
-                    **({"route_evenly": True} if self.route_evenly else {}),
                 },
                 "train": {
                     "global_batch": self.micro_batches * self.samples * self.replicas,
@@ -198,6 +207,9 @@ class OverlapCase:
                 },
             }
         )
+        if not self.route_evenly:
+            return config
+        return config.model_copy(update={"model": _EvenModel(**dict(config.model))})
 
     @property
     def filled(self) -> bool:

@@ -55,9 +55,7 @@ def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
     """The same layout under another schedule (or its text, `ScheduleName`), with the placement that it needs,
     nothing else decided."""
     one = ScheduleName.parse(str(name))
-    placement = one.placement_on(setting.layout.pp)
-    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
-    layout = replace(setting.layout, placement=placement, late_layers=late)
+    layout = replace(setting.layout, placement=one.placement_on(setting.layout.pp))
     return replace(
         setting,
         schedule=one.schedule,

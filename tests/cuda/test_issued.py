@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.cuda.actions import Start
 from tests.cuda.entries import Kernel
-from tests.cuda.issued import issued
+from tests.cuda.issued import Start, issued
 from tests.cuda.log import RankLog
 from tests.cuda.steps import Case, recorded
 

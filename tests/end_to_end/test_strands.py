@@ -175,15 +175,6 @@ def test_overlap_changes_no_result(
     assert run.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
-    late = runs.of("llama of 8 layers", "braid:w", {"pp": 2, "late_layers": 1}, "fp64")
-    one = runs.of("llama of 8 layers", "megatron", {"pp": 2}, "fp64")
-    assert late.losses == one.losses
-    assert late.gradient_norms == one.gradient_norms
-    ours, theirs = late.parameters(), one.parameters()
-    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-
-
 @pytest.mark.parametrize("schedule", ["megatron", "megatron:folded", "interleaved", "braid:w", "zbv"])
 def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
     """Embedding and head add their gradients to one table, in an order that depends on the schedule."""

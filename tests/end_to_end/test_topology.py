@@ -1,13 +1,12 @@
-"""Where ranks are decides what goes inside a node and what between nodes, whatever order they started in."""
+"""Where ranks are decides what goes inside a node and what between nodes. On nodes of Ray: `test_nodes`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import find_or_measure
@@ -17,14 +16,10 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
-from braid.scheduling.trace import length_ns, merge
-from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+from tests.spans import length_ns, read_folder, spans_of
 
 pytestmark = pytest.mark.slow
-
-SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
-"""The node of every bundle."""
 
 
 def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
@@ -32,16 +27,14 @@ def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolde
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     events = list(Controller(plan, launcher, RunOptions()).run())
-    traces = TraceFolder(config.run_directory / "trace")
-    traces.refresh()
-    return events, traces
+    return events, read_folder(config.run_directory)
 
 
 def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> None:
     """Every span of a transfer is labelled by the hosts of the ranks that it joins."""
     seen = 0
     for step in traces.steps:
-        for span in traces.spans(step):
+        for span in spans_of(traces.step(step)):
             if span.stream is Stream.COMPUTE:
                 continue
             name, place = span.operator, mesh.position(span.rank)
@@ -76,9 +69,9 @@ def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
     assert not [note for event in events if isinstance(event, Started) for note in event.notes]
     check_spans(traces, config.layout().mesh, ["a", "a", "b", "b"])
     for rank in range(4):
-        spans = [span for span in traces.spans(1) if span.rank == rank]
+        spans = [span for span in spans_of(traces.step(1)) if span.rank == rank]
         for stream in Stream:
-            assert length_ns(merge((s.start_ns, s.end_ns) for s in spans if s.stream is stream)) > 0
+            assert length_ns((s.start_ns, s.end_ns) for s in spans if s.stream is stream) > 0
 
 
 def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
     hosts = ["a", "b", "a"]
     _, traces = run(config, prepare_text(tmp_path, 7, files=4), ProcessLauncher(config, places(*hosts)))
     check_spans(traces, config.layout().mesh, hosts)
-    found = {(span.operator.partition(" ")[2], span.stream) for span in traces.spans(1)}
+    found = {(span.operator.partition(" ")[2], span.stream) for span in spans_of(traces.step(1))}
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
 
 
@@ -138,56 +131,3 @@ def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> Non
             )
         losses.append([event.record.loss for event in events if hasattr(event, "record")])
     assert losses[0] == losses[1]
-
-
-@pytest.fixture
-def four_nodes() -> Iterator[Any]:
-    """A Ray cluster of four nodes of two ranks each."""
-    with headed_cluster() as cluster:
-        import ray
-
-        for number in range(4):
-            cluster.add_node(num_cpus=2, resources={f"place{number}": 1.0}, wait=False)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-
-
-@pytest.mark.own_process
-@pytest.mark.timeout(400)  # eight actors on two cores
-def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
-    """Ranks are numbered by node and GPU, not as bundles come: tensor groups lie inside nodes."""
-    from braid.actors.controller.placement import RayLauncher
-
-    class Scrambled(RayLauncher):
-        """Hands out bundles in an order of the test's."""
-
-        group: WorkerGroup
-
-        def _bundles(self, ranks: int, avoid: Sequence[str], stopped: Any) -> list[dict[str, float]]:
-            bundles = super()._bundles(ranks, avoid, stopped)
-            return [{**bundle, f"place{node}": 0.01} for bundle, node in zip(bundles, SCRAMBLED, strict=True)]
-
-        def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
-            self.group = super().start(ranks, avoid)
-            return self.group
-
-    config = small_config(
-        tmp_path / "runs",
-        parallel={"tp": 2, "dp": 2, "pp": 2},
-        train={"steps": 2},
-        cluster={"launcher": "ray", "cpus_per_rank": 1.0, "placement_timeout_s": 60.0},
-    )
-    launcher = Scrambled(config)
-    mesh = config.layout().mesh
-    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
-    hosts = launcher.group.hosts
-    assert len(set(hosts)) == 4
-    assert [hosts[rank] for rank in range(0, 8, 2)] == [hosts[rank] for rank in range(1, 8, 2)]
-    assert not [note for event in events if isinstance(event, Started) for note in event.notes]
-    check_spans(traces, mesh, hosts)
-    forecast = launcher.hosts(8)
-    assert [forecast.index(host) for host in forecast] == [hosts.index(host) for host in hosts]

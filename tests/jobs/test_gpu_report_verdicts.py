@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from braid.actors.stage.streams import device_streams
+from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.streams import streams_on
 from braid.jobs.benchmarks.gpu_schedules import Check, ScheduleTable, ScheduleTime
 from braid.jobs.benchmarks.report import (
     claims,
@@ -320,7 +321,7 @@ def test_without_triton_kernels_are_left_out(tmp_path: Path, monkeypatch: pytest
 def test_a_rank_begins_anew_with_the_same_losses() -> None:
     job = Job(shape=training.TINY, micro_batch=2, micro_batches=2, dtype=torch.bfloat16)
     device = torch.device("cpu")
-    rank = RuntimeRank(job, lone_mesh(job), device, device_streams(device))
+    rank = RuntimeRank(job, lone_mesh(job), device, streams_on(accelerator_of(device)))
     executor = rank.executor(job.code(job.serial))
     first = [rank.step(executor, step).loss for step in range(3)]
     rank.reset()

@@ -22,9 +22,10 @@ import torch.multiprocessing as mp
 
 from braid.actors.controller.combining import combine
 from braid.actors.controller.rank_environment import default_environment
+from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.mesh import Mesh, build_mesh, make_world
 from braid.actors.stage.network import bind_gloo
-from braid.actors.stage.streams import Streams, device_streams
+from braid.actors.stage.streams import Streams, streams_on
 from braid.jobs.benchmarks.gpu import table
 from braid.jobs.benchmarks.gpu_rig import llama_8b
 from braid.jobs.benchmarks.report.claims import RANK_BITS, RANK_LOSSES, RANK_PREDICTED, RANK_SPEED
@@ -180,7 +181,7 @@ def _rank(rank: int, folder: str, plan: Plan) -> None:
     try:
         mesh = build_mesh(plan.job.layout, rank, timeout=PATIENCE)
         mesh.warm_up()
-        content = _train(plan, mesh, device, device_streams(device))
+        content = _train(plan, mesh, device, streams_on(accelerator_of(device)))
         if rank == 0:
             (Path(folder) / "found.json").write_text(json.dumps(content), encoding="utf-8")
         dist.barrier()
@@ -255,7 +256,7 @@ def _timed(plan: Plan, rank: RuntimeRank, executors: Mapping[str, Any], known: O
 def _alone(plan: Plan, device: torch.device) -> list[float]:
     """Losses of one rank that trains the same by itself."""
     job = replace(plan.job, tp=1)
-    streams = device_streams(device)
+    streams = streams_on(accelerator_of(device))
     rank = RuntimeRank(job, lone_mesh(job), device, streams)
     executor = rank.executor(job.code(job.serial))
     losses = [rank.step(executor, number).loss for number in range(plan.exact_steps)]

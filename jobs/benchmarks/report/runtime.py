@@ -204,7 +204,7 @@ class RuntimeRank:
         batches = [MicroBatch(w[:, :-1].reshape(-1), w[:, 1:].reshape(-1)) for w in windows]
         update = Update(self._gradients, self._weights, self.optimizer, step)
         loss_sum = executor.run(batches, 1.0 / self.job.tokens, update)
-        records = self._recorder.records(step)
+        records = self._recorder.records()
         return Step(
             loss=loss_sum / self.job.tokens,
             gradient_norm=update.gradient_norm,

@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from braid.actors.stage.streams import device_streams
+from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.streams import streams_on
 from braid.jobs.benchmarks.gpu import table
 from braid.jobs.benchmarks.plain_torch import (
     PlainModel,
@@ -148,7 +149,7 @@ class AutocastModel(PlainModel):
 
 def braid_side(job: Job, device: torch.device, *, captured: bool) -> tuple[StepOf, RuntimeRank]:
     """Braid's runtime on one rank, under the schedule of one rank, which has nothing to hide."""
-    rank = RuntimeRank(job, lone_mesh(job), device, device_streams(device))
+    rank = RuntimeRank(job, lone_mesh(job), device, streams_on(accelerator_of(device)))
     executor = rank.executor(job.code(job.serial), captured=captured)
     return lambda step: rank.step(executor, step).loss, rank
 
