@@ -17,7 +17,6 @@ from tests.end_to_end.forked import Command
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILE = ROOT.parent / "shared/data/rtx3090_tmp_profile.csv"
 
 SMALL = """\
 model: {family: llama, hidden: 1024, ffn: 2816, layers: 8, heads: 16, kv_heads: 8, vocabulary: 1024,
@@ -67,8 +66,10 @@ def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
     shown = [
         braid("plan", "small.yaml", *common, "--output", "plan.yaml", cwd=folder, columns=80),
         braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder, columns=80),
-        braid("simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", cwd=folder, columns=80),
-        braid("compare", "t.json", "t.json", cwd=folder, columns=80),
+        braid(
+            "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.arrows", cwd=folder, columns=80
+        ),
+        braid("compare", "t.arrows", "t.arrows", cwd=folder, columns=80),
     ]
     rows = 0
     for command in shown:
@@ -185,16 +186,6 @@ def test_presets_name_their_sources(folder: Path) -> None:
     assert {"llama-3.1-405b", "mixtral-8x7b", "qwen3-32b", "phi-3.5-moe"} <= set(presets["models"])
     assert all(model["source"] for model in presets["models"].values())
     assert all(c["source"] and c["gpu"]["source"] for c in presets["clusters"].values())
-
-
-@pytest.mark.skipif(not PROFILE.exists(), reason="the public RTX 3090 profile lies beside the project only")
-def test_degrees_from_a_measured_profile(folder: Path) -> None:
-    found = as_json(
-        "plan", "oases-llama-7b", "--cluster", "rtx3090", "--profile", str(PROFILE),
-        "--set", "train.global_batch=32", cwd=folder,
-    )  # fmt: skip
-    assert len(found["degrees"]) == 16
-    assert found["cost_ns"] <= found["uniform"]["cost_ns"]
 
 
 def test_planning_loads_neither_torch_nor_ray_nor_scipy() -> None:

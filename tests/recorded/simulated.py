@@ -8,14 +8,17 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot.
+`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot. ``--as-before``
+records with the costs and names of `tests.recorded.before`, to be compared with a record from before them.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +27,7 @@ from typer.testing import CliRunner
 
 from braid.jobs.cli import app
 from braid.scheduling.lowering.named import ScheduleName
+from tests.recorded.before import FORMER, former_costs
 from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, read_cases, write_cases
 from tests.recorded.units import unit_cases
 
@@ -105,8 +109,11 @@ SITUATIONS: Final = (
 )
 
 
-def cli_cases() -> dict[str, Callable[[], Case]]:
-    """Names of the cases that ``braid simulate`` can do, and how to record them."""
+def cli_cases(called: Mapping[str, str]) -> dict[str, Callable[[], Case]]:
+    """Names of the cases that ``braid simulate`` can do, and how to record them.
+
+    ``called``: other names of schedules, by which they are simulated.
+    """
     runner = CliRunner()
 
     def recorded(arguments: Sequence[str]) -> Callable[[], Case]:
@@ -114,7 +121,7 @@ def cli_cases() -> dict[str, Callable[[], Case]]:
 
     return {
         f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}": recorded(
-            situation.arguments(schedule, recompute, zero)
+            situation.arguments(called.get(schedule, schedule), recompute, zero)
         )
         for situation in SITUATIONS
         for recompute, zero in situation.variants
@@ -139,14 +146,16 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
     return {**found, **{f"{level}_bytes": links[level]["bytes_per_gpu"] for level in ("intra", "inter")}}
 
 
-def record(pattern: str | None, tell: Callable[[str], None]) -> dict[str, Case]:
-    """All cases whose names hold the pattern."""
-    cases = {**cli_cases(), **unit_cases(numbers_of)}
+def record(pattern: str | None, tell: Callable[[str], None], *, as_before: bool = False) -> dict[str, Case]:
+    """All cases whose names hold the pattern; ``as_before``: see `tests.recorded.before`."""
+    called = FORMER if as_before else {}
+    cases = {**cli_cases(called), **unit_cases(numbers_of, called)}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):
         begin = time.perf_counter()
-        found[name] = cases[name]()
+        with former_costs() if as_before else nullcontext():
+            found[name] = cases[name]()
         shown = found[name].get(REFUSED) or f"{found[name]['step_seconds']:.6f} s"
         tell(f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)")
     return found
@@ -188,9 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--out", type=Path, help="record to this file")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
     parser.add_argument("--only", help="only cases whose names hold this pattern")
+    parser.add_argument("--as-before", action="store_true", help="with former costs and names")
     given = parser.parse_args(arguments)
     if given.out is not None:
-        found = record(given.only, lambda line: print(line, file=sys.stderr, flush=True))
+        tell = functools.partial(print, file=sys.stderr, flush=True)
+        found = record(given.only, tell, as_before=given.as_before)
         write_cases(given.out, found)
         return 0
     old, new = (
