@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from braid.scheduling.presets.hugging_face import hugging_face_config
 from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.actors.saved import Marker
 from tests.foreign_models import LONG, SEQUENCE, VOCABULARY, random_model
 
 TOKENS = 257
@@ -279,32 +279,24 @@ def test_tensors_that_are_missing_too_many_or_of_integers(copy: Callable[[str], 
         refused(file.parent, says)
     file.write_bytes(file.read_bytes()[:-100])
     refused(file.parent, str(file), "cannot be read as safetensors")
-
-
-class Marker:
-    """A pickle of this makes a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
+    stacked, expert = copy("stacked") / "model.safetensors", "model.layers.0.mlp.experts.0.up_proj.weight"
+    save_file({**load_file(stacked), expert: torch.ones(48, 64)}, stacked)
+    refused(stacked.parent, f"holds tensor {expert}")
 
 
 def test_pickles_are_refused_unread(copy: Callable[[str], Path], tmp_path: Path) -> None:
     """Beside safetensors they are left alone."""
     directory, marker = copy("llama"), tmp_path / "ran"
-    names = ("pytorch_model.bin", "model.pt", "weights.pth")
-    for name in names:
+    whole = (directory / "model.safetensors").read_bytes()
+    for name in ("pytorch_model.bin", "model.pt", "weights.pth"):
         (directory / name).write_bytes(pickle.dumps(Marker(marker)))
-    load(directory)
-    (directory / "model.safetensors").unlink()
-    for name in names:
+        load(directory)
+        (directory / "model.safetensors").unlink()
         refused(directory, name, "pickle", "safetensors")
         assert not marker.exists()
-        bytes_of = (directory / name).read_bytes()
         (directory / name).unlink()
-    pickle.loads(bytes_of)
+        (directory / "model.safetensors").write_bytes(whole)
+    pickle.loads(pickle.dumps(Marker(marker)))
     assert marker.exists(), "the file is harmless: too easy a test"
 
 
@@ -323,6 +315,7 @@ def test_names_in_an_index(copy: Callable[[str], Path], name: Any, says: str) ->
     copy("llama")  # what the first name leads to is there
     directory = copy("files")
     load(directory)
+    assert len(set(HubDirectory.open(directory).places.values())) > 2
     index = directory / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map={**places, "model.norm.weight": name})
@@ -378,48 +371,36 @@ def test_what_has_no_equal_is_not_written(family: str, changes: dict[str, Any], 
         hugging_face_config(ModelShape(family=family, **{**sizes, **changes}), "float32")
 
 
-def test_equal_mixtures_are_written_alike() -> None:
+@pytest.mark.parametrize("head_norm", [False, True])
+def test_equal_mixtures_are_written_alike(head_norm: bool) -> None:
     """A softmax over the chosen, a width of experts that is no layer's: `transformers` has other words."""
     sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocabulary": 64}
-    shape = ModelShape(family="moe", **sizes, sequence=8, ffn=96, experts=4, top_k=2)
-    other = replace(shape, ffn=128, expert_ffn=96, softmax_after=True, normalised=False, z_loss=0.1)
+    experts = {"sequence": 8, "ffn": 96, "experts": 4, "top_k": 2, "head_norm": head_norm}
+    shape = ModelShape(family="moe", **sizes, **experts)
+    other = replace(shape, expert_ffn=96, softmax_after=True, normalised=False, z_loss=0.1)
+    other = other if head_norm else replace(other, ffn=128)
     assert hugging_face_config(other, "float32") == hugging_face_config(shape, "float32")
-    normed = replace(shape, head_norm=True)
-    other = replace(normed, expert_ffn=96, softmax_after=True, normalised=False, balance_loss=0.1)
-    assert hugging_face_config(other, "float32") == hugging_face_config(normed, "float32")
 
 
 def test_settings_of_training_are_the_runs_own(copy: Callable[[str], Path]) -> None:
     """Noise and the loss of routers are not read; ours may be asked for."""
     directory = copy("mixtral")
     free = load(directory)
-    edit(
-        directory / "config.json",
-        router_jitter_noise=0.1,
-        router_aux_loss_coef=0.5,
-        output_router_logits=True,
-    )
+    theirs = {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    edit(directory / "config.json", **theirs)
     assert load(directory) == free
     assert (free.balance_loss, free.z_loss, free.capacity_factor) == (0.0, 0.0, 0.0)
     own = {"balance_loss": 0.01, "z_loss": 0.001, "capacity_factor": 1.5}
     assert load(directory, **own) == replace(free, **own)
 
 
-def test_either_name_of_the_number_of_experts(copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3 moe"])
+def test_either_name_of_the_number_of_experts(copy: Callable[[str], Path], kind: str) -> None:
     """Published files of Qwen3-MoE have another one than those of `transformers` 5."""
-    for kind in ("mixtral", "qwen3 moe"):
-        directory = copy(kind)
-        for there, gone in (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")):
-            edit(directory / "config.json", **{there: 4, gone: None})
-            assert load(directory).experts == 4
-
-
-def test_both_forms_of_experts_are_too_many(copy: Callable[[str], Path], stored: dict[str, Path]) -> None:
-    directory = copy("stacked")
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    file = directory / "model.safetensors"
-    save_file({**load_file(file), name: torch.ones(48, 64)}, file)
-    refused(directory, f"holds tensor {name}")
+    config = copy(kind) / "config.json"
+    for there, gone in (("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")):
+        edit(config, **{there: 4, gone: None})
+        assert load(config.parent).experts == 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "qwen3 moe, sparse, tied", "phi moe", "stacked"])
@@ -431,14 +412,8 @@ def test_a_rank_reads_its_slices_only(
     shape = load(stored[kind])
     layout = ParallelLayout(tp=2, dp=2, ep=2) if shape.experts else ParallelLayout(tp=2, pp=2)
     sizes = part_sizes(shape, layout, micro_batch=2)
-    model = StageModel(
-        shape=shape,
-        layout=layout,
-        place=Place.of(layout.mesh, rank),
-        sizes=sizes,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    place, cpu = Place.of(layout.mesh, rank), torch.device("cpu")
+    model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=cpu, dtype=torch.float32)
     tensors = [parameter.tensor for parameter in model.parameters]
     for tensor in tensors:
         torch.nn.init.constant_(tensor, torch.nan)
@@ -469,9 +444,3 @@ def counting(read: list[int]) -> Callable[..., Any]:
             return found
 
     return opening
-
-
-def test_places_of_tensors(stored: dict[str, Path]) -> None:
-    hub = HubDirectory.open(stored["files"])
-    assert len(set(hub.places.values())) > 2
-    assert {path.parent for path in hub.places.values()} == {stored["files"]}

@@ -1,4 +1,4 @@
-"""Wrong input found in data, runs, checkpoints or clusters; the rest is in `tests/jobs/test_mistakes.py`.
+"""Wrong input that is found in data, runs, checkpoints or clusters; the rest: `tests/jobs/test_mistakes.py`.
 
 One clear message, exit code 2, no trace, and nothing is left behind.
 """

@@ -97,17 +97,8 @@ def test_plan_simulate_explain_compare(folder: Path) -> None:
         "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", "--svg", "s.svg", cwd=folder
     )
     assert simulated["step_seconds"] == pytest.approx(plan["score"]["step_seconds"])
-    needed = {
-        "step_seconds",
-        "tokens_per_second",
-        "mfu",
-        "hidden_fraction",
-        "exposed_seconds",
-        "bubble_fraction",
-        "peak_bytes",
-        "communication",
-    }
-    assert needed <= set(simulated)
+    needed = "step_seconds tokens_per_second mfu hidden_fraction exposed_seconds bubble_fraction peak_bytes"
+    assert {*needed.split()} <= set(simulated)
     for level in ("intra", "inter"):
         assert set(simulated["communication"][level]) == {"bytes_per_gpu", "seconds"}
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
@@ -197,8 +188,7 @@ def test_presets_name_their_sources(folder: Path) -> None:
     assert all(c["source"] and c["gpu"]["source"] for c in presets["clusters"].values())
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "explain", "compare", "presets"])
-def test_planning_loads_neither_torch_nor_ray_nor_scipy(command: str) -> None:
+def test_planning_loads_neither_torch_nor_ray_nor_scipy() -> None:
     code = (
         "import sys, braid.jobs.cli, braid.jobs.planning.work, braid.jobs.planning.view, "
         "braid.scheduling.planner.explain; "
@@ -208,4 +198,3 @@ def test_planning_loads_neither_torch_nor_ray_nor_scipy(command: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == ""
-    assert braid(command, "--help", cwd=ROOT).returncode == 0
